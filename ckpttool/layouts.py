@@ -203,6 +203,8 @@ class Layout:
         of_trainer: the directory of one trainer, made of parts in other layouts, which it outranks.
         keeps_subclasses: it holds objects of tensor subclasses (index/composites.py), as such or as what they are made of; the others
             are refused where there are any.
+        keeps_calls: it holds every value as data. The others write pickles, in which no class may be called that ckpttool does not know
+            (formats/pickles.py); values with such calls are listed as dropped.
         saves: how one folder can contain several saves; None if a folder is one save.
         check_replaceable: raises if what is at a destination must not be replaced.
     """
@@ -228,6 +230,7 @@ class Layout:
     needs_named_optimizer: bool = False
     of_trainer: bool = False
     keeps_subclasses: bool = False
+    keeps_calls: bool = False
     saves: Saves | None = None
     check_replaceable: Callable[[str], None] = lambda path: None
 

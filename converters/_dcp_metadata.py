@@ -248,7 +248,7 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     **pickles.enum_members((_MemoryFormat, {name: _MemoryFormat(k) for k, name in enumerate(pickles.MEMORY_FORMATS)})),
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _Inert,
-    ("collections", "OrderedDict"): pickles.ordered_dict,
+    ("collections", "OrderedDict"): pickles.PLAIN["collections", "OrderedDict"],
 }
 for _module in ("pathlib", "pathlib._local"):
     for _name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path"):

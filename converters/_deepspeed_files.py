@@ -219,7 +219,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         return n
 
     named = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-    return {(STAGE.module, STAGE.name): stage, **enum_members((stage, named))}
+    return {(STAGE.module, STAGE.name): stage, **enum_members((stage, named)), **torch_zip.size_as_tuple(what)}
 
 
 @lru_cache(1 << 16)

@@ -75,7 +75,7 @@ class Tree:
         if isinstance(x, TensorEntry):
             return self.tensor(joined(x.path), x, x)
         if isinstance(x, dict):
-            return {k: self.value(v) for k, v in x.items()}
+            return type(x)((k, self.value(v)) for k, v in x.items())
         if isinstance(x, list):
             return [self.value(v) for v in x]
         return x

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool import bounded_json, layouts
-from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported, UsageError, argument
+from ckpttool.errors import Corrupt, IncompleteWeights, MissingPackage, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.huggingface import model_files, model_names
 from ckpttool.index.checkpoint import (
@@ -35,7 +35,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import Composite, place_composite, shape_of
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import COMPONENTS, canonical
+from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical
 from ckpttool.index.optimizer_names import possible_orders
 from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
@@ -247,7 +247,12 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
     whole.config = whole.config or found.config
     stray = [n for n in [*found.tensors, *found.values] if found.component(n) != part.component]
     if part.component == "optim" and stray and len(stray) == len(found.tensors) + len(found.values):
-        raise Unsupported(f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}")
+        asked = options.only is not None and "optim" in options.only
+        if part.optional or asked or not any(n.startswith(KEEPS_NUMBERS) for n in found.notes):
+            raise Unsupported(
+                f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}"
+            )
+        found = _as_data(found, (part.name.rpartition("/")[2].partition(".")[0], "optimizer"))
     if part.component == "optim" and model:
         named = {str(t.path[2]) for t in found.tensors.values() if t.path[:2] == ("optim", "state")}
         if not named <= set(model) and part.renamed and {part.renamed + n for n in named} <= set(model):
@@ -264,6 +269,15 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
         found.tensors = {n: replace(t, path=("extra", *t.path[1:])) for n, t in found.tensors.items()}
         found.recorded = {}
     return found
+
+
+def _as_data(ckpt: Checkpoint, below: Path) -> Checkpoint:
+    """The same entries of `extra`, below a path in it, in a tree that is not theirs."""
+    moved = [replace(t, path=("extra", *below, *t.path[1:])) for t in ckpt.tensors.values()]
+    values = [Value(("extra", *below, *v.path[1:]), v.data) for v in ckpt.values.values()]
+    return replace(
+        ckpt, tensors={joined(t.path): t for t in moved}, values={joined(v.path): v for v in values}, origin={}, recorded={}
+    )  # fmt: skip
 
 
 #: PEFT names the parameters of a live adapter by the adapter's own name too, and leaves that out in what it saves.
@@ -354,7 +368,12 @@ def _orders(
     if not any(f.endswith(".safetensors") for f in whole.files):
         return [model]
     if whole.config is not None:
-        return [model_names.in_module_order(model, whole.config)]
+        try:
+            return [model_names.in_module_order(model, whole.config)]
+        except (MissingPackage, Unsupported) as e:
+            if options.config is not None:
+                raise
+            whole.notes.append(f"the order of the parameters was not taken from config.json: {str(e).rstrip('.')}")
     return ({n: model[n] for n in order} for order in possible_orders(model))
 
 

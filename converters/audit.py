@@ -307,7 +307,7 @@ def refuse_protected(path: str) -> None:
 
 LAYOUTS = (
     Layout(
-        name="audit", title="Audit archive (.tar.zst)", detect=detect, read=read, write=write, mount=mount, keeps_subclasses=True,
+        name="audit", title="Audit archive (.tar.zst)", detect=detect, read=read, write=write, mount=mount, keeps_subclasses=True, keeps_calls=True,
         is_file=True, suffixes=(SUFFIX, ENCRYPTED), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected,
         reader_uses=(), writer_uses=("config",),
     ),

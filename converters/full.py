@@ -32,6 +32,7 @@ from ckpttool.formats.pickles import Global, Opaque, children
 from ckpttool.formats.subclasses import put_together
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import (
+    ITEMSIZE,
     Checkpoint,
     Chunks,
     Path,
@@ -54,8 +55,13 @@ __all__ = ["LAYOUTS"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-# What torch's weights_only unpickler builds besides plain values (torch/_weights_only_unpickler.py).
-_LOADABLE = {("torch", "device"), ("torch", "Size"), ("collections", "OrderedDict"), ("collections", "Counter")}
+# What torch's weights_only unpickler builds besides plain values (torch/_weights_only_unpickler.py): by a call, and as a reference.
+_LOADABLE = {Global("torch", "device"), Global("torch", "Size"), Global("collections", "Counter")}
+_REFERENCES = {
+    *_LOADABLE,
+    Global("collections", "OrderedDict"),
+    *(Global("torch", name) for name in (*ITEMSIZE, "Tensor")),
+}
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -190,13 +196,15 @@ def _not_loadable(x: Any) -> str | None:
     todo = [x]
     while todo:
         v = todo.pop()
-        if isinstance(v, Opaque) and (v.cls.module, v.cls.name) not in _LOADABLE:
-            return f"an instance of {v.cls}, which torch.load(weights_only=True) refuses"
-        if isinstance(v, Global) and v.module != "torch":
+        if isinstance(v, Opaque):
+            if v.cls not in _LOADABLE:
+                return f"an instance of {v.cls}, which torch.load(weights_only=True) refuses"
+            todo += v.parts()[1:]
+        elif isinstance(v, Global) and v not in _REFERENCES:
             return f"a reference to {v}, which torch.load(weights_only=True) refuses"
-        if isinstance(v, frozenset):
+        elif isinstance(v, frozenset):
             return "a frozenset, which torch.load(weights_only=True) refuses"
-        if not isinstance(v, stored_tensors.Inline):
+        elif not isinstance(v, stored_tensors.Inline):
             todo.extend(children(v))
     return None
 

@@ -287,7 +287,7 @@ def _holds(own: object) -> frozenset[str]:
 
 
 _FOLDER = Layout(
-    name="hf", title="Hugging Face safetensors", detect=detect, read=read, locate=locate, options=HfOptions, keeps_subclasses=True,
+    name="hf", title="Hugging Face safetensors", detect=detect, read=read, locate=locate, options=HfOptions, keeps_subclasses=True, keeps_calls=True,
     write=late("ckpttool.converters._hf_write:write"), prepare=late("ckpttool.converters._hf_write:prepare"), holds=_holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
     reader_uses=("config",), writer_uses=("config",),
 )  # fmt: skip

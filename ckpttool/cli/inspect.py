@@ -75,7 +75,8 @@ def inspect(
             source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
             allow_equal_ranks=True, allow_mixed_steps=True,
         )  # fmt: skip
-        found = open_with(path, options, check_hints=name_map is None)  # a map looks at the config, whatever the layout
+        # a map looks at the config, whatever the layout
+        found = open_with(path, options, check_hints=name_map is None, needed=lambda component: name_map is not None)
     except NotRecognised as e:
         if not isinstance(e.below, Checkpoints) or show_tree or tensor is not None:
             raise

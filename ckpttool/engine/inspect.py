@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CkpttoolError
+from ..formats.shown_values import instances_in, readable
 from ..huggingface import encodings, lora, model_files
 from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
-from ..index.composites import composites, described, unwrapped_note
+from ..index.composites import MARK, composites, described, unwrapped_note
 from ..index.names import step_count
 from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
 from ..storage import urls
@@ -109,7 +110,7 @@ def inspect(
         source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=True, allow_mixed_steps=True,
     )  # fmt: skip
-    with open_with(path, options) as opened:
+    with open_with(path, options, needed=lambda component: False) as opened:
         return summarise(opened.checkpoint, shown_path(path), opened.source, opened.only)
 
 
@@ -196,9 +197,20 @@ def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
     return {"kind": kind, "kinds": kinds, "slots": slots, "groups": [groups[i] for i in sorted(groups)]}
 
 
+def _instances(ckpt: Checkpoint) -> list[str]:
+    """A note on values that are instances of classes."""
+    found = {n: classes for n, v in ckpt.values.items() if v.path[-1] != MARK and (classes := instances_in(v.data))}
+    if not found:
+        return []
+    named = list(dict.fromkeys(str(cls) for classes in found.values() for cls in classes))
+    count = f"{len(found)} value{'s hold' if len(found) > 1 else ' holds'} instances of classes, kept as data"
+    shown = ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
+    return [f"{count}: {shown}, first {next(iter(found))}"]
+
+
 def _notes(ckpt: Checkpoint) -> list[str]:
-    """What has to be known about the optimizer, and about the weights because of it."""
-    objects = [*described(composites(ckpt)), *unwrapped_note(ckpt.tensors.values())]
+    """What has to be known about values, about the optimizer, and about the weights because of it."""
+    objects = [*_instances(ckpt), *described(composites(ckpt)), *unwrapped_note(ckpt.tensors.values())]
     if lost := per_rank_slots(ckpt):
         return [*objects, lost_at_save(ckpt, lost)]
     if not any(state.name.startswith("schedule-free") for state in states(ckpt)):
@@ -262,7 +274,7 @@ def _without_optimizer(ckpt: Checkpoint) -> str:
         return f"no optimizer state in the files that were read; not looked into: {listed(aside)}"
     if data := unnamed_optimizer_state(ckpt):
         return (
-            f"the optimizer names the parameters differently from the weights, so its {len(data)} tensors are carried as data: its own trainer "
+            f"the optimizer does not have the names of the weights, so its {len(data)} tensors are carried as data: its own trainer "
             "resumes with them, other engines start with a new optimizer"
         )
     return "no optimizer state: training from here starts with a new optimizer"
@@ -379,9 +391,14 @@ def tree(ckpt: Checkpoint) -> RenderableType:
         for k in keys[:-1]:
             inner = at.setdefault(k, {})
             at = inner if isinstance(inner, dict) else at.setdefault(k + ".", {})
-        at.setdefault(keys[-1], v.data)
+        at.setdefault(keys[-1], _branches(readable(v.data)))
     _grow(root, top)
     return root
+
+
+def _branches(x: Any) -> Any:
+    """A value with text for the keys of its dicts, of which an empty one is a leaf."""
+    return {str(k): _branches(v) for k, v in x.items()} if isinstance(x, dict) and x else x
 
 
 def _shape_of(x: Any) -> Any:
@@ -399,7 +416,7 @@ def _grow(node: Any, x: dict[str, Any]) -> None:
     i = 0
     while i < len(items):
         key, value = items[i]
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             j = i + 1
             if re.fullmatch(r"\d+", key):
                 while j < len(items) and items[j][0].isdigit() and _shape_of(items[j][1]) == _shape_of(value):

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable
 
 from ..huggingface import hub_names, lora
-from ..index.checkpoint import Checkpoint, joined
+from ..index.checkpoint import Checkpoint, joined, unnamed_optimizer_state
 from ..index.names import without_weights
 
 __all__ = ["next_step"]
@@ -34,7 +34,7 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
             return f"holds no model that ckpttool knows.{instead}"
         return f"holds no weights: give the directory of the trainer that they are in, if there is one{both}"
     if ckpt.layout in _OF_TRAINER:
-        return _OF_TRAINER[ckpt.layout](ckpt, out, "optim" in parts)
+        return _OF_TRAINER[ckpt.layout](ckpt, out, "optim" in parts or bool(unnamed_optimizer_state(ckpt)))
     found = lora.seen(ckpt)
     if found is not None and found.alone:
         into = f"merged into its base model: ckpttool adapter merge BASE {shlex.quote(path)} OUT"

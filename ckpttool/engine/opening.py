@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -348,10 +348,15 @@ def open(
 
 
 def open_with(
-    path: CheckpointPath, options: OpenOptions, model: layouts.ModelHints | None = None, check_hints: bool = True
+    path: CheckpointPath,
+    options: OpenOptions,
+    model: layouts.ModelHints | None = None,
+    check_hints: bool = True,
+    needed: Callable[[str], bool] = lambda component: True,
 ) -> OpenCheckpoint:
     """`open`; `model` is what `model_of(options)` gives, where it is known. With `check_hints=False` the caller refuses hints
-    that nobody uses (`refuse_unused`), since the reader is not the only one who may use them."""
+    that nobody uses (`refuse_unused`), since the reader is not the only one who may use them. An entry that cannot be read is
+    refused if its component is `needed`, and otherwise left out, with a note."""
     only = None if options.only is None else tuple(options.only)
     model = model or model_of(options)
     raise_file_limit()
@@ -409,7 +414,7 @@ def open_with(
         ckpt.notes += unused
         if only is not None:
             opened.checkpoint = _only(ckpt, only)
-        _refuse_unsupported(opened.checkpoint)
+        opened.left_behind += _leave_unreadable(opened.checkpoint, needed)
         check(opened.checkpoint)
     except BaseException:
         where.source.close()
@@ -426,21 +431,38 @@ def _random_states(ckpt: Checkpoint) -> list[str]:
     ]
 
 
-def _refuse_unsupported(ckpt: Checkpoint) -> None:
-    """Refuse what a file holds that the reader left for whoever needs it.
+def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> list[Dropped]:
+    """Take out the entries that the reader could not read, with a note on the first; those that were taken out.
 
     Raises:
-        Unsupported: with the first such entry.
+        Unsupported: with the first whose component is needed.
     """
-    for name, v in ckpt.values.items():
-        todo = [v.data]
-        while todo:
-            x = todo.pop()
-            if isinstance(x, Refused):
-                others = sorted({ckpt.component(n) for n in ckpt.tensors} - {str(v.path[0])})
-                way = f" {argument('only', others)} leaves it out." if others else ""
-                raise Unsupported(f'"{name}" cannot be read: {x.why}{way}')
-            todo.extend(children(x))
+    out: list[Dropped] = []
+    for name, v in list(ckpt.values.items()):
+        if (why := _unreadable(v.data)) is None:
+            continue
+        component = str(v.path[0])
+        if needed(component):
+            others = sorted({ckpt.component(n) for n in ckpt.tensors} - {component})
+            way = f" {argument('only', others)} leaves it out." if others else ""
+            raise Unsupported(f'"{name}" cannot be read: {why}{way}')
+        out.append(Dropped(name, 0, f"it cannot be read: {why}"))
+        del ckpt.values[name]
+    if out:
+        more = f" ({len(out) - 1} more cannot be read)" if len(out) > 1 else ""
+        ckpt.notes.append(f'"{out[0].name}" was left out: {out[0].why.rstrip(".")}{more}')
+    return out
+
+
+def _unreadable(data: Any) -> str | None:
+    """Why a part of a value could not be read; None where all of it was."""
+    todo = [data]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, Refused):
+            return x.why
+        todo.extend(children(x))
+    return None
 
 
 def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[str]:

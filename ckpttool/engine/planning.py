@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -14,6 +14,7 @@ from blake3 import blake3
 from .. import layouts
 from .._version import __version__
 from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument
+from ..formats.pickles import unwritable
 from ..huggingface import encodings
 from ..huggingface.encodings import Encodings
 from ..index.checkpoint import (
@@ -28,7 +29,7 @@ from ..index.checkpoint import (
 from ..index.composites import Composite, class_of, composites, unwrapped_note
 from ..index.draft import Draft, Dropped
 from ..index.fqns import wrappers_stripped
-from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
+from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, refuse_surrogates
 from ..index.optimizers import lost_at_save, per_rank_slots
 from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
@@ -157,7 +158,8 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
     _refuse_request(target, writing)
     holds, drop = target.holds(writing.options), writing.drop
     model = model_of(reading)
-    opened = _opened(src, reading, model)
+    # an entry that cannot be read stops whoever needs it, and weights are never left out
+    opened = _opened(src, reading, model, lambda part: part == "model" or (not drop and (not holds or part in holds)))
     try:
         used = {
             *opened.layout.reader_uses,
@@ -186,6 +188,8 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             regrouped_state = _regrouped(opened.checkpoint, model.like, unplaced)
             account.add_step("in other param groups", opened.checkpoint, regrouped_state)
             opened.checkpoint = regrouped_state
+        if not target.keeps_calls:
+            opened.checkpoint = _without_calls(opened.checkpoint, unplaced)
         ckpt = target.prepare(opened.checkpoint, opened.source, options)
         account.add_step(f"prepared for {target.name}", opened.checkpoint, ckpt)
         opened.checkpoint = ckpt
@@ -300,13 +304,29 @@ def _change(
         account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", ckpt, opened.checkpoint)
 
 
+def _without_calls(ckpt: Checkpoint, unplaced: list[Dropped]) -> Checkpoint:
+    """The same state for a layout of pickles, which must not call what a checkpoint names when they are loaded; values with such calls
+    go to `unplaced`."""
+    found = {n: why for n, v in ckpt.values.items() if (why := unwritable(v.data)) is not None}
+    unplaced += [Dropped(n, 0, why) for n, why in found.items()]
+    return replace(ckpt, values={n: v for n, v in ckpt.values.items() if n not in found}) if found else ckpt
+
+
 def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> None:
     """Note what is odd about the state of an optimizer.
 
     Raises:
         Unsupported: it has no names, and what resumes from the layout finds it by them.
     """
-    if target.needs_named_optimizer and not drop and (unnamed := unnamed_optimizer_state(ckpt)):
+    unnamed = [] if drop else unnamed_optimizer_state(ckpt)
+    numbered = next((n.removeprefix(f"{KEEPS_NUMBERS}: ") for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), None)
+    by_name = target.needs_named_optimizer or target.name == "dcp"  # a job of ranks asks for names
+    if numbered and not drop and by_name and any(t.path[0] == "model" for t in ckpt.tensors.values()):
+        raise Unsupported(
+            f"{target.name} needs the names of the parameters: {numbered} {argument('drop', True)} keeps the state under its numbers, as data that "
+            "no job looks at; full keeps it as it is."
+        )
+    if target.needs_named_optimizer and unnamed:
         raise Unsupported(
             f"{target.name} needs the optimizer under the names of the weights, and {len(unnamed)} of its tensors have names of its own, "
             f'first "{unnamed[0]}". {argument("only", ["model"])} converts the weights alone, {argument("drop", True)} keeps those '
@@ -339,19 +359,21 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
         )
 
 
-def _opened(src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints) -> OpenCheckpoint:
+def _opened(
+    src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints, needed: Callable[[str], bool]
+) -> OpenCheckpoint:
     """The source, merged with an adapter where that was asked; of one whose optimizer is lost and that another checkpoint shall
     fill, the weights."""
     if reading.merge is not None:
         return open_merged(src, replace(reading, merge=None), reading.merge, model)
     try:
-        return open_with(src, reading, model, check_hints=False)
+        return open_with(src, reading, model, check_hints=False, needed=needed)
     except IncompleteWeights:
         raise
     except Corrupt:
         if reading.fill_from is None or reading.only is not None:
             raise
-        return open_with(src, replace(reading, only=("model",)), model, check_hints=False)
+        return open_with(src, replace(reading, only=("model",)), model, check_hints=False, needed=needed)
 
 
 def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: list[Dropped]) -> Checkpoint:

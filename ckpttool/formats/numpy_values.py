@@ -40,7 +40,7 @@ def as_torch(x: Any) -> Any:
         return array if number is None else number
     if isinstance(x, dict):
         items = [as_torch(v) for v in x.values()]
-        return x if all(map(is_, items, x.values())) else dict(zip(x, items, strict=True))
+        return x if all(map(is_, items, x.values())) else type(x)(zip(x, items, strict=True))
     if isinstance(x, (list, tuple)) and not isinstance(x, (Global, Inline)):
         items = [as_torch(v) for v in x]
         return x if all(map(is_, items, x)) else items if isinstance(x, list) else tuple(items)

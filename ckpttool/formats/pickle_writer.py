@@ -6,13 +6,14 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from .pickles import Global, Opaque
+from .pickles import Again, Global, Opaque, Ordered
 
 __all__ = ["dump"]
 
 
 def dump(obj: Any, persistent: Callable[[Any], tuple[Any, ...] | None] | None = None) -> bytes:
-    """A protocol 2 pickle, as torch writes, of plain data, Global and Opaque; the same bytes for the same data.
+    """A protocol 2 pickle, as torch writes, of plain data, Global and Opaque; the same bytes for the same data. An attribute of a class
+    (a Global with a dot) is written as the call of getattr that CPython writes.
 
     `persistent(x)` gives the persistent id of a tensor's storage, or None for anything else. Objects with a `reduce()`
     method of ours give (Global, args) to be called by the reader.
@@ -67,7 +68,11 @@ def dump(obj: Any, persistent: Callable[[Any], tuple[Any, ...] | None] | None = 
             save_call(Global("__builtin__", "bytearray"), (bytes(x),))
         elif isinstance(x, Global):
             if not get(("g", x)):
-                out.extend(b"c" + x.module.encode() + b"\n" + x.name.encode() + b"\n")
+                owner, _, last = x.name.rpartition(".")
+                if owner:
+                    save_call(Global("__builtin__", "getattr"), (Global(x.module, owner), last))
+                else:
+                    out.extend(b"c" + x.module.encode() + b"\n" + x.name.encode() + b"\n")
                 put(("g", x))
         elif hasattr(x, "reduce"):
             save_call(*x.reduce())
@@ -84,17 +89,26 @@ def dump(obj: Any, persistent: Callable[[Any], tuple[Any, ...] | None] | None = 
             keep.append(x)
             put(id(x))
             save_items(b"e", [x])
-        elif type(x) is dict:
-            out.extend(b"}")
+        elif type(x) in (dict, Ordered):
+            if type(x) is dict:
+                out.extend(b"}")
+            else:
+                save_call(Global("collections", "OrderedDict"), ())
             keep.append(x)
             put(id(x))
             save_items(b"u", [list(x.keys()), list(x.values())])
+        elif type(x) is Again:
+            get(x)
         elif isinstance(x, Opaque):
             keep.append(x)
             save(x.cls)
             save_tuple(x.args)
             out.extend(b"R" if x.call else b"\x81")
             put(id(x))
+            if x.label is not None:
+                memo[Again(x.label)] = memo[
+                    id(x)
+                ]  # of the outermost instance that is being written, whose labels come first
             save_items(b"e", [x.list_items])
             save_items(b"u", [[k for k, _ in x.dict_items], [v for _, v in x.dict_items]])
             if x.state is not None:

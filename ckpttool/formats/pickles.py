@@ -1,13 +1,15 @@
 """Reads pickles as data: opcodes build plain values and inert records, and nothing is ever imported or called.
 
 `load` is a small pickle machine of our own. A global (module, name) is looked up in a dict of *stand-ins*, functions
-and inert classes of ours; one that is not there becomes `Global`, a pair of strings. REDUCE of a `Global` (a call of
-something unknown) is refused; NEWOBJ of one (an instance of an unknown class) becomes `Opaque`, which keeps class,
-arguments and state and can be written to another pickle unchanged (pickle_writer.py).
+and inert classes of ours; one that is not there becomes `Global`, a pair of strings. NEWOBJ of a `Global` (an instance of
+an unknown class) becomes `Opaque`, which keeps class, arguments and state and can be written to another pickle unchanged
+(pickle_writer.py). REDUCE of a `Global` (a call) becomes one where the call makes data, and is refused otherwise; `_record_of_call`
+has the rule.
 
 Bounds: opcodes, stack, string and total length follow from the size of the input, which is itself bounded; integers
 have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested is ever hashed, and none is set twice; the result
-is walked once and refused if it is deeper than 100 or expands to more than 16 nodes per opcode.
+is walked once and refused if it is deeper than 100 or expands to more than 16 nodes per opcode. An instance that holds itself, as
+a config whose nodes point to their parents, is copied once, with an `Again` for each reference back (`_untangled`).
 
 `load_large` reads a genuine 100 MB `.metadata` (a million chunks) fifty times faster with the C unpickler of the
 standard library and the same stand-ins, in a child process whose memory and time are limited, since the C code would
@@ -20,18 +22,22 @@ Sources: CPython's Lib/pickletools.py for the opcodes; torch/serialization.py fo
 
 from __future__ import annotations
 
+import _compat_pickle
+import builtins
 import io
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsafe, Unsupported
 
 __all__ = [
-    "ANY_MODULE", "MEGATRON_ENUMS", "MEMORY_FORMATS", "Global", "Opaque", "Refused", "SharedStandIn", "StandIn", "Truncated", "acts", "enum_members", "load", "load_large", "ordered_dict",
-    "refuse_deep", "short",
+    "ANY_MODULE", "MEGATRON_ENUMS", "MEMORY_FORMATS", "Again", "Global", "Opaque", "Ordered", "Refused", "SharedStandIn", "StandIn", "Truncated", "acts",
+    "attribute", "enum_members", "load", "load_large", "refuse_deep", "short", "unwritable",
 ]  # fmt: skip
 
 #: {(module, name): what stands for that class or function}
@@ -45,12 +51,16 @@ MAX_BYTES = 1 << 30
 MAX_DEPTH = 100
 
 
+class _TooDeep(Unsafe):
+    """Something is nested deeper than `MAX_DEPTH`."""
+
+
 class Truncated(Corrupt):
     """The bytes end before the pickle does."""
 
 
 class Global(NamedTuple):
-    """A (module, name) that a pickle refers to: a dtype, a class; never imported."""
+    """A (module, name) that a pickle refers to: a dtype, a class, a member of an enum ("Mode.FAST"); never imported."""
 
     module: str
     name: str
@@ -81,20 +91,43 @@ class SharedStandIn(StandIn):
     __slots__ = ()
 
 
+class Ordered(dict[Any, Any]):
+    """A collections.OrderedDict, which stays one where it is kept as one value."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """In the place of an instance that was met before inside the same outermost instance: the one with this label."""
+
+    label: int
+
+
 class Opaque:
     """An instance of an unknown class: kept as it was pickled, never built.
 
-    `call` is True when the pickle called the class (REDUCE), False when it used __new__ (NEWOBJ).
+    `call` is True when the pickle called the class (REDUCE), False when it used __new__ (NEWOBJ). `label` is a number to which the
+    `Again` inside it refer, None where there is none.
     """
 
-    __slots__ = ("_keys", "args", "call", "cls", "dict_items", "list_items", "state")
+    __slots__ = ("_keys", "args", "call", "cls", "dict_items", "label", "list_items", "state")
 
     def __init__(self, cls: Global, args: tuple[Any, ...], call: bool = False) -> None:
         self.cls, self.args, self.call = cls, args, call
+        self.label: int | None = None
         self.state: Any = None
         self.list_items: list[Any] = []
         self.dict_items: list[tuple[Any, Any]] = []
         self._keys: dict[Any, None] = {}
+
+    def mapped(self, f: Callable[[Any], Any], made: Callable[[Opaque], None] = lambda out: None) -> Opaque:
+        """The same instance with `f` of its arguments, its items and its state, in the order of a pickle; `made` gets it before its items."""
+        out = Opaque(self.cls, f(self.args), self.call)
+        out.label = self.label
+        made(out)
+        out.list_items, out.dict_items, out.state = f(self.list_items), f(self.dict_items), f(self.state)
+        return out
 
     def set_item(self, key: Any, value: Any, what: str) -> None:
         """One more item of an instance of a subclass of dict; a key that is there already is refused.
@@ -110,7 +143,9 @@ class Opaque:
         return (self.cls, self.args, self.state, self.list_items, self.dict_items)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Opaque) and self.parts() == other.parts()
+        if not isinstance(other, Opaque) or (self.call, self.label) != (other.call, other.label):
+            return False
+        return self.parts() == other.parts()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -128,9 +163,7 @@ def _complex(real: float, imag: float) -> complex:
     return complex(float(real), float(imag))
 
 
-def ordered_dict(items: Any = ()) -> dict[Any, Any]:
-    """Stand-in for collections.OrderedDict."""
-    out: dict[Any, Any] = {}
+def _filled(out: dict[Any, Any], items: Any = ()) -> dict[Any, Any]:
     for k, v in items:
         _set(out, k, v)
     return out
@@ -138,7 +171,7 @@ def ordered_dict(items: Any = ()) -> dict[Any, Any]:
 
 # Calls (REDUCE) that genuine checkpoints hold and that are data, not actions. What plain Python can hold becomes that,
 PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): ordered_dict,
+    ("collections", "OrderedDict"): lambda items=(): _filled(Ordered(), items),
     ("builtins", "set"): lambda items=(): _flat_set(set, items),
     ("__builtin__", "set"): lambda items=(): _flat_set(set, items),
     ("builtins", "frozenset"): lambda items=(): _flat_set(frozenset, items),
@@ -169,8 +202,17 @@ _KEPT = MEGATRON_ENUMS | frozenset(
         "datetime": ("datetime", "timedelta", "date", "time", "timezone"),
         "collections": ("Counter", "defaultdict", "deque"),
         "decimal": ("Decimal",),
-        "uuid": ("UUID",),
+        "fractions": ("Fraction",),
+        "functools": ("partial",),
+        "ipaddress": ("IPv4Address", "IPv4Network", "IPv6Address", "IPv6Network"),
+        "re": ("RegexFlag", "_compile"),
+        "types": ("SimpleNamespace",),
+        "uuid": ("SafeUUID", "UUID"),
+        "zoneinfo": ("ZoneInfo._unpickle",),
         "torch": ("device", "Size"),
+        "torch._C": ("Generator",),
+        "numpy.random.bit_generator": ("__pyx_unpickle_SeedSequence",),
+        "numpy.random._pickle": ("__bit_generator_ctor", "__generator_ctor", "__randomstate_ctor"),
         "numpy": ("dtype",),
         "numpy.core.multiarray": ("_reconstruct", "scalar"),
         "numpy._core.multiarray": ("_reconstruct", "scalar"),
@@ -181,12 +223,6 @@ _KEPT = MEGATRON_ENUMS | frozenset(
     }.items()
     for name in names
 )
-
-
-def _is_member(f: Global, args: tuple[Any, ...]) -> bool:
-    """Whether a call is how pickle spells a member of one of torchao's enums, KernelPreference("auto")."""
-    one = len(args) == 1 and type(args[0]) in (str, int)
-    return one and f.module.partition(".")[0] == "torchao" and f.name[:1].isupper() and "." not in f.name
 
 
 # Modules whose objects act when they are created, or represent calls: refused, not even kept as Opaque.
@@ -202,9 +238,135 @@ _NEVER = frozenset((
 _BUFFER = frozenset((Global("_io", "BytesIO"), Global("io", "BytesIO")))
 
 
+#: Types of plain data, which are in a module of those that act.
+_TYPES = frozenset((
+    "Ellipsis", "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "long", "object", "set", "str", "tuple",
+    "unicode",
+))  # fmt: skip
+_BUILTINS = ("builtins", "__builtin__")
+_EXCEPTIONS = frozenset(n for n, x in vars(builtins).items() if isinstance(x, type) and issubclass(x, BaseException))
+#: The first names of modules of Python itself, under those of Python 2 too.
+_STANDARD = sys.stdlib_module_names | {
+    name.partition(".")[0] for name in (*_compat_pickle.IMPORT_MAPPING, "exceptions")
+}
+#: Calls by which hints of types are pickled, in configs that have them: typing.List[int], list[int], int | None.
+_HINTS = frozenset((
+    *(Global(module, name) for module in ("operator", "_operator") for name in ("getitem", "or_")), Global("types", "GenericAlias"),
+))  # fmt: skip
+
+
 def acts(cls: Global) -> bool:
     """Whether objects of a class act when they are created, or represent calls."""
     return cls.module.partition(".")[0] in _NEVER and cls not in _BUFFER
+
+
+def _is_class_name(name: str) -> bool:
+    """Whether a name looks like that of a class, as PEP 8 has it: Mode, _Mode."""
+    return name.isidentifier() and name.lstrip("_")[:1].isupper()
+
+
+def _is_attribute(module: str, name: str) -> bool:
+    """Whether a dotted name is a class in a class, a member of an enum or a method: its owners look like classes."""
+    *owners, last = name.split(".")
+    if Global(module, name) in _KEPT:
+        return True
+    named = last.isidentifier() and last[:1] != "_" and all(map(_is_class_name, owners))
+    return named and module.partition(".")[0] not in _STANDARD
+
+
+def attribute(cls: Any, name: Any) -> Global | None:
+    """What getattr(cls, name) refers to: a class in a class, or a member of an enum; None of anything else."""
+    if isinstance(cls, Global) and isinstance(name, str) and _is_attribute(cls.module, f"{cls.name}.{name}"):
+        return Global(cls.module, f"{cls.name}.{name}")
+    return None
+
+
+def _record_of_call(f: Global, args: tuple[Any, ...]) -> Any:
+    """The record of a call that makes data, None of one that is refused.
+
+    Kept are calls of what `_KEPT` lists, of exceptions of Python, and of a name that looks like a class and is not of Python's own
+    library. Nothing is executed here; but a record that is written into a pickle again is executed by who loads that without
+    `weights_only`. So a call of an unknown class with one plain argument, which is how pickle spells a member of an enum, is kept as
+    `__new__` of the class: for an enum that is the same member, and for any other class no `__init__` runs. A call with other
+    arguments, and one of an instance that gets a state or items besides, stays a call, which no pickle is written with (`unwritable`).
+    """
+    if f.name == "getattr" and f.module in _BUILTINS:  # protocols below 4, and enums of Python 3.11.0 to 3.11.3
+        return attribute(*args) if len(args) == 2 else None
+    if f.name == "_reconstructor" and f.module in ("copyreg", "copy_reg"):  # an instance, in protocols 0 and 1
+        made = len(args) == 3 and isinstance(args[0], Global) and not acts(args[0])
+        return Opaque(args[0], ()) if made and args[1] in _OBJECT and args[2] is None else None
+    if f in _KEPT or (f.name in _EXCEPTIONS and f.module in (*_BUILTINS, "exceptions")):
+        refused = (f.name in ("partial", "defaultdict") and _holds_action(args)) or not _is_of_generator(f, args)
+        return None if refused else Opaque(f, args, call=True)
+    if f in _HINTS or f in _TYPE:
+        return Opaque(f, args, call=True) if _makes_hint(f, args) else None
+    if not _is_unknown_class(f):
+        return None
+    plain = len(args) == 1 and not isinstance(args[0], (Global, StandIn)) and _bounded(args[0])
+    return Opaque(f, args, call=not plain or _is_of_torchao(f, args))
+
+
+def _is_of_generator(f: Global, args: tuple[Any, ...]) -> bool:
+    """Whether a call of numpy's constructors of random generators, which call what they are given, is given numpy's own."""
+
+    def is_own(x: Any) -> bool:
+        if isinstance(x, Global):
+            return x.module.startswith("numpy.random.") and x.name in _GENERATORS
+        return x.cls.module in _OF_GENERATORS if isinstance(x, Opaque) else True
+
+    return f.module not in _OF_GENERATORS or all(map(is_own, args))
+
+
+def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
+    """Whether a call puts a hint of types together: of classes that do not act, and of other hints."""
+
+    def is_hint(x: Any) -> bool:
+        if type(x) is tuple or type(x) is list:
+            return all(map(is_hint, x))
+        if isinstance(x, Opaque):
+            return x.call and (x.cls in _HINTS or x.cls in _TYPE)
+        return not _holds_action(x) if isinstance(x, Global) else x is None or isinstance(x, (int, str))
+
+    if f in _TYPE:
+        return args == (None,)
+    generic = isinstance(args[0], Global) and (args[0].module in _GENERICS or args[0].name in _TYPES) if args else False
+    return len(args) == 2 and (f.name != "getitem" or generic) and all(map(is_hint, args))
+
+
+def _is_unknown_class(f: Global) -> bool:
+    """Whether a name looks like a class that is neither in `_KEPT` nor of Python's own library."""
+    standard = f.module.partition(".")[0] in _STANDARD
+    return not standard and f not in _KEPT and all(map(_is_class_name, f.name.split(".")))
+
+
+def _is_of_torchao(f: Global, args: tuple[Any, ...]) -> bool:
+    """Whether a call is how pickle spells a member of one of torchao's enums, KernelPreference("auto")."""
+    return f.module.partition(".")[0] == "torchao" and len(args) == 1 and type(args[0]) in (str, int)
+
+
+_PARTIAL = Global("functools", "partial")
+_TYPE = tuple(Global(module, "type") for module in _BUILTINS)
+_OF_GENERATORS = ("numpy.random._pickle", "numpy.random.bit_generator")
+_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64", "SeedSequence", "__bit_generator_ctor")
+_GENERICS = ("typing", "typing_extensions", "collections", "collections.abc")
+_OBJECT = tuple(Global(module, "object") for module in _BUILTINS)
+
+
+def _holds_action(x: Any) -> bool:
+    """Whether a function that would be called later (that of a partial, the factory of a defaultdict) is one of a module that acts."""
+    todo = list(x) if isinstance(x, tuple) and not isinstance(x, Global) else [x]
+    return any(isinstance(v, Global) and acts(v) and not (v.module in _BUILTINS and v.name in _TYPES) for v in todo)
+
+
+def unwritable(x: Any) -> str | None:
+    """Why a value must not be written into a pickle, None where it may: loading it would call a class that nobody here knows."""
+    todo = [x]
+    while todo:
+        v = todo.pop()
+        if isinstance(v, Opaque) and v.call and _is_unknown_class(v.cls) and not _is_of_torchao(v.cls, v.args):
+            return f"a call of {v.cls}, which would be executed when a pickle with it is loaded"
+        todo.extend(children(v))
+    return None
 
 
 def _bytearray(raw: Any) -> bytearray:
@@ -263,20 +425,22 @@ def load(
         Unsafe: it would call something, or has no bound.
         Corrupt: it is not a pickle, or ends too early.
     """
-    known: dict[tuple[str, str], Any] = {**PLAIN, **(stand_ins or {})}
     try:
-        obj, end = _run(data, start, known, persistent, what, inert)
+        obj, end = _run(data, start, stand_ins or {}, persistent, what, inert)
     except (IndexError, struct.error):
         raise Truncated(f"{what}: the pickle ends in the middle of an instruction.") from None
     except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise Corrupt(f"{what}: the pickle is malformed ({type(e).__name__}: {e}).") from None
-    refuse_deep(obj, what, 16 * (end - start) + 1000)
+    most = 16 * (end - start) + 1000
+    try:
+        refuse_deep(obj, what, most)
+    except Unsafe:  # too large, or without end since an instance holds itself
+        obj = _untangled(obj, what, most)
+        refuse_deep(obj, what, most)
     return obj, end
 
 
-def _run(
-    data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: Any, what: str, inert: bool
-) -> tuple[Any, int]:
+def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, inert: bool) -> tuple[Any, int]:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     push, pop = stack.append, stack.pop
@@ -306,19 +470,27 @@ def _run(
         return take(end + 1 - pos)[:-1]
 
     def find(module: str, name: str) -> Any:
+        if "." in name and not _is_attribute(module, name):
+            raise Unsafe(f"{what}: the pickle names {module}.{name}, an attribute of something; refused.")
         found = known.get((module, name), known.get((ANY_MODULE, name)))
         return Global(module, name) if found is None else found
+
+    members: dict[int, Opaque] = {}  # calls that are kept as those of an enum, which gets no state
 
     def call(f: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
             raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
-        if isinstance(f, Global) and (inert or f in _KEPT or _is_member(f, args)):
-            return Opaque(f, args, call=True)
+        if isinstance(f, Global):
+            if (made := PLAIN.get(f)) is not None:
+                return made(*args)
+            if (found := Opaque(f, args, call=True) if inert else _record_of_call(f, args)) is not None:
+                if isinstance(found, Opaque) and found.args and not found.call:
+                    members[id(found)] = found
+                return found
         if isinstance(f, Global) or not callable(f):
             raise Unsafe(
                 f"{what}: the pickle calls {f if isinstance(f, Global) else short(f)}{short(args)}. ckpttool never runs what a checkpoint asks for; "
-                "ask its author for a copy without that object. If it is your own, load it with torch, replace the object (an enum by its value, a generator by its "
-                "state) and save it again."
+                "ask its author for a copy without that object. If it is your own, load it with torch, replace the object by plain data and save it again."
             )
         return f(*args)
 
@@ -377,7 +549,7 @@ def _run(
             args, cls = pop(), pop()
             if kwargs:
                 raise Unsafe(f"{what}: the pickle builds a {short(cls)} with keyword arguments.")
-            if isinstance(cls, Global):
+            if isinstance(cls, Global) and cls not in PLAIN:
                 if acts(cls):
                     raise Unsafe(f"{what}: the pickle holds an instance of {cls}, which is not training state.")
                 if not isinstance(args, tuple):
@@ -392,6 +564,9 @@ def _run(
                     raise Unsafe(
                         f"{what}: the pickle sets the state of a {obj.cls} twice; the first one would be lost."
                     )
+                obj.call |= id(obj) in members
+                if obj.cls == _PARTIAL and isinstance(state, tuple) and _holds_action(state[:1]):
+                    raise Unsafe(f"{what}: the pickle holds a functools.partial of {short(state[0])}.")
                 obj.state = state
             elif isinstance(obj, StandIn) and hasattr(obj, "__setstate__"):
                 obj.__setstate__(state)
@@ -402,25 +577,28 @@ def _run(
         elif op == 0x75:  # SETITEMS
             items = since_mark()
             if isinstance(stack[-1], Opaque):
+                stack[-1].call |= id(stack[-1]) in members
                 for k, v in zip(items[::2], items[1::2], strict=True):
                     stack[-1].set_item(k, v, what)
             else:
                 d = stack[-1]
-                if type(d) is not dict:
+                if not isinstance(d, dict):
                     raise TypeError("SETITEMS on a " + type(d).__name__)
                 for i in range(0, len(items), 2):
                     _set(d, items[i], items[i + 1], what)
         elif op == 0x73:  # SETITEM
             v, k = pop(), pop()
             if isinstance(stack[-1], Opaque):
+                stack[-1].call |= id(stack[-1]) in members
                 stack[-1].set_item(k, v, what)
-            elif type(stack[-1]) is not dict:
+            elif not isinstance(stack[-1], dict):
                 raise TypeError("SETITEM on a " + type(stack[-1]).__name__)
             else:
                 _set(stack[-1], k, v, what)
         elif op in (0x65, 0x61):  # APPENDS, APPEND
             items = since_mark() if op == 0x65 else [pop()]
             if isinstance(stack[-1], Opaque):
+                stack[-1].call |= id(stack[-1]) in members
                 stack[-1].list_items.extend(items)
             elif type(stack[-1]) is list:
                 stack[-1].extend(items)
@@ -435,13 +613,9 @@ def _run(
             name, module = pop(), pop()
             if not isinstance(name, str) or not isinstance(module, str):
                 raise Unsafe(f"{what}: a global whose name is not a string.")
-            if "." in name:
-                raise Unsafe(f"{what}: the pickle names {module}.{name}, an attribute of something; refused.")
             push(find(module, name))
         elif op == 0x63:  # GLOBAL
             module, name = line().decode(), line().decode()
-            if "." in name:
-                raise Unsafe(f"{what}: the pickle names {module}.{name}, an attribute of something; refused.")
             push(find(module, name))
         elif op in (0x51, 0x50):  # BINPERSID, PERSID
             pid = pop() if op == 0x51 else line().decode()
@@ -507,7 +681,7 @@ def _run(
             push(since_mark())
         elif op == 0x64:
             items = since_mark()
-            push(ordered_dict(zip(items[::2], items[1::2], strict=True)))
+            push(_filled({}, zip(items[::2], items[1::2], strict=True)))
         elif op in (0x49, 0x4C):  # INT, LONG as text (protocol 0)
             text = line().rstrip(b"L")
             if len(text) > 150:
@@ -576,9 +750,66 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
                 )
 
 
+def _untangled(obj: Any, what: str, most: int) -> Any:
+    """The same data with every outermost instance that holds itself, however deep inside, as a copy without that: an instance that
+    is met again in it is an `Again` with its label. An outermost instance that is deeper than 100 all the same is a `Refused`.
+
+    Raises:
+        Unsafe: a list or dict is deeper than 100 or holds itself, or the copies have more than `most` nodes.
+    """
+    nodes = 0
+
+    def copy(x: Any, depth: int, scope: _Scope | None) -> Any:
+        nonlocal nodes
+        inside = children(x)
+        nodes += 1 + len(inside)
+        if depth > MAX_DEPTH:
+            raise _TooDeep(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.")
+        if nodes > most:
+            raise Unsafe(f"{what}: expands to more than {most:,} objects; no training state does.")
+        if isinstance(x, Opaque) and scope is None:
+            scope = _Scope({}, set())
+            try:
+                out = instance(x, depth, scope)
+            except _TooDeep:
+                return Refused(f"{what}: an instance of {x.cls} is nested deeper than {MAX_DEPTH}.")
+            return out if scope.tangled else x
+        if isinstance(x, Opaque) and scope is not None:
+            return instance(x, depth, scope)
+        if isinstance(x, dict):
+            return type(x)((k, copy(v, depth + 1, scope)) for k, v in x.items())
+        if type(x) in (list, tuple):
+            return type(x)(copy(v, depth + 1, scope) for v in x)
+        return x
+
+    def instance(x: Opaque, depth: int, scope: _Scope) -> Opaque | Again:
+        if (known := scope.met.get(id(x))) is not None:
+            if known.label is None:
+                known.label, scope.labels = scope.labels, scope.labels + 1
+            scope.tangled |= id(x) in scope.open
+            return Again(known.label)
+        scope.open.add(id(x))
+        out = x.mapped(lambda part: copy(part, depth + 1, scope), lambda made: scope.met.__setitem__(id(x), made))
+        scope.open.discard(id(x))
+        return out
+
+    return copy(obj, 0, None)
+
+
+@dataclass(slots=True)
+class _Scope:
+    """An outermost instance that is being copied: copies by identity, the instances that the walk is inside of, how many have labels, and
+    whether one holds itself."""
+
+    met: dict[int, Opaque]
+    open: set[int]
+    labels: int = 0
+    tangled: bool = False
+
+
 def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
     """Stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum: each is (the
-    stand-in of a class, {name: member}). Of anything else getattr is refused.
+    stand-in of a class, {name: member}). Of anything else it is `attribute`, or refused.
 
     Source: Enum.__reduce_ex__ in Lib/enum.py of those versions.
     """
@@ -587,6 +818,8 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
         for known, members in enums:
             if cls is known and isinstance(name, str) and name in members:
                 return members[name]
+        if (found := attribute(cls, name)) is not None:
+            return found
         raise Unsafe(f"the pickle calls getattr({short(cls)}, {short(name)}), which a checkpoint does not need.")
 
     return {("builtins", "getattr"): member, ("__builtin__", "getattr"): member}

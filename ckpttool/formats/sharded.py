@@ -19,7 +19,7 @@ from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from ..storage.source import ReadAt
 from . import torch_zip
-from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, short
+from .pickles import MEMORY_FORMATS, Global, Opaque, attribute, enum_members, short
 from .placements import Cut, Piece, local_pieces
 from .stored_tensors import StoredTensor, inlined
 from .subclasses import is_subclass
@@ -60,20 +60,21 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
 
     def get(obj: Any, name: Any) -> Any:
         """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some versions of
-        Python the memory format (pickles.enum_members); that and no more."""
+        Python the memory format (pickles.enum_members)."""
         if obj is memory_format:
             return formats(obj, name)
-        if not (isinstance(obj, Global) and obj.module.startswith(_SHARDED) and obj.name == "ShardedTensor"):
+        if isinstance(obj, Global) and obj.module.startswith(_SHARDED) and name != "ProcessGroupState":
+            raise Unsafe(f"{what}: the pickle takes {short(name)} of {short(obj)}.")
+        if (found := attribute(obj, name)) is None:
             raise Unsafe(f"{what}: the pickle calls getattr({short(obj)}, {short(name)}).")
-        if name != "ProcessGroupState":
-            raise Unsafe(f"{what}: the pickle takes {short(name)} of ShardedTensor.")
-        return Global(obj.module, "ShardedTensor.ProcessGroupState")
+        return found
 
     def memory_format(number: Any) -> Any:
         return number
 
     formats = enum_members((memory_format, {name: k for k, name in enumerate(MEMORY_FORMATS)}))["builtins", "getattr"]
     out: dict[tuple[str, str], Any] = {("torch._tensor", "_rebuild_from_type_v2"): from_type}
+    out.update(torch_zip.size_as_tuple(what))
     for builtins in ("__builtin__", "builtins"):
         out[builtins, "getattr"] = get
     for module in (f"{_SHARDED}.metadata", "torch.distributed.checkpoint.metadata"):

@@ -18,6 +18,7 @@ from .subclasses import is_subclass, taken_apart
 
 __all__ = [
     "Inline",
+    "Size",
     "Storage",
     "StoredTensor",
     "as_dcp_flattens",
@@ -83,25 +84,27 @@ class Inline(NamedTuple):
     data: bytes
 
 
-def map_tensors(x: Any, f: Callable[[StoredTensor], Any]) -> Any:
-    """The same tree with every StoredTensor replaced."""
+class Size(tuple[int, ...]):
+    """A torch.Size in a file whose format has sizes of its own; in a value it is the call that torch pickles (`inlined`)."""
+
+    __slots__ = ()
+
+
+def map_tensors(x: Any, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
+    """The same tree with every StoredTensor replaced, and every Size."""
+
+    def inside(part: Any) -> Any:
+        return map_tensors(part, f, of_size)
+
     if isinstance(x, StoredTensor):
         return f(x)
     if isinstance(x, dict):
-        return {k: map_tensors(v, f) for k, v in x.items()}
-    if isinstance(x, list):
-        return [map_tensors(v, f) for v in x]
-    if type(x) is tuple:
-        return tuple(map_tensors(v, f) for v in x)
+        return type(x)((k, inside(v)) for k, v in x.items())
+    if type(x) in (list, tuple):
+        return type(x)(map(inside, x))
     if isinstance(x, Opaque):
-        out = Opaque(x.cls, map_tensors(x.args, f), x.call)
-        out.state, out.list_items, out.dict_items = (
-            map_tensors(x.state, f),
-            map_tensors(x.list_items, f),
-            map_tensors(x.dict_items, f),
-        )
-        return out
-    return x
+        return x.mapped(inside)
+    return of_size(x) if type(x) is Size else x
 
 
 def tensors_in(x: Any) -> Iterator[StoredTensor]:
@@ -175,16 +178,16 @@ def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
 
 def mapping_items(x: Any) -> list[tuple[Any, Any]] | None:
     """The items of a dict, or of an instance of one of the dicts of `collections`; None of anything else."""
-    if type(x) is dict:
+    if isinstance(x, dict):
         return list(x.items())
     if isinstance(x, Opaque) and x.cls in _DICTS:
-        first = x.args[0] if x.args and x.cls.name != "defaultdict" else ()
-        return [*(first.items() if isinstance(first, dict) else first), *x.dict_items]
+        first = x.args[0] if x.args and x.cls.name == "Counter" else {}
+        return [*first.items(), *x.dict_items]
     return None
 
 
 #: Classes that torch's DCP takes apart like a dict.
-_DICTS = frozenset(Global("collections", name) for name in ("Counter", "OrderedDict", "defaultdict"))
+_DICTS = frozenset((Global("collections", "Counter"), Global("collections", "defaultdict")))
 
 
 def as_dcp_flattens(x: Any, path: Path) -> dict[Path, Any]:
@@ -217,7 +220,7 @@ def _has_other_keys(x: Any) -> bool:
     items = mapping_items(x)
     if items is None:
         return isinstance(x, list) and any(map(_has_other_keys, x))
-    return type(x) is not dict or any(type(k) is not str or _has_other_keys(v) for k, v in items)
+    return isinstance(x, Opaque) or any(type(k) is not str or _has_other_keys(v) for k, v in items)
 
 
 def _holds_mapping(x: list[Any]) -> bool:
@@ -262,7 +265,7 @@ def inlined(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
         raw = whole[t.at : t.at + t.span]
         return Inline(t.dtype, t.shape, raw if t.contiguous else gather(raw, t))
 
-    return map_tensors(x, one)
+    return map_tensors(x, one, lambda size: Opaque(Global("torch", "Size"), (tuple(size),), call=True))
 
 
 _NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}

@@ -90,9 +90,11 @@ def _named(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> 
         tensors[name] = x
         return placeholder(name)
     if isinstance(x, dict):
-        return {k: _named(v, (*at, str(k)), kind, tensors) for k, v in x.items()}
+        return type(x)((k, _named(v, (*at, str(k)), kind, tensors)) for k, v in x.items())
     if type(x) in (list, tuple):
         return type(x)(_named(v, (*at, str(i)), kind, tensors) for i, v in enumerate(x))
+    if isinstance(x, Opaque) and x.cls == Global("torch", "Size"):
+        return x.args[0]  # a tuple, as which its own code compares it
     if isinstance(x, Opaque):
         nested = is_subclass(x)
         args = (
@@ -101,6 +103,7 @@ def _named(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> 
             else _named(x.args, (*at, "args"), kind, tensors)
         )
         out = Opaque(x.cls, args, x.call)
+        out.label = x.label
         out.state = _named(x.state, at, kind, tensors)
         out.list_items = _named(x.list_items, (*at, "items"), kind, tensors)
         out.dict_items = _named(x.dict_items, (*at, "items"), kind, tensors)
@@ -136,15 +139,11 @@ def call_of(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
 
 def _filled(x: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(x, dict):
-        return {k: _filled(v, tensors) for k, v in x.items()}
+        return type(x)((k, _filled(v, tensors)) for k, v in x.items())
     if type(x) in (list, tuple):
         return type(x)(_filled(v, tensors) for v in x)
     if isinstance(x, Opaque):
         if x.cls == _PLACEHOLDER:
             return tensors[x.args[0]]
-        out = Opaque(x.cls, _filled(x.args, tensors), x.call)
-        out.state, out.list_items, out.dict_items = (
-            _filled(x.state, tensors), _filled(x.list_items, tensors), _filled(x.dict_items, tensors),
-        )  # fmt: skip
-        return out
+        return x.mapped(lambda part: _filled(part, tensors))
     return x

@@ -62,15 +62,13 @@ def small_zip(value: Any) -> bytes:
             data.append(x.data)
             return TensorRef(x.dtype, x.shape, str(len(data) - 1), prod(x.shape))
         if isinstance(x, dict):
-            return {k: one(v) for k, v in x.items()}
+            return type(x)((k, one(v)) for k, v in x.items())
         if isinstance(x, list):
             return [one(v) for v in x]
         if type(x) is tuple:
             return tuple(one(v) for v in x)
         if isinstance(x, Opaque):
-            out = Opaque(x.cls, one(x.args), x.call)
-            out.state, out.list_items, out.dict_items = one(x.state), one(x.list_items), one(x.dict_items)
-            return out
+            return x.mapped(one)
         return x
 
     pkl = pickled(one(value))

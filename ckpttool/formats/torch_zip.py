@@ -24,7 +24,7 @@ from ..storage.source import ReadAt
 from . import other_files
 from .crc import crc32
 from .pickles import Global, Opaque, Refused, Truncated, acts, load, short
-from .stored_tensors import Storage, StoredTensor, map_tensors
+from .stored_tensors import Size, Storage, StoredTensor, map_tensors
 from .subclasses import REBUILD, WRAPPER, dense_inside
 from .zip_bytes import first_name, is_zip, torchscript, zip_records
 
@@ -35,6 +35,7 @@ __all__ = [
     "read",
     "refuse_other_rank",
     "saved_as",
+    "size_as_tuple",
     "storages_of",
     "with_attributes",
 ]
@@ -225,6 +226,7 @@ def from_type(what: str, func: Any, cls: Any, args: Any, state: Any) -> Any:
         Unsupported: it is one rank's part of a tensor. Unsafe: its class is none of tensors.
     """
     if func == WRAPPER and isinstance(cls, Global) and isinstance(args, tuple):
+        args = tuple(_sizes(x, what) if isinstance(x, Opaque) and x.cls == _SIZE else x for x in args)
         if acts(cls):
             raise Unsafe(f"{what}: the pickle makes a tensor of class {cls}, which is not training state.")
         if cls.module.startswith("torch.") and cls.name in ("DTensor", "ShardedTensor"):
@@ -372,7 +374,6 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> 
         ("torch._utils", "_rebuild_parameter"): parameter,
         ("torch._utils", "_rebuild_parameter_with_state"): parameter,
         REBUILD: lambda *call: from_type(what, *call),
-        ("torch", "Size"): lambda items=(): _sizes(items, what),
         ("torch.serialization", "_get_layout"): layout,
     }
     return {name: _later(f) for name, f in calls.items()} if later else calls
@@ -393,7 +394,17 @@ def _later(f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_SIZE = Global("torch", "Size")
+
+
+def size_as_tuple(what: str) -> dict[tuple[str, str], Any]:
+    """The stand-in for torch.Size of a format that has sizes of its own: a tuple, until it is found in a value."""
+    return {_SIZE: lambda items=(): Size(_sizes(items, what))}
+
+
 def _sizes(x: Any, what: str) -> tuple[int, ...]:
+    if isinstance(x, Opaque) and x.cls == _SIZE:
+        x = x.args[0] if x.args else ()
     if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int for n in x):
         return tuple(x)
     raise _malformed(what, f"the size of a tensor is {short(x)}, not up to 64 integers")

@@ -261,14 +261,11 @@ def _number_inline(x: Any, first: int, inline: list[bytes], done: dict[int, Any]
             n *= k
         return torch_pickles.TensorRef(x.dtype, x.shape, str(first + len(inline) - 1), n)
     if isinstance(x, dict):
-        done[id(x)] = {k: _number_inline(v, first, inline, done) for k, v in x.items()}
+        done[id(x)] = type(x)((k, _number_inline(v, first, inline, done)) for k, v in x.items())
     elif isinstance(x, list):
         done[id(x)] = [_number_inline(v, first, inline, done) for v in x]
     elif type(x) is tuple:
         return tuple(_number_inline(v, first, inline, done) for v in x)
     elif isinstance(x, Opaque):
-        out = done[id(x)] = Opaque(x.cls, _number_inline(x.args, first, inline, done), x.call)
-        out.state = _number_inline(x.state, first, inline, done)
-        out.list_items = _number_inline(x.list_items, first, inline, done)
-        out.dict_items = _number_inline(x.dict_items, first, inline, done)
+        done[id(x)] = x.mapped(lambda part: _number_inline(part, first, inline, done))
     return done.get(id(x), x)

@@ -10,20 +10,24 @@ has them, so `jq '."trainer.step".data'` works. All else is an object of one key
 
     {"$tuple": [...]}  {"$set": [...]}  {"$frozenset": [...]}        members of sets sorted by their text
     {"$dict": [[key, value], ...]}      a dict with a key that is no str, begins with "$" or is half of a character
+    {"$ordered": [[key, value], ...]}   a collections.OrderedDict inside a value
     {"$bytes": base64}  {"$bytearray": base64}
     {"$float": "inf" | "-inf" | "nan:7ff8000000000000"}              a NaN by its bits, big-endian
     {"$complex": [real, imaginary]}
     {"$int": hexadecimal}               of more than 2048 bits
     {"$str": hexadecimal}               UTF-8 of a text with halves of characters (lone surrogates), as it stands
     {"$global": [module, name]}         a name in a module: {"$global": ["torch", "float16"]} is a dtype
-    {"$object": {"class": [module, name], "call", "args", "state", "list", "dict"}}  an instance that is never built
+    {"$object": {"class": [module, name], "call", "label", "args", "state", "list", "dict"}}  an instance that is never built
+    {"$again": label}                   the instance with that label, of those around this and of those before it inside the outermost one
     {"$tensor": {"dtype", "shape", "data": base64}}                  a small tensor inside a value, row-major
 
 In "$object" what is not there is left out: "call" (the class was called, instead of made by __new__), "args" of that,
-"state" that was set, items that were appended ("list") and set ("dict", pairs).
+"state" that was set, items that were appended ("list") and set ("dict", pairs). The nodes of a config of OmegaConf point to their
+parents: where an instance holds itself, however deep inside, all that is met twice in it has a "label", from 0 in the order in which they are met again.
+Files of older versions have no "$ordered", no "$again" and no label.
 
 Equal values have equal bytes: dicts keep their order, sets have none. Only those bytes are read; any other spelling of
-the same values is refused. What two places of one value share is written twice.
+the same values is refused. What two places of another value share is written twice.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from typing import Any
 from .. import bounded_json
 from ..errors import Corrupt, Unsupported
 from ..index.checkpoint import ITEMSIZE, Path, Value, joined
-from .pickles import MAX_DEPTH, Global, Opaque
+from .pickles import MAX_DEPTH, Again, Global, Opaque, Ordered
 from .stored_tensors import Inline
 
 __all__ = ["as_json", "decode", "encode", "encode_one", "of_json"]
@@ -87,6 +91,7 @@ class _Writer:
     def __init__(self) -> None:
         self.name = ""
         self.above: set[int] = set()  # containers that are being written, by identity
+        self.labels: set[int] | None = None  # of the outermost instance that is being written
 
     def pairs(self, x: dict[Any, Any], edge: str = "", comma: str = ", ") -> str:
         plain = all(type(k) is str and k[:1] != "$" and _whole(k) for k in x)
@@ -117,6 +122,12 @@ class _Writer:
     def container(self, x: Any, kind: type) -> str:
         if kind is dict:
             return self.pairs(x)
+        if kind is Ordered:
+            return f'{{"$ordered": {self.items(map(list, x.items()))}}}'
+        if kind is Again:
+            if self.labels is None or x.label not in self.labels:
+                raise Unsupported(f'the value "{_shown(self.name)}" refers to an instance that it does not hold.')
+            return f'{{"$again": {x.label}}}'
         if kind is list:
             return self.items(x)
         if kind is tuple:
@@ -124,7 +135,10 @@ class _Writer:
         if kind is set or kind is frozenset:
             return f'{{"${kind.__name__}": [{", ".join(sorted(map(self.text, x)))}]}}'
         if kind is Opaque and type(x.cls) is Global:
-            return f'{{"$object": {{{self.instance(x)}}}}}'
+            outermost = self.labels is None
+            text = f'{{"$object": {{{self.instance(x)}}}}}'
+            self.labels = None if outermost else self.labels
+            return text
         raise Unsupported(
             f'the value "{_shown(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json cannot keep.'
         )
@@ -136,14 +150,23 @@ class _Writer:
         out = [f'"class": {self.items(x.cls)}']
         if x.call:
             out.append('"call": true')
+        if x.label is not None:
+            out.append(f'"label": {x.label}')
+        labels = self.labels = set() if self.labels is None else self.labels
+        args = self.items(x.args)
+        if x.label in labels:
+            raise Unsupported(f'the value "{_shown(self.name)}" holds two instances with the label {x.label}.')
+        labels |= set() if x.label is None else {x.label}
+        # in the order of a pickle, which says what comes before what
+        items, pairs, state = self.items(x.list_items), ", ".join(map(self.items, x.dict_items)), self.text(x.state)
         if x.args:
-            out.append(f'"args": {self.items(x.args)}')
+            out.append(f'"args": {args}')
         if x.state is not None:
-            out.append(f'"state": {self.text(x.state)}')
+            out.append(f'"state": {state}')
         if x.list_items:
-            out.append(f'"list": {self.items(x.list_items)}')
+            out.append(f'"list": {items}')
         if x.dict_items:
-            out.append(f'"dict": [{", ".join(map(self.items, x.dict_items))}]')
+            out.append(f'"dict": [{pairs}]')
         return ", ".join(out)
 
 
@@ -308,17 +331,24 @@ def _global(x: Any, depth: int) -> Global:
     return Global(module, name)
 
 
-_PARTS = {"class", "call", "args", "state", "list", "dict"}
+_PARTS = {"class", "call", "label", "args", "state", "list", "dict"}
 
 
 def _object(x: Any, depth: int) -> Opaque:
     if type(x) is not dict or not x.keys() <= _PARTS or "class" not in x:
         raise ValueError("an object without a class, or with more than objects have")
     out = Opaque(_global(x["class"], depth), tuple(_list(x.get("args", []), depth)), "call" in x)
+    out.label = _label(x["label"]) if "label" in x else None
     out.state = _value(x.get("state"), depth)
     out.list_items = _list(x.get("list", []), depth)
     out.dict_items = _pairs(x.get("dict", []), depth)
     return out
+
+
+def _label(x: Any) -> int:
+    if type(x) is not int or x < 0:
+        raise ValueError("a label that is no number")
+    return x
 
 
 def _tensor(x: Any, depth: int) -> Inline:
@@ -337,6 +367,8 @@ _TAGS: dict[str, Callable[[Any, int], Any]] = {
     "$set": lambda x, depth: set(_list(x, depth)),
     "$frozenset": lambda x, depth: frozenset(_list(x, depth)),
     "$dict": _dict,
+    "$ordered": lambda x, depth: Ordered(_pairs(x, depth)),
+    "$again": lambda x, depth: Again(_label(x)),
     "$bytes": lambda x, depth: _bytes(x),
     "$bytearray": lambda x, depth: bytearray(_bytes(x)),
     "$float": lambda x, depth: _float(x),

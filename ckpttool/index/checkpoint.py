@@ -469,7 +469,13 @@ def without_random_states(ckpt: Checkpoint) -> list[int]:
 
 def unnamed_optimizer_state(ckpt: Checkpoint) -> list[str]:
     """The tensors of an optimizer whose parameters could not be named as the model names them, so that it is carried as data; of
-    a checkpoint with weights and no other optimizer."""
+    a checkpoint with weights and no other optimizer. It is under extra.<file>.optimizer.state, or, with numbers for names, under
+    extra.<key>.state."""
     if {t.path[0] for t in ckpt.tensors.values()} >= {"model", "optim"}:
         return []
-    return [n for n, t in ckpt.tensors.items() if t.path[0] == "extra" and t.path[2:4] == ("optimizer", "state")]
+
+    def is_state(path: Path) -> bool:
+        numbered = path[2:3] == ("state",) and len(path) > 4 and str(path[3]).isdecimal()
+        return path[0] == "extra" and (path[2:4] == ("optimizer", "state") or numbered)
+
+    return [n for n, t in ckpt.tensors.items() if is_state(t.path)]

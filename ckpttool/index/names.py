@@ -33,7 +33,7 @@ from ..errors import CkpttoolError, Corrupt, Unsupported
 from .checkpoint import Checkpoint, Number, Path, joined, same_bytes
 from .composites import shape_of
 from .fqns import split_extra_state, strip_wrappers
-from .optimizer_names import FLAT_GROUPS, FLAT_STATE, Orders, canonical_optimizer
+from .optimizer_names import FLAT_GROUPS, FLAT_STATE, Orders, UnnamedOptimizer, canonical_optimizer
 from .trainers import of_composer, trainer_of
 from .trees import nest
 
@@ -41,6 +41,7 @@ __all__ = [
     "CANONICAL_KEYS_NOTE",
     "COMPONENTS",
     "COUNTERS",
+    "KEEPS_NUMBERS",
     "ROLES",
     "CanonicalState",
     "canonical",
@@ -89,6 +90,10 @@ def step_count(values: Callable[[str], Any]) -> int | None:
     return None
 
 
+#: How the note begins on an optimizer that `canonical` could not name.
+KEEPS_NUMBERS = "the optimizer keeps its numbers, under extra"
+
+
 class CanonicalState(NamedTuple):
     """The leaves of a state under canonical names; `origin` maps changed prefixes of paths back to those of the source."""
 
@@ -109,13 +114,13 @@ def canonical(
     """Rename the leaves of a tree.
 
     `shape_of(leaf)` gives the shape of a tensor leaf, None for a value. `like` lists FQNs in optimizer order, where
-    the user named a checkpoint that knows it. An optimizer that cannot be named
-    is left out where `only` does not ask for it. `same(a, b)` tells whether two tensor leaves are the same bytes of the
+    the user named a checkpoint that knows it. An optimizer that cannot be named is kept as it is, under extra, with a note;
+    it is left out where `only` does not ask for it. `same(a, b)` tells whether two tensor leaves are the same bytes of the
     same file (tied weights). `orders(model)` gives {FQN: leaf} in every order that the module may have, where more is
     known of that than the order in this tree, or where the model is in another file.
 
     Raises:
-        Corrupt: two leaves get one name. Unsupported: integer optimizer ids that cannot be named with certainty.
+        Corrupt: two leaves get one name. UnnamedOptimizer: `only` asks for an optimizer that cannot be named with certainty.
     """
     if (usual := of_composer(leaves)) is not None:
         named = canonical(usual, shape_of, like, same, only, orders)
@@ -194,21 +199,22 @@ def canonical(
         try:
             out.update(canonical_optimizer(raw_optim, raw_model, clean, shape_of, like, same, notes, origin, orders))
         except Unsupported as e:
-            if (
-                bare and orders is None
-            ):  # nothing is lost by leaving an optimizer as it is that belongs to no model here
+            asked = only is not None and "optim" in only
+            if bare and not asked:
                 out.update((("extra", *p), leaf) for p, leaf in raw_optim.items())
                 origin = {("extra",): ()}
-                notes.append(f"the optimizer keeps its numbers, under extra: {e}")
-            elif guessed:
+                notes.append(f"{KEEPS_NUMBERS}: {e}")
+            elif guessed or (only is None and isinstance(e, UnnamedOptimizer)):
                 out.update((("extra", *p), leaf) for p, leaf in found.items() if p[0] == optim_key)
                 origin = {q: p for q, p in origin.items() if q[0] != "optim"} | {
                     ("extra", optim_key): (*outer, optim_key)
                 }
                 notes.append(
                     f'"{optim_key}" holds an optimizer that cannot be read as one, and is kept as it is, under extra: {e}'
+                    if guessed
+                    else f"{KEEPS_NUMBERS}: {e}"
                 )
-            elif only is None or "optim" in only:
+            elif only is None or asked:
                 raise
     at_root = model_key is None and optim_key is not None
     return CanonicalState(out, origin, trainer_of(tops, model_at_root=at_root), notes)

@@ -13,13 +13,25 @@ from ..errors import Corrupt, Unsupported, argument
 from .checkpoint import Path
 from .fqns import strip_wrappers
 
-__all__ = ["FLAT_GROUPS", "FLAT_STATE", "Orders", "canonical_optimizer", "name_order", "possible_orders"]
+__all__ = [
+    "FLAT_GROUPS",
+    "FLAT_STATE",
+    "Orders",
+    "UnnamedOptimizer",
+    "canonical_optimizer",
+    "name_order",
+    "possible_orders",
+]
 
 #: The first part of a key of an optimizer that was flattened.
 FLAT_STATE, FLAT_GROUPS = "state.", "param_groups."
 
 #: {FQN: leaf} of a model in this tree, empty where it has none -> {FQN: leaf} in every order that its module may have.
 Orders = Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]
+
+
+class UnnamedOptimizer(Unsupported):
+    """An optimizer numbers its parameters, and nothing tells with certainty which is which."""
 
 
 def _are_groups(x: Any) -> bool:
@@ -38,7 +50,12 @@ def canonical_optimizer(
     origin: dict[Path, Path],
     orders: Orders | None = None,
 ) -> dict[Path, Any]:
-    """The leaves of the optimizer under their canonical paths; how they were called is added to `origin`."""
+    """The leaves of the optimizer under their canonical paths; how they were called is added to `origin`.
+
+    Raises:
+        UnnamedOptimizer: its parameters are numbered and cannot be named. Unsupported: `like` has another number of them. Corrupt: it
+            contradicts itself.
+    """
     own = origin.get(("optim",), ("optim",))
     flat = False
     state: dict[tuple[Any, Path], Any] = {}  # (fqn or id, slot path) -> leaf
@@ -182,7 +199,7 @@ def _resolve_ids(
         if resolved is not None:
             answers[repr(resolved)] = resolved, left
     if len(answers) != 1:
-        raise Unsupported(
+        raise UnnamedOptimizer(
             f"the optimizer numbers its {len(flat)} parameters instead of naming them, and "
             + (
                 f"more than one order of the {tensors} tensors of the model fits"

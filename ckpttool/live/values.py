@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from math import prod
 from typing import Any
 
 from ..errors import Unsupported
-from ..formats.pickles import Global, Opaque
+from ..formats.pickles import Global, Opaque, Ordered
 from ..formats.stored_tensors import Inline
 
 __all__ = ["lossless", "plain", "torch_dtype"]
@@ -44,6 +44,8 @@ def plain(x: Any, name: str) -> Any:
         raise _foreign(x, name)
     if isinstance(x, Opaque):
         return _known_class(x, name)
+    if isinstance(x, Ordered):
+        return OrderedDict((plain(k, name), plain(v, name)) for k, v in x.items())
     if isinstance(x, dict):
         return {plain(k, name): plain(v, name) for k, v in x.items()}
     if type(x) in (list, tuple, set, frozenset):

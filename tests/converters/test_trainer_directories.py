@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.cli.convert import TRAINERS as TRAINERS_OF_FOR
-from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.errors import Corrupt, MissingPackage, Unsafe, Unsupported, UsageError
+from ckpttool.huggingface import model_names
 from ckpttool.index.optimizer_names import possible_orders
 
 TRAINERS = FIXTURES / "trainers"
@@ -179,16 +181,42 @@ def test_numbers_need_the_order_of_the_module_and_not_that_of_the_file(tmp_path:
     alone = tmp_path / "checkpoint-3"
     shutil.copytree(folder("trainer_ddp"), alone)
     (alone / "config.json").rename(tmp_path / "config.json")
-    with pytest.raises(Unsupported, match=r"numbers its 21 parameters.*nothing here shows.*config"):
-        ckpttool.open(alone)
+    said = r"numbers its 21 parameters.*nothing here shows.*config"
+    with ckpttool.open(alone) as opened:  # kept as it is, where nobody asks for names
+        assert {opened.checkpoint.component(n) for n in opened} >= {"model", "extra"}
+        assert any(re.search(said, n) for n in opened.checkpoint.notes)
+    for to in ("dcp", "zero3", "universal", "trainer"):
+        with pytest.raises(Unsupported, match=said):
+            ckpttool.convert(alone, tmp_path / "out", to=to, world_size=None if to == "universal" else 2)
+    with pytest.raises(Unsupported, match=said):
+        ckpttool.open(alone, only=["model", "optim"])
     with ckpttool.open(alone, only=["model"]) as opened:
         assert len(opened.checkpoint.tensors) == 21
     with ckpttool.open(alone, config=str(tmp_path)) as opened, ckpttool.open(folder("trainer_ddp")) as whole:
         assert opened.checkpoint.tensors.keys() == whole.checkpoint.tensors.keys()
     with ckpttool.open(alone, like=folder("trainer_fsdp2_full")) as opened:
         assert opened.checkpoint.tensors.keys() == whole.checkpoint.tensors.keys()
+    with ckpttool.open(alone, like=alone / "model.safetensors") as opened:  # the alphabet again
+        assert any("nothing here shows the order" in n for n in opened.checkpoint.notes)
+
+
+def test_a_config_that_does_not_help_stops_only_who_needs_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers is not installed, or does not know the model."""
+
+    def missing(*_: Any) -> Any:
+        raise MissingPackage("needs transformers, which is not installed: pip install 'ckpttool[hf]'")
+
+    monkeypatch.setattr(model_names, "in_module_order", missing)
+    case = folder("trainer_ddp")
+    said = ckpttool.inspect(case)
+    assert said.components["model"]["tensors"] == 21 and any("pip install" in n for n in said.notes)
+    assert "without FSDP" in said.next, "its own trainer resumes from it all the same"
     with pytest.raises(Unsupported, match="nothing here shows the order"):
-        ckpttool.open(alone, like=alone / "model.safetensors")  # the alphabet again
+        ckpttool.convert(case, tmp_path / "out", to="dcp", world_size=2)
+    with pytest.raises(MissingPackage):
+        ckpttool.open(case, config=str(case))
 
 
 def test_an_adapter_s_numbers_are_named_where_shapes_leave_one_order(tmp_path: Path) -> None:
@@ -213,7 +241,7 @@ def test_an_adapter_s_numbers_are_named_where_shapes_leave_one_order(tmp_path: P
                 slots[slot] = slots[slot][:4].clone()
     torch.save(optimizer, twin / "optimizer.pt")
     with pytest.raises(Unsupported, match="more than one order"):
-        ckpttool.open(twin)
+        ckpttool.convert(twin, tmp_path / "twin", to="dcp", world_size=2)
 
 
 def test_possible_orders_hold_that_of_a_real_module() -> None:

@@ -139,7 +139,7 @@ def test_numbers_are_named_where_slots_have_not_the_shapes_of_parameters(kind: s
     other, _ = trained(kind, width=8)
     torch.save({"model": other.state_dict(), "optim": state}, tmp_path / "c.pt")
     with pytest.raises(Unsupported, match="no order of the 5 tensors"):
-        ckpttool.open(tmp_path / "c.pt")
+        ckpttool.convert(tmp_path / "c.pt", tmp_path / "d", to="dcp", world_size=1)
 
 
 # ------------------------------------------------------------------------------------------------------------------- verl

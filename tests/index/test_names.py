@@ -16,7 +16,7 @@ from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.index import composites
 from ckpttool.index.checkpoint import Chunks, Number, TensorEntry, joined, same_bytes
 from ckpttool.index.fqns import strip_wrappers
-from ckpttool.index.names import COMPONENTS, canonical, original, own_tree
+from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original, own_tree
 from ckpttool.index.optimizer_names import name_order
 from ckpttool.index.trees import nest
 
@@ -225,13 +225,24 @@ def test_like_gives_the_order() -> None:
         names({"model": square, "optim": optim}, like=("a", "b", "c"))
 
 
-def test_numbers_that_fit_in_no_way_or_in_several_are_refused() -> None:
-    optim = {"state": {}, "param_groups": [{"params": [0]}]}
-    with pytest.raises(Unsupported, match="more than one order of the 2 tensors of the model fits"):
-        names({"model": {"a.weight": T(2, 2), "b.weight": T(2, 2)}, "optim": optim})
-    bad = {"state": {"0": {"exp_avg": T(9, 9)}}, "param_groups": [{"params": [0]}]}
-    with pytest.raises(Unsupported, match="no order of the 2 tensors of the model fits"):
-        names({"model": MODEL, "optim": bad})
+SEVERAL = {
+    "model": {"a.weight": T(2, 2), "b.weight": T(2, 2)},
+    "optim": {"state": {}, "param_groups": [{"params": [0]}]},
+}
+NONE = {"model": MODEL, "optim": {"state": {"0": {"exp_avg": T(9, 9)}}, "param_groups": [{"params": [0]}]}}
+
+
+@pytest.mark.parametrize(("tree", "said"), [(SEVERAL, "more than one order of the 2"), (NONE, "no order of the 2")])
+def test_numbers_that_fit_in_no_way_or_in_several_are_kept_or_refused(tree: dict[str, Any], said: str) -> None:
+    found = canonical(leaves(tree), shape_of)
+    assert said in found.notes[0] and found.notes[0].startswith(KEEPS_NUMBERS)
+    assert ("extra", "optim", "param_groups", 0, "params") in found.leaves and found.origin == {
+        ("extra", "optim"): ("optim",)
+    }
+    assert not any(p[0] == "optim" for p in found.leaves)
+    with pytest.raises(Unsupported, match=said):
+        canonical(leaves(tree), shape_of, only=frozenset(("model", "optim")))
+    assert all(p[0] == "model" for p in canonical(leaves(tree), shape_of, only=frozenset(("model",))).leaves)
 
 
 @pytest.mark.parametrize(

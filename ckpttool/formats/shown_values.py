@@ -1,0 +1,63 @@
+"""Values as a person reads them: the records of instances as text, a config of OmegaConf as what it configures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .pickles import Again, Global, Opaque
+from .stored_tensors import Inline
+
+__all__ = ["instances_in", "readable"]
+
+
+def readable(x: Any) -> Any:
+    """Plain data of a value. An instance is `text`; a node of OmegaConf, which keeps flags, types and its parent too, is its content."""
+    if isinstance(x, Opaque):
+        if x.cls.module.partition(".")[0] == "omegaconf" and isinstance(x.state, dict):
+            return readable(x.state.get("_content", x.state.get("_val")))
+        return _Text(_called(x))
+    if isinstance(x, Global):
+        return _Text(str(x))
+    if isinstance(x, Again):
+        return _Text("...")
+    if isinstance(x, Inline):
+        return _Text(f"<{x.dtype} tensor {list(x.shape)}>")
+    if isinstance(x, dict):
+        return {readable(k): readable(v) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(readable(v) for v in x)
+    return x
+
+
+def instances_in(x: Any) -> dict[Global, None]:
+    """The classes of the outermost instances in a value, other than arrays and numbers of numpy, devices and sizes."""
+    if isinstance(x, Opaque):
+        return {} if x.cls.module.partition(".")[0] == "numpy" or x.cls.module == "torch" else {x.cls: None}
+    inside = x.values() if isinstance(x, dict) else x if type(x) in (list, tuple) else ()
+    return {cls: None for v in inside for cls in instances_in(v)}
+
+
+class _Text(str):
+    """Text that is shown without quotation marks."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _called(x: Opaque) -> str:
+    """An instance as a call that would make it: homemod.Mode(2), argparse.Namespace(lr=0.1)."""
+    cls, args, state = str(x.cls), x.args, x.state
+    if cls == "functools.partial" and isinstance(state, tuple) and len(state) == 4 and isinstance(state[1], tuple):
+        args, state = (state[0], *state[1]), state[2]
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):  # of a class with slots
+        state = {**(state[0] or {}), **state[1]} if isinstance(state[0] or {}, dict) else state
+    parts = [repr(readable(a)) for a in args]
+    if isinstance(state, dict):
+        parts += [f"{k}={readable(v)!r}" for k, v in state.items()]
+    elif state is not None:
+        parts.append(repr(readable(state)))
+    parts += [repr(readable(v)) for v in x.list_items]
+    parts += [f"{readable(k)!r}: {readable(v)!r}" for k, v in x.dict_items]
+    return f"{cls}({', '.join(parts)})"
