@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from ..errors import Unsupported
 from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
@@ -21,8 +22,8 @@ class Names:
     optimizer that was flattened ("param_groups.<fqn>.lr"), which the group that lists the parameter answers.
     """
 
-    def __init__(self, ckpt: Checkpoint) -> None:
-        entries: dict[str, TensorEntry | Value] = {**ckpt.tensors, **ckpt.values}
+    def __init__(self, ckpt: Checkpoint, pieces: Mapping[str, Value] = MappingProxyType({})) -> None:
+        entries: dict[str, TensorEntry | Value] = {**pieces, **ckpt.tensors, **ckpt.values}
         self._entries = entries
         self._own: dict[str, str] = {}
         self._groups: dict[str, set[str]] = {}

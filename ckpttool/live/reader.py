@@ -18,10 +18,11 @@ from ..engine.recorded import other_digests
 from ..engine.tensor_digests import tensor_digests
 from ..engine.zstd_frames import Decoder
 from ..errors import Unsupported
+from ..formats.stored_tensors import as_dcp_flattens
 from ..huggingface import encodings
 from ..index import boxes
 from ..index.check import check_chunk
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value, joined
 from ..layouts import Layout
 from ..storage.source import Source
 from .names import Names
@@ -55,7 +56,14 @@ class LiveReader:
         self.source: Source = opened.source
         self.layout: Layout = opened.layout
         self.ckpt: Checkpoint = opened.checkpoint
-        self.names = Names(self.ckpt)
+        # what torch asks for where a value is a dict with keys that are not text
+        self.pieces = {
+            joined(p): Value(p, x)
+            for v in self.ckpt.values.values()
+            for p, x in as_dcp_flattens(v.data, v.path).items()
+            if p != v.path
+        }
+        self.names = Names(self.ckpt, self.pieces)
         self.bytes_read = self.bytes_checked = 0
         self.small: dict[str, bytes] = {}  # tensors that another rank has read
         self._compared: set[str] = set()  # tensors that have the digest that was recorded of them
@@ -69,11 +77,11 @@ class LiveReader:
         name = self.names.find(asked)
         if name is None:
             raise Unsupported(f'"{asked}" is not in {self.path}.')
-        return name, self.ckpt.tensors.get(name) or self.ckpt.values[name]
+        return name, self.ckpt.tensors.get(name) or self.ckpt.values.get(name) or self.pieces[name]
 
     def value(self, name: str) -> Any:
         """A value, as plain data."""
-        return plain(self.ckpt.values[name].data, name)
+        return plain((self.ckpt.values.get(name) or self.pieces[name]).data, name)
 
     @staticmethod
     def is_scalar_state(entry: TensorEntry | Value) -> bool:

@@ -112,7 +112,7 @@ class AnyLayoutReader(StorageReader):
         ckpt = self._open.ckpt
         entries = ByAnyName(self._open.names)
         paths: dict[str, Any] = {}
-        for name, value in ckpt.values.items():
+        for name, value in {**self._open.pieces, **ckpt.values}.items():
             dict.__setitem__(entries, name, BytesStorageMetadata())
             paths[name] = value.path
         described: dict[

@@ -259,7 +259,7 @@ def test_bytes_behind_the_last_item_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "how",
     [{"single_file_per_rank": False}, {"thread_count": 3}, {"_extensions": [ZStandard()]}, {"sync_files": False}],
-    ids=str,
+    ids=["file a tensor", "threads", "zstd", "unsynced"],
 )
 def test_no_writer_of_torch_leaves_bytes_that_no_item_names(how: dict[str, Any], tmp_path: Path) -> None:
     state = {"model": {f"w{i}": torch.randn(30, i) for i in range(5)}, "step": 3, "text": "x" * 5000}

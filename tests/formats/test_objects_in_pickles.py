@@ -121,7 +121,7 @@ def test_a_class_that_only_looks_like_an_enum_is_not_called_by_what_is_written(c
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("value", [Stateful(3), collections.UserList([1])], ids=str)
+@pytest.mark.parametrize("value", [Stateful(3), collections.UserList([1])], ids=["stateful", "list"])
 def test_a_call_with_a_state_stays_a_call(value: Any, protocol: int) -> None:
     found = load(pickle.dumps(value, protocol))
     assert (pickles.unwritable(found) is None) == (not isinstance(value, Stateful))
@@ -129,7 +129,9 @@ def test_a_call_with_a_state_stays_a_call(value: Any, protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("value", [re.compile, os.path.join, functools.reduce, Mode.FAST.__class__.__call__], ids=str)
+@pytest.mark.parametrize(
+    "value", [re.compile, os.path.join, functools.reduce, Mode.FAST.__class__.__call__], ids=range(4)
+)
 def test_calls_of_functions_stay_refused(value: Any, protocol: int) -> None:
     with pytest.raises(Unsafe, match=r"the pickle (calls|names)"):
         load(pickle.dumps(Called(value, "a", "b"), protocol))
