@@ -11,16 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..errors import Unsupported, argument
-from ..index.checkpoint import Checkpoint, TensorEntry, joined, tied_weights
+from ..index.checkpoint import Checkpoint, joined, tied_weights
 from ..storage.source import Source
-from .dtypes import cast, numpy_dtype
-from .stream import Reader, StreamJob, side_by_side
+from . import masters
+from .fill import silent
 
 __all__ = ["with_masters_as_weights"]
 
 _HALF = ("bfloat16", "float16")
-_SHOWN = 3
-_LEAST_NORMAL = 2.0**-126  # below, kernels that are compiled with fast math take a float32 for zero
 
 
 def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
@@ -39,7 +37,11 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
     }  # fmt: skip
     if not found:
         return ckpt
-    _refuse_others(ckpt, source, found)
+    if odd := masters.differing(ckpt, source, silent):
+        raise Unsupported(
+            f"{masters.said_of(ckpt, odd)}. An engine computes with its rounded masters, so the result would be another model than the source: "
+            f"{argument('only', ['model'])} converts the weights alone, and dcp and full carry both."
+        )
     owners = {alias: owner for alias, owner in tied_weights(model).items() if owner in found}
     placed = {n: m for n, (m, _) in found.items()} | {a: found[o][0] for a, o in owners.items() if a not in found}
     tensors, rounded, recorded = {}, dict(ckpt.rounded), dict(ckpt.recorded)
@@ -63,34 +65,3 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
         "these, rounded, bit for bit, and are what the engine computes with"
     )
     return replace(ckpt, tensors=tensors, rounded=rounded, recorded=recorded, notes=[*ckpt.notes, note])
-
-
-def _refuse_others(ckpt: Checkpoint, source: Source, found: dict[str, tuple[TensorEntry, TensorEntry]]) -> None:
-    """Raises:
-    Unsupported: a master does not round to its weight."""
-    import numpy as np
-
-    streams = [
-        Reader(source, ckpt.files, ckpt.records).blocks([StreamJob(n, both[k]) for n, both in found.items()])
-        for k in range(2)
-    ]
-    odd: dict[str, int] = {}
-    for n, (master, weight) in found.items():
-        dtype = numpy_dtype(weight.dtype)
-        for _, wide, low in side_by_side(streams, master, weight):
-            f, w = np.frombuffer(wide, "<f4"), np.frombuffer(low, dtype)
-            rounded = np.empty(f.shape, dtype)
-            cast(wide, "float32", rounded.view("u1").data, weight.dtype)
-            wrong = rounded.view("u2") != w.view("u2")
-            if wrong.any():
-                wrong &= ~(np.isnan(f) & np.isnan(w)) & ~((w == 0) & (np.abs(f) < _LEAST_NORMAL))
-                if count := int(np.count_nonzero(wrong)):
-                    odd[n] = odd.get(n, 0) + count
-    if odd:
-        rows = ", ".join(f'"{n}" in {k:,} of {found[n][0].numel:,} elements' for n, k in list(odd.items())[:_SHOWN])
-        more = f" and {len(odd) - _SHOWN:,} more" if len(odd) > _SHOWN else ""
-        raise Unsupported(
-            f"{len(odd):,} of {len(found):,} fp32 masters do not round to the weights beside them: {rows}{more}. The engine computes with its rounded "
-            "masters, so the result would be another model than the source. Take another copy of this step or an earlier step; "
-            f"{argument('only', ['model'])} converts the weights alone, and dcp and full carry both."
-        )
