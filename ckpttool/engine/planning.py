@@ -161,74 +161,114 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
     # an entry that cannot be read stops whoever needs it, and weights are never left out
     opened = _opened(src, reading, model, lambda part: part == "model" or (not drop and (not holds or part in holds)))
     try:
-        used = {
-            *opened.layout.reader_uses,
-            *target.writer_uses,
-            *(["config"] if reading.merge or writing.map else []),  # for what is tied; for sizes of heads
-        }
-        opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
+        # what nobody looks at: hints, and files with state beside the checkpoint
+        _note_unused(opened, reading, writing, target)
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
-        of_ranks = mixups.left_out(opened.checkpoint)
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
-        account = Account()
+        of_ranks = mixups.left_out(opened.checkpoint)
+        # the state as it was asked for, and then as the layout keeps it
+        account, unplaced = Account(), list[Dropped]()
         source = opened.locate()
         _change(opened, reading, writing, model.config, account, to_hub=target.name == "hf")
-        objects = composites(opened.checkpoint)
-        parts = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
-        quantization = encodings.stated(opened.checkpoint, opened.source if opened.folder else None)
-        _refuse_dtype(writing.dtype, encodings.of_checkpoint(opened.checkpoint, quantization))
-        options = layouts.WriteOptions(
-            config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
-            target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
-            own=writing.options, vocab_size=writing.vocab_size,
-        )  # fmt: skip
-        unplaced: list[Dropped] = []
-        if writing.regroup:
-            regrouped_state = _regrouped(opened.checkpoint, model.like, unplaced)
-            account.add_step("in other param groups", opened.checkpoint, regrouped_state)
-            opened.checkpoint = regrouped_state
-        if not target.keeps_calls:
-            opened.checkpoint = _without_calls(opened.checkpoint, unplaced)
-        ckpt = target.prepare(opened.checkpoint, opened.source, options)
-        account.add_step(f"prepared for {target.name}", opened.checkpoint, ckpt)
-        opened.checkpoint = ckpt
-        codes = encodings.of_checkpoint(ckpt, quantization)  # under the names that are written
-        options = replace(options, cast=caster(writing.dtype, writing.cast or {}, parts, codes))
-        _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
-        _check_optimizer(ckpt, target, drop)
-        ckpt.notes += unwrapped_note(ckpt.tensors.values())
-        refuse_surrogates(ckpt.tensors)  # every record lists them by name
-        assert target.write is not None
-        # The writer gets dicts of its own: what it takes out of them or alters in them is still in ours.
-        digests = {n: value_digest(v) for n, v in ckpt.values.items()}
-        draft = target.write(
-            replace(ckpt, tensors=dict(ckpt.tensors), values=dict(ckpt.values)), opened.source, options
-        )
-        account.add_draft(ckpt, digests, draft)
+        options, codes = _prepare(opened, target, dst, writing, model, account, unplaced)
+        # the draft, which must account for every entry
+        draft = _drafted(opened.checkpoint, opened.source, target, options, account)
         _refuse_casts(draft, target, codes)
-        theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
-        if theirs and CANONICAL_KEYS_NOTE not in draft.notes:
-            draft.notes.append(
-                f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and optim"
-            )
+        draft.averages = frozenset() if reading.allow_mixed_steps else averages_of(draft.sources)
         draft.dropped += unplaced
         if not drop:
             _refuse_loss(opened, draft, target, holds)
-        draft.dropped += opened.left_behind
-        draft.dropped += of_ranks
-        draft.averages = frozenset() if reading.allow_mixed_steps else averages_of(draft.sources)
+        draft.dropped += [*opened.left_behind, *of_ranks]
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         account.close(source, draft)
-        for pattern in writing.cast or {}:
-            if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
-                raise UsageError(
-                    f"{argument('cast')} {pattern!r}: no tensor has such a name. The first name is {next(iter(ckpt.tensors))}."
-                )
+        _refuse_patterns(writing.cast or {}, [*opened.checkpoint.tensors, *draft.checkpoint.tensors])
     except BaseException:
         opened.source.close()
         raise
     return Plan(opened, draft, target, account)
+
+
+def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteRequest, target: layouts.Layout) -> None:
+    """Refuse hints that neither the reader nor the writer uses, or note them, where they are true of any model."""
+    used = {
+        *opened.layout.reader_uses,
+        *target.writer_uses,
+        *(["config"] if reading.merge or writing.map else []),  # for what is tied; for sizes of heads
+    }
+    opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
+
+
+def _prepare(
+    opened: OpenCheckpoint,
+    target: layouts.Layout,
+    dst: str | os.PathLike[str],
+    writing: WriteRequest,
+    model: layouts.ModelHints,
+    account: Account,
+    unplaced: list[Dropped],
+) -> tuple[layouts.WriteOptions, Encodings]:
+    """Make `opened` what the layout keeps of the state, and return (arguments of its writer, weights that are codes). What has no place
+    goes to `unplaced`.
+
+    Raises:
+        Unsupported: the state has objects, an optimizer without names, or codes, and the layout or a cast needs others.
+    """
+    objects = composites(opened.checkpoint)
+    parts = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
+    quantization = encodings.stated(opened.checkpoint, opened.source if opened.folder else None)
+    _refuse_dtype(writing.dtype, encodings.of_checkpoint(opened.checkpoint, quantization))
+    options = layouts.WriteOptions(
+        config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
+        target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
+        own=writing.options, vocab_size=writing.vocab_size,
+    )  # fmt: skip
+    if writing.regroup:
+        regrouped_state = _regrouped(opened.checkpoint, model.like, unplaced)
+        account.add_step("in other param groups", opened.checkpoint, regrouped_state)
+        opened.checkpoint = regrouped_state
+    if not target.keeps_calls:
+        opened.checkpoint = _without_calls(opened.checkpoint, unplaced)
+    ckpt = target.prepare(opened.checkpoint, opened.source, options)
+    account.add_step(f"as {target.name} keeps it", opened.checkpoint, ckpt)
+    opened.checkpoint = ckpt
+    codes = encodings.of_checkpoint(ckpt, quantization)  # under the names that are written
+    holds = target.holds(writing.options)
+    _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
+    _check_optimizer(ckpt, target, writing.drop)
+    ckpt.notes += unwrapped_note(ckpt.tensors.values())
+    refuse_surrogates(ckpt.tensors)  # every record lists them by name
+    return replace(options, cast=caster(writing.dtype, writing.cast or {}, parts, codes)), codes
+
+
+def _drafted(
+    ckpt: Checkpoint, source: Source, target: layouts.Layout, options: layouts.WriteOptions, account: Account
+) -> Draft:
+    """The draft of a state in a layout.
+
+    Raises:
+        Differs: it does not account for every entry of the state. The others: as the layout's writer.
+    """
+    assert target.write is not None
+    # the writer gets dicts of its own: what it removes from them, or alters in a value, is still known here
+    digests = {n: value_digest(v) for n, v in ckpt.values.items()}
+    draft = target.write(replace(ckpt, tensors=dict(ckpt.tensors), values=dict(ckpt.values)), source, options)
+    account.add_draft(ckpt, digests, draft)
+    theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
+    if theirs and CANONICAL_KEYS_NOTE not in draft.notes:
+        draft.notes.append(
+            f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and optim"
+        )
+    return draft
+
+
+def _refuse_patterns(cast: Iterable[str], names: list[str]) -> None:
+    """Refuse globs of `cast` that match nothing."""
+    for pattern in cast:
+        if not fnmatch.filter(names, pattern):
+            raise UsageError(
+                f"{argument('cast')} {pattern!r}: no tensor has such a name. The first name is {names[0]}."
+            )
 
 
 def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
