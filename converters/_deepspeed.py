@@ -32,9 +32,11 @@ from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import (
+    ITEMSIZE,
     Checkpoint,
     Chunks,
     Extent,
+    OtherCopy,
     Path,
     Record,
     TensorEntry,
@@ -106,6 +108,7 @@ class Reading:
         self.rounded: dict[str, TensorEntry] = {}  # what the engine computes with, of weights that have masters
         self.optim: dict[Path, Any] = {}
         self.rest: dict[Path, Any] = {}
+        self.others: list[tuple[str, int, int]] = []  # (name, rank, bytes) of other copies of buffers and extra states
 
     def file(self, name: str, dict_only: bool = True) -> File:
         """Unpickle a file of the save."""
@@ -211,7 +214,6 @@ class Reading:
         frozen = first.tree.get("frozen_param_shapes") or {}
         buffers = first.tree.get("buffer_names") or []
         low: set[str] = set()
-        differing: list[str] = []
         if not isinstance(buffers, list) or not all(isinstance(n, str) for n in buffers):
             raise Corrupt(f"{first.what}: buffer_names is {short(buffers)}.")
         if not isinstance(frozen, dict) or not all(is_shape(s) for s in frozen.values()):
@@ -256,9 +258,8 @@ class Reading:
                         "with a later release and save it again."
                     )
                 self.model[name] = self.whole(first, t, ("model", name))
-                others = [(f, f.tree["module"].get(name)) for f in models[1:] if isinstance(f.tree.get("module"), dict)]
-                if t.numel and any(not alike(t, o, first, f) for f, o in others):
-                    differing.append(name)
+                if t.numel:
+                    self._compare_copies(name, t, models)
         self.model.update({n: t for n, t in self.masters.items() if n not in self.model})
         for name, shape in frozen.items():
             if name not in self.model:
@@ -270,8 +271,6 @@ class Reading:
         self.model = {n: self.model[n] for n in [*(n for n in module if n in self.model), *self.model]}
         if low:
             self.notes.append(DERIVED)
-        if differing:
-            self.notes.append(f"ranks differ in the buffers {', '.join(differing[:4])}; rank 0's are taken")
         lists_frozen = (
             any(map(placeholder, module.values())) or setting(first.tree.get("ds_config"), "stage") == 2
         )  # stages 0 and 1 have no such list
@@ -283,15 +282,17 @@ class Reading:
         self.take_beside(models)
 
     def _take_extra_state(self, name: str, value: Any, models: list[File]) -> None:
-        """What `get_extra_state()` of a module gave; that of rank 0, where ranks have others."""
-        first = models[0]
-        self.take(("model", name), value, first)
-        if any(
-            not alike(value, f.tree["module"].get(name), first, f)
-            for f in models[1:]
-            if isinstance(f.tree.get("module"), dict)
-        ):
-            self.notes.append(f'ranks differ in "{name}", the extra state of a module; rank 0\'s is taken')
+        """What `get_extra_state()` of a module gave."""
+        self.take(("model", name), value, models[0])
+        self._compare_copies(name, value, models)
+
+    def _compare_copies(self, name: str, value: Any, models: list[File]) -> None:
+        """Note which ranks have something else in `module` under a name of which rank 0's is read."""
+        for rank, f in enumerate(models[1:], 1):
+            module = f.tree.get("module")
+            if isinstance(module, dict) and not alike(value, module.get(name), models[0], f):
+                nbytes = prod(value.shape) * ITEMSIZE[value.dtype] if isinstance(value, StoredTensor) else 0
+                self.others.append((name, rank, nbytes))
 
     def take_beside(self, files: list[File]) -> None:
         """Everything except module and optimizer; values on which ranks agree are kept once."""
@@ -398,5 +399,6 @@ class Reading:
         out.ranks = {i: r for i, n in enumerate(self.names) if (r := rank_of(n.rpartition("/")[2])) is not None}
         out.notes = self.notes + out.notes
         out.trainer = out.trainer or "DeepSpeed"
+        out.others = [OtherCopy(f"model.{clean.get(n, n)}", rank, nbytes) for n, rank, nbytes in self.others]
         out.rounded = {f"model.{clean.get(n, n)}": t for n, t in self.rounded.items()}
         return out

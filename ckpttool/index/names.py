@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ..errors import CkpttoolError, Corrupt, Unsupported
 from .checkpoint import Checkpoint, Number, Path, joined, same_bytes
 from .composites import shape_of
-from .fqns import split_extra_state, strip_wrappers
+from .fqns import EXTRA_STATE, split_extra_state, strip_wrappers
 from .optimizer_names import FLAT_GROUPS, FLAT_STATE, Orders, UnnamedOptimizer, canonical_optimizer
 from .trainers import of_composer, trainer_of
 from .trees import nest
@@ -394,8 +394,17 @@ def _restored(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[P
 
 
 def with_canonical_keys(named: CanonicalState) -> CanonicalState:
-    """The same for a layout without a tree of its own: dcp and full write its model and optimizer under canonical keys."""
-    return named._replace(origin={q: p for q, p in named.origin.items() if q[0] not in ("model", "optim")})
+    """The same for a layout without a tree of its own: dcp and full write its model and optimizer under canonical keys.
+
+    What `get_extra_state()` of a module gave stays one tree under its FQN, which is how `load_state_dict` wants it.
+    """
+    origin = {q: p for q, p in named.origin.items() if q[0] not in ("model", "optim")}
+    for q, p in named.origin.items():
+        split = split_extra_state(joined(q[1:])) if q[0] == "model" else None
+        below = next((i for i, key in enumerate(p, 1) if str(key).rpartition(".")[2] == EXTRA_STATE), len(p))
+        if split is not None and p[below:]:
+            origin[q] = ("model", split[0], *p[below:])
+    return named._replace(origin=origin)
 
 
 def original(path: Path, origin: Mapping[Path, Path]) -> Path:

@@ -821,3 +821,25 @@ def test_a_scheduler_that_deepspeed_s_own_do_not_load_is_said_with_what_to_do(to
 def test_a_scheduler_of_a_deepspeed_job_is_not_judged_again(tmp_path: Path) -> None:
     done = ckpttool.convert(FIXTURES / "zero3_w4" / "ckpt", tmp_path / "out", to="zero3", world_size=2)
     assert not any("last_batch_iteration" in n for n in done.notes)
+
+
+def test_extra_states_and_buffers_that_ranks_hold_differently_are_listed(tmp_path: Path) -> None:
+    model = {
+        "w.weight": torch.ones(4, 3),
+        "count": torch.arange(3),
+        "w._extra_state": {"scale": 1.0, "amax": torch.ones(2)},
+    }
+    slots = {"w.weight": {"exp_avg": torch.ones(4, 3), "exp_avg_sq": torch.ones(4, 3)}}
+    groups = [{"lr": 0.1, "params": ["w.weight"]}]
+    torch.save({"model": model, "optim": {"state": slots, "param_groups": groups}}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "zero", to="zero3", world_size=2)
+    assert not done.dropped and {"model.w._extra_state.scale", "model.w._extra_state.amax"} <= {*done.kept}
+    (file,) = (tmp_path / "zero").glob("*/zero_pp_rank_1_*model_states.pt")
+    tree = torch.load(file, weights_only=False)
+    tree["module"]["w._extra_state"]["scale"] = 2.0
+    tree["module"]["count"] += 1
+    torch.save(tree, file)
+    back = ckpttool.convert(tmp_path / "zero", tmp_path / "back.pt", ignore_recorded_digests=True)
+    left = {name: why for name, _, why in back.dropped}
+    assert left.keys() == {"extra.per_rank.1.model.w._extra_state", "extra.per_rank.1.model.count"}
+    assert load_full(tmp_path / "back.pt")["model"]["w._extra_state"]["scale"] == 1.0
