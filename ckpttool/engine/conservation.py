@@ -258,7 +258,7 @@ def other_values(found: Checkpoint, of_layout: Container[str], draft: Draft, dig
     expected: set[str] = set()
     for n, v in written_values(draft).items():
         parts = {n: v} if n in found.values else taken_apart({n: v})
-        expected |= parts.keys()
+        expected.update(parts)  # `|=` of a view of keys copies the set
         for name, part in parts.items():
             if (other := found.values.get(name)) is not None:
                 if not _same_value(part, other):

@@ -196,6 +196,10 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
         out.notes.append("the optimizer has no param groups; all its parameters make one, without hyperparameters")
 
 
+#: What DeepSpeed has at the top of its files, and a source without keys of its own has under extra.
+_OF_DEEPSPEED = (("extra", "ds_config"), ("extra", "buffer_names"))
+
+
 def _take_rest(ckpt: Checkpoint, out: Training) -> None:
     leaves: dict[Any, Any] = {}
     scheduler: dict[Any, Any] = {}
@@ -209,7 +213,7 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
         elif path[0] == "scaler" and len(path) == 2 and "scaler.cur_scale" in ckpt.values:
             out.scaler[str(path[1])] = data
         else:
-            leaves[original(path, ckpt.origin)] = data
+            leaves[path[1:] if path[:2] in _OF_DEEPSPEED else original(path, ckpt.origin)] = data
             if path[0] == "extra" and "param_groups" in path:
                 others[joined(path[1 : path.index("param_groups")])] = None
     out.scheduler = nest(scheduler) if scheduler else None

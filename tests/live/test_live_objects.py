@@ -493,12 +493,17 @@ def spoiled(x: Any) -> Any:
     return type(x)(map(spoiled, x)) if isinstance(x, (list, tuple)) else "spoiled"
 
 
+def same_text(x: Any) -> bool:
+    """Whether two keys of a dict in a tree have one text, such as 1 and "1"."""
+    inside = list(x.values()) if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else []
+    return (isinstance(x, dict) and len(set(map(str, x))) < len(x)) or any(map(same_text, inside))
+
+
 @given(st.dictionaries(st.text("abc", min_size=1), trees, min_size=1))
 def test_what_dcp_flattens_is_again_what_the_live_object_has(tree: dict[str, Any]) -> None:
-    try:
-        flat, paths = flatten_state_dict(tree)
-    except ValueError:  # two keys have one text, which torch refuses
-        return
+    if same_text(tree):
+        return  # torch refuses it, or mixes what is below the two keys
+    flat, paths = flatten_state_dict(tree)
     live = spoiled(tree)
     try:
         stored = nest({paths[n]: x for n, x in flat.items()})

@@ -210,7 +210,7 @@ FAULTS: dict[str, Fault] = {
     "scheduler begins anew": Fault("config.scheduler", "scheduler-reset", "steps.learning_rates", (), lambda s, o: s["scheduler"].update(last_epoch=0, _step_count=1)),
     "scheduler missing": Fault("config.scheduler", "scheduler-missing", None, (), without("scheduler"), job="", recorded=False),
     "scheduler missing, the job has one": Fault("state.loaded", "scheduler-missing", "state.loaded", (), without("scheduler")),
-    "scheduler lost, highest rate": Fault(GROUPS, "option-lr", "step1.learning_rates", (), job="own_schedule"),
+    "scheduler lost, highest rate": Fault("state.loaded", "load-failed", "state.loaded", (), job="own_schedule"),
     # data
     "data one batch ahead": Fault("step1.batch", "data-offset", "step1.batch", (), job="ahead"),
     "data from the beginning": Fault("step1.batch", "data-other", "step1.batch", (), job="again"),
