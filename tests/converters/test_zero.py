@@ -527,8 +527,9 @@ def test_a_universal_checkpoint_has_a_folder_a_parameter_in_the_form_of_its_stag
             if stage == 2:
                 assert load(out / tag / "zero" / n / "step.pt").item() == 3
         state = load(out / tag / "zero" / "optimizer_state.pt")
-        assert [g["lr"] for g in state["param_groups"]] == [0.01, 0.02]
+        assert [g["lr"] for g in state["param_groups"]] == [0.01, 0.02] and state["zero_stage"] == stage
         if stage == 3:
+            assert state["partition_count"] == 1
             assert {g: s["step"].item() for g, s in state["optimizer_state_dict"]["state"].items()} == {0: 3, 1: 3}
 
 

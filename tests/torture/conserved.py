@@ -1,31 +1,44 @@
 """Generated states through every written layout: each entry is kept and equal, changed as declared, or dropped with a reason.
 
-The source is a torch.save file of a small training state and of values of every kind; it goes to one layout and from there to another.
+The source is a torch.save file of a small training state and of values of every kind, or, in one of four cases, a fixture; it goes to
+one layout and from there to another.
 What was kept is compared here, bit by bit, by a comparison that shares nothing with ckpttool's own.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
+import datetime
+import decimal
 import json
+import pathlib
 import random
 import shutil
 import struct
 import time
+import types
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import ShardingStrategy
 
 import ckpttool
 from ckpttool import layouts
 from ckpttool.errors import CkpttoolError, Unsupported
 from ckpttool.formats.pickles import Opaque
 
-__all__ = ["SUFFIX", "WRITTEN", "case", "converted", "run", "saved_state", "unaccounted"]
+__all__ = ["SOURCES", "SUFFIX", "WRITTEN", "case", "converted", "run", "saved_state", "unaccounted"]
 
 WRITTEN = tuple(layouts.written())
+SOURCES = sorted(
+    path / "ckpt"
+    for path in (Path(__file__).resolve().parents[2] / "fixtures").iterdir()
+    if path.name.startswith(("fsdp2_", "zero", "universal_", "awkward_")) and (path / "ckpt").is_dir()
+)
 SUFFIX = {"full": ".pt", "audit": ".tar.zst"}
 _WITHOUT_RANKS = ("full", "hf", "audit", "universal")
 _FLOATS = (
@@ -58,6 +71,12 @@ def any_value(r: random.Random, depth: int = 0) -> Any:
         lambda: torch.device("cpu"),
         lambda: collections.Counter({3: 1, 6: 2}),
         lambda: torch.tensor([1, 2], dtype=torch.int16),
+        lambda: collections.defaultdict(list, {"a": [1]}),
+        lambda: r.choice(
+            (ShardingStrategy.FULL_SHARD, types.SimpleNamespace(a=-0.0), argparse.Namespace(lr=0.1, flag=True))
+        ),
+        lambda: r.choice((decimal.Decimal("1.50"), datetime.datetime(2026, 1, 2), datetime.timedelta(1))),
+        lambda: r.choice((uuid.UUID(int=5), pathlib.PurePosixPath("a/b"))),
     )
     if depth == 3 or r.random() < 0.5:
         return r.choice(leaves)()
@@ -171,7 +190,10 @@ def case(number: int, work: Path) -> dict[str, Any]:
     work.mkdir(parents=True)
     first, second = WRITTEN[number % len(WRITTEN)], WRITTEN[number // len(WRITTEN) % len(WRITTEN)]
     path = work / "source.pt"
-    saved_state(r, path)
+    if r.random() < 0.75:
+        saved_state(r, path)
+    else:
+        path = r.choice(SOURCES)
     out = {"id": f"conserved:{first}-{second}:{number}", "status": "conserved", "why": ""}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,7 +2,7 @@
 
 A line that stores is an assignment to an item, `|=` and `+=`, and a call of append, extend, update or add. Without it, conversions of
 several states either fail, by the law or by the reader, or give the same files as before: then the line stored nothing that these states
-have. "survived" is a conversion that succeeds and gives other files.
+have. Where a conversion succeeds and gives other files, the tests of that writer are run without the line; it survives if they pass.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -41,6 +42,19 @@ WRITERS: dict[str, tuple[str, ...]] = {
     "converters/audit.py": ("audit",),
     "ckpttool/engine/training.py": ("zero3", "fsdp1", "universal"),
 }
+#: {module of a writer: tests of what it writes that no reader of ckpttool looks at, which engines and trainers do}
+TESTS: dict[str, tuple[str, ...]] = {
+    "converters/_checkpointing_write.py": ("tests/converters/test_torch_checkpointing.py",),
+    "converters/_zero_write.py": ("tests/converters/test_zero.py",),
+    "converters/_universal_write.py": ("tests/converters/test_zero.py", "tests/converters/test_universal_amsgrad.py"),
+    "converters/_fsdp1_write.py": ("tests/converters/test_fsdp1.py",),
+    "converters/_trainers_write.py": (
+        "tests/converters/test_trainers.py",
+        "tests/converters/test_trainer_directories.py",
+    ),
+    "converters/_megatron_write.py": ("tests/converters/test_megatron.py", "tests/converters/test_megatron_ranks.py"),
+}
+_DELETED = "CKPTTOOL_DELETED"  # FILE:LINE, of a run of pytest that has this module as a plugin
 _STORING = ("append", "extend", "update", "add", "setdefault")
 _SOURCES = ("source.pt", "groups.pt", "bare.pt")
 
@@ -97,6 +111,26 @@ class _Patched(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
     def path_stats(self, path: Any) -> Any:
         raise OSError
+
+
+def failing_test(file: str, line: int) -> str:
+    """The first test of a writer that fails without a statement; empty if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", __spec__.name, *TESTS[file]]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, _DELETED: f"{file}:{line}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return next((x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))), "")
+
+
+if _DELETED in os.environ:
+    _file, _, _line = os.environ[_DELETED].rpartition(":")
+    _text = (REPOSITORY / _file).read_text()
+    sys.meta_path.insert(0, _Patched(REPOSITORY / _file, without(_text, int(_line))))
 
 
 def results(work: Path, sources: Path, targets: tuple[str, ...]) -> dict[str, str]:
@@ -210,6 +244,8 @@ def main() -> int:
             text = (REPOSITORY / file).read_text()
             for line in storing_lines(text):
                 kind, why = judged(file, line, without(text, line), work, baseline, work / "mutant")
+                if kind == "survived" and (test := failing_test(file, line)):
+                    kind, why = "failing test", test
                 counts[file, kind] += 1
                 if kind != "refused":
                     print(f"{kind}: {file}:{line}: {text.splitlines()[line - 1].strip()[:90]} {why[:160]}", flush=True)
@@ -218,7 +254,9 @@ def main() -> int:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     for file in dict.fromkeys(f for f, _ in counts):
-        print(f"| {file} | {counts[file, 'refused']} | {counts[file, 'same files']} | {counts[file, 'survived']} |")
+        print(
+            f"| {file} | {counts[file, 'refused']} | {counts[file, 'failing test']} | {counts[file, 'same files']} | {counts[file, 'survived']} |"
+        )
     return int(any(kind == "survived" for _, kind in counts))
 
 
