@@ -363,7 +363,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         draft.notes.append(
             f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"
         )
-    ranks = {p[1] for p in _leaves(ckpt, "dataloader")} - {"world_size"}
+    ranks = {p[1] for p in _leaves(ckpt, "dataloader") if len(p) > 1} - {"world_size"}
     if ranks != {f"dp_rank_{r}" for r in range(world)}:
         draft.notes.append(
             f"torchtitan cannot move the state of its data loader to {world} ranks: load with "

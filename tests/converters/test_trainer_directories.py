@@ -537,6 +537,49 @@ def test_what_a_trainer_has_no_file_for_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "back" / "rng_state_1.pth").exists() and not (tmp_path / "back" / "ckpttool_state.pt").exists()
 
 
+#: {layout: what only ckpttool's own file has of a state with a scheduler, a scaler, random states and counters of the user's own}
+LEFT_OVER = {
+    "accelerate": {"trainer.step", "trainer.epoch", "extra.args.lr"},
+    "trainer": {"trainer.step", "extra.args.lr"},
+    "lightning": {"scaler.scale", "scaler._growth_tracker", "trainer.step", "extra.args.lr"},
+}
+
+
+@pytest.mark.parametrize("to", [*LEFT_OVER, "torchtitan"])
+def test_an_entry_is_in_one_file_and_files_have_what_the_trainer_asks_for(to: str, tmp_path: Path) -> None:
+    w = torch.ones(3, 2)
+    slots = {"w": {"exp_avg": w, "exp_avg_sq": w, "step": torch.tensor(3.0)}}
+    torch.save(
+        {
+            "model": {"w": w}, "optim": {"state": slots, "param_groups": [{"lr": 0.1, "params": ["w"]}]}, "step": 3, "epoch": 1,
+            "scheduler": {"last_epoch": 3}, "scaler": {"scale": 2.0, "_growth_tracker": 1}, "args": {"lr": 0.1},
+            "rng": {"0": {"torch": torch.arange(9, dtype=torch.uint8)}}, **({"dataloader": {}} if to == "torchtitan" else {}),
+            **({"dataloader": {"sampler": {"seed": 3}}, "custom_checkpoint_0": {"a": 1}} if to == "accelerate" else {}),
+        },
+        tmp_path / "in.pt",
+    )  # fmt: skip
+    out = tmp_path / "out"
+    ckpttool.convert(tmp_path / "in.pt", out, to=to, world_size=2)
+    if to == "torchtitan":
+        tree = load_dcp(out)
+        assert tree["optimizer"]["param_groups.w.lr"] == 0.1 and tree["train_state"]["ntokens_seen"] == 0
+        return
+    own = torch.load(out / "ckpttool_state.pt", weights_only=False)
+    assert {".".join(path) for path, _ in own["values"]} == LEFT_OVER[to]
+    assert {".".join(path) for path in own["paths"]} == ({"rng.0.torch"} if to == "lightning" else set())
+    if to == "trainer":
+        said = json.loads((out / "trainer_state.json").read_text())
+        assert (
+            said["train_batch_size"] == 1
+            and said["stateful_callbacks"]["TrainerControl"]["args"]["should_save"] is False
+        )
+    if to == "lightning":
+        meta = torch.load(out / "meta.pt", weights_only=False)
+        assert meta["pytorch-lightning_version"] and meta["callbacks"] == {} and meta["loops"]["fit_loop"]
+    if to != "lightning":
+        assert torch.load(out / "scaler.pt") == {"scale": 2.0, "_growth_tracker": 1}
+
+
 def test_lightning_gets_its_own_files_back(tmp_path: Path) -> None:
     source = TRAINERS / "lightning_w2"
     ckpttool.convert(source, tmp_path / "out", to="lightning", world_size=3)
