@@ -16,7 +16,7 @@ from math import isfinite
 from typing import Any
 
 from ckpttool.engine.conservation import changed_values
-from ckpttool.engine.training import TRAINED_ALONE, Training, group_values, tensors_of
+from ckpttool.engine.training import DEEPSPEED_COUNTERS, TRAINED_ALONE, Training, group_values, tensors_of
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.formats.stored_tensors import Inline, flattened, number_in
@@ -33,7 +33,6 @@ __all__ = ["DS_VERSION", "Models", "Plan", "Tree", "fragment", "size", "stage_en
 
 #: The release whose files these are; the engine refuses files without one.
 DS_VERSION = "0.19.8"
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 #: What a dynamic loss scaler starts with (deepspeed/runtime/config.py, fp16 defaults).
 _FRESH_SCALER = {
     "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
@@ -106,16 +105,12 @@ class Plan:
                 "not start with such a group"
             )
         self.rest = dict(state.rest)
-        inner = self.rest.get("trainer")
-        if isinstance(inner, dict):  # DeepSpeed's own counters, which other layouts keep under one key
-            counters = {k: x for k, x in inner.items() if k in _COUNTERS and k not in self.rest}
-            others = {k: x for k, x in inner.items() if k not in counters}
-            self.rest = {**{k: x for k, x in self.rest.items() if k != "trainer"}, **counters} | (
-                {"trainer": others} if others else {}
-            )
         config = self.rest.pop("ds_config", None)
         self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}
-        for key, x in (("ds_config", {} if config is None else config), *((k, self.rest.get(k, 0)) for k in _COUNTERS)):
+        for key, x in (
+            ("ds_config", {} if config is None else config),
+            *((k, self.rest.get(k, 0)) for k in DEEPSPEED_COUNTERS),
+        ):
             if not isinstance(x, dict if key == "ds_config" else int) or any(tensors_of(x)):
                 raise Unsupported(
                     f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it out: '
@@ -326,7 +321,7 @@ class Plan:
         """Everything in a model file except weights and their shapes."""
         rest = dict(self.rest)
         each = rest.get("per_rank")
-        if each_rank and isinstance(each, dict) and each and world in (self.source_world, max(map(_number, each)) + 1):
+        if each_rank and isinstance(each, dict) and self._are_ranks(each, world):
             del rest["per_rank"]
             own = each.get(str(rank))
             rest.update(own if isinstance(own, dict) else {})
@@ -343,6 +338,11 @@ class Plan:
         )  # fmt: skip
         out.update({k: tree.value(v) for k, v in rest.items()})
         return out
+
+    def _are_ranks(self, each: dict[Any, Any], world: int) -> bool:
+        """Whether the keys of `per_rank` are ranks of a job of `world` ranks, and of that job alone."""
+        ranks = [int(k) if str(k).isdigit() else -1 for k in each]
+        return bool(ranks) and min(ranks) >= 0 and max(ranks) < world and world in (self.source_world, max(ranks) + 1)
 
 
 class Models:
@@ -414,10 +414,6 @@ class Models:
                 t = plan.tensors[n]
                 fragments[n] = tree.hole(f"frozen {n}", t.dtype, -(-t.numel // self.world))
         return out
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else -1
 
 
 def _as_number(x: Any) -> float | int | None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import Differs
+from ..formats.pickles import short
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..index.draft import Draft, Dropped
 from .value_digests import data_digest, equal_values, taken_apart, value_digest
@@ -71,7 +72,7 @@ class Account:
         moved = {data_digest(v) for n, v in after.values.items() if n not in before.values}
         left = {data_digest(v) for n, v in before.values.items() if n not in after.values}
         for n, v in before.values.items():
-            if n in after.tensors or (n in after.values and not _same_value(v, after.values[n])):
+            if n in after.tensors or (n in after.values and not equal_values(v, after.values[n])):
                 self.changed[n] = how
             elif n not in after.values:
                 if data_digest(v) in moved:
@@ -157,13 +158,16 @@ class _Faults:
         self.rows.append(f'"{name}" {what}')
 
     def refuse(self) -> None:
-        """Raises:
-        Differs: there are any."""
+        """Stop if there are any.
+
+        Raises:
+            Differs: with the first three of them.
+        """
         if self.rows:
             more = f"; and {len(self.rows) - _SHOWN:,} more" if len(self.rows) > _SHOWN else ""
             raise Differs(
-                f"what {self.layout} would write is not what the source holds: {'; '.join(self.rows[:_SHOWN])}{more}. Nothing was written. This is a "
-                "fault of the layout: please report it."
+                f"what {self.layout} would write is not what the source holds: {'; '.join(self.rows[:_SHOWN])}{more}. "
+                "Nothing was written. This is a fault of the layout: please report it."
             )
 
 
@@ -226,14 +230,12 @@ def _same_entry(a: TensorEntry, b: TensorEntry | None) -> bool:
     return x is y or all(getattr(x, k) == getattr(y, k) for k in x.__slots__)
 
 
-def _same_value(a: Value, b: Value) -> bool:
-    return a is b or equal_values(a, b)
-
-
 def changed_values(before: Mapping[str, Value], after: Mapping[str, Value], how: str) -> dict[str, str]:
     """{value that only one of two states has, or that differs in them: how}, as `Draft.changed` has it."""
     return {
-        n: how for n in {**before, **after} if n not in before or n not in after or not _same_value(before[n], after[n])
+        n: how
+        for n in {**before, **after}
+        if n not in before or n not in after or not equal_values(before[n], after[n])
     }
 
 
@@ -256,25 +258,21 @@ def other_values(found: Checkpoint, of_layout: Container[str], draft: Draft, dig
     """
     faults: list[str] = []
     expected: set[str] = set()
+    dropped = {d.name for d in draft.dropped}
     for n, v in written_values(draft).items():
         parts = {n: v} if n in found.values else taken_apart({n: v})
         expected.update(parts)  # `|=` of a view of keys copies the set
         for name, part in parts.items():
             if (other := found.values.get(name)) is not None:
-                if not _same_value(part, other):
-                    faults.append(f'"{name}" is {_short(other.data)} instead of {_short(part.data)}')
+                if not equal_values(part, other):
+                    faults.append(f'"{name}" is {short(other.data)} instead of {short(part.data)}')
             elif name not in digests:  # whether it is that tensor, the digests tell
                 faults.append(f'"{name}" is missing')
     for n, v in found.values.items():
         if n in draft.synthesized_values:
-            if not _same_value(v, Value(v.path, draft.synthesized_values[n])):
-                faults.append(f'"{n}" is {_short(v.data)} instead of {_short(draft.synthesized_values[n])}')
-        elif n not in expected:
+            if not equal_values(v, Value(v.path, draft.synthesized_values[n])):
+                faults.append(f'"{n}" is {short(v.data)} instead of {short(draft.synthesized_values[n])}')
+        elif n not in expected and not (n in dropped and v.data is None):  # the others of its list keep their positions
             faults.append(f'"{n}" is new')
     faults += [f'"{n}" is missing' for n in draft.synthesized_values if n not in of_layout and n not in found.values]
     return faults
-
-
-def _short(x: Any) -> str:
-    text = repr(x)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -37,6 +37,7 @@ from .stream import Reader, StreamJob, small
 from .tensor_digests import tensor_digests
 
 __all__ = [
+    "DEEPSPEED_COUNTERS",
     "TRAINED_ALONE",
     "Group",
     "Training",
@@ -196,8 +197,10 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
         out.notes.append("the optimizer has no param groups; all its parameters make one, without hyperparameters")
 
 
-#: What DeepSpeed has at the top of its files, and a source without keys of its own has under extra.
-_OF_DEEPSPEED = (("extra", "ds_config"), ("extra", "buffer_names"))
+#: Counters of a DeepSpeed engine.
+DEEPSPEED_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+#: What DeepSpeed has at the top of its files, and other layouts have under extra or under a key of their trainer.
+_OF_DEEPSPEED = {("extra", "ds_config"), ("extra", "buffer_names"), *(("trainer", k) for k in DEEPSPEED_COUNTERS)}
 
 
 def _take_rest(ckpt: Checkpoint, out: Training) -> None:

@@ -63,6 +63,8 @@ def recorded_values(held: Mapping[str, Value]) -> dict[str, str]:
 
 def equal_values(a: Value, b: Value) -> bool:
     """Whether two values have equal paths and equal data, of equal types."""
+    if a is b:
+        return True
     if type(a.data) is type(b.data) and type(a.data) in _EXACT and a.path == b.path:
         return bool(a.data == b.data)
     return values.encode_one(a) == values.encode_one(b)

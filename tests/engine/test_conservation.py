@@ -134,3 +134,47 @@ def test_generated_states_are_conserved(first: int, tmp_path: Path) -> None:
     found = [conserved.case(first + k, tmp_path / "work") for k in range(15)]
     assert [row for row in found if row["status"] not in ("conserved", "refused")] == []
     assert sum(row["status"] == "conserved" for row in found) > 5
+
+
+def test_an_element_that_full_cannot_hold_leaves_none_at_its_position(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "mine": [1, frozenset((2,)), {"a": 3}]}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="full", drop=True)
+    assert [name for name, _, _ in done.dropped] == ["extra.mine.1"]
+    assert torch.load(tmp_path / "out.pt")["mine"] == [1, None, {"a": 3}]
+
+
+def test_counters_of_a_deepspeed_engine_come_back_from_torchtitan(tmp_path: Path) -> None:
+    source = REPOSITORY / "fixtures" / "zero3_w3_groups" / "ckpt"
+    ckpttool.convert(source, tmp_path / "titan", to="torchtitan", drop=True)
+    done = ckpttool.convert(tmp_path / "titan", tmp_path / "back", to="universal", drop=True)
+    assert {"trainer.global_steps", "trainer.skipped_steps"} <= set(done.kept)
+    with ckpttool.open(source) as a, ckpttool.open(tmp_path / "back") as b:
+        for name in ("trainer.global_steps", "trainer.skipped_steps"):
+            assert b.locate().values[name] == a.locate().values[name]
+
+
+def test_states_of_ranks_that_the_engine_does_not_have_stay_with_rank_0(tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.ones(2)},
+        "rng": torch.arange(4),
+        "per_rank": {str(r): {"rng": torch.arange(4) + r} for r in (1, 2)},
+    }
+    torch.save(state, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "dcp", to="dcp", world_size=2)
+    for out, world in (("two", 2), ("three", 3)):
+        ckpttool.convert(tmp_path / "dcp", tmp_path / out, to="zero3", world_size=world)
+    for out in ("two", "three"):
+        found = ckpttool.verify(tmp_path / out, against=tmp_path / "in.pt")
+        assert found.against is not None and found.against["verdict"] == "equal"
+    third = torch.load(next((tmp_path / "three").glob("*/zero_pp_rank_2_*_model_states.pt")), weights_only=False)
+    assert third["rng"].tolist() == [2, 3, 4, 5]
+
+
+def test_verify_says_which_values_it_does_not_compare(tmp_path: Path) -> None:
+    source = REPOSITORY / "fixtures" / "zero3_w3_groups" / "ckpt"
+    done = ckpttool.convert(source, tmp_path / "zero1", to="zero1", drop=True)
+    assert list(done.changed) == ["extra.ds_config.zero_optimization.stage"]
+    found = ckpttool.verify(tmp_path / "zero1", against=source)
+    assert [n for n in found.notes if n.startswith("not compared")] == [
+        "not compared, since a conversion changed them, as ckpttool.json says: 1 of the values, first extra.ds_config.zero_optimization.stage"
+    ]
