@@ -181,6 +181,12 @@ def verify(
         )
         name = shown_path(against)
         _compare(mine, yours, name)
+        if unequal := sorted(
+            n for n in excused if ckpt.component(n) in shared and n in {**ckpt.values, **second.values}
+        ):
+            out.notes.append(
+                f"not compared, since a conversion changed them, as ckpttool.json says: {len(unequal)} of the values, first {unequal[0]}"
+            )
         if apart := sorted((_components(ckpt) ^ _components(second)) - shared):
             out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
         out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
