@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from ..errors import Differs
 from ..formats.pickles import short
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..index.draft import Draft, Dropped
-from .value_digests import data_digest, equal_values, taken_apart, value_digest
+from .value_digests import data_digest, equal_values, split_lists, taken_apart, value_digest
 
 __all__ = ["Account", "changed_values", "other_values", "written_values"]
 
@@ -258,21 +259,24 @@ def other_values(found: Checkpoint, of_layout: Container[str], draft: Draft, dig
     """
     faults: list[str] = []
     expected: set[str] = set()
-    dropped = {d.name for d in draft.dropped}
-    for n, v in written_values(draft).items():
-        parts = {n: v} if n in found.values else taken_apart({n: v})
+    written = written_values(draft)
+    there = split_lists(found.values, written.keys() - found.values.keys()) if draft.dropped else found.values
+    # elements of a list keep their positions: None is in that of a dropped one
+    emptied = {head for d in draft.dropped for head in accumulate(d.name.split("."), "{}.{}".format)}
+    for n, v in written.items():
+        parts = {n: v} if n in there else taken_apart({n: v})
         expected.update(parts)  # `|=` of a view of keys copies the set
         for name, part in parts.items():
-            if (other := found.values.get(name)) is not None:
+            if (other := there.get(name)) is not None:
                 if not equal_values(part, other):
                     faults.append(f'"{name}" is {short(other.data)} instead of {short(part.data)}')
             elif name not in digests:  # whether it is that tensor, the digests tell
                 faults.append(f'"{name}" is missing')
-    for n, v in found.values.items():
+    for n, v in there.items():
         if n in draft.synthesized_values:
             if not equal_values(v, Value(v.path, draft.synthesized_values[n])):
                 faults.append(f'"{n}" is {short(v.data)} instead of {short(draft.synthesized_values[n])}')
-        elif n not in expected and not (n in dropped and v.data is None):  # the others of its list keep their positions
+        elif n not in expected and not (v.data is None and n in emptied):
             faults.append(f'"{n}" is new')
-    faults += [f'"{n}" is missing' for n in draft.synthesized_values if n not in of_layout and n not in found.values]
+    faults += [f'"{n}" is missing' for n in draft.synthesized_values if n not in of_layout and n not in there]
     return faults

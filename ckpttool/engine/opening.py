@@ -22,7 +22,7 @@ from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
 from . import detection, unread_files
 from .recorded import RECORD, Recorded, missing, of_folder
-from .value_digests import equal_values, value_digests
+from .value_digests import equal_values, split_lists, value_digests
 
 if TYPE_CHECKING:
     from . import salvage
@@ -500,9 +500,11 @@ def usable(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
 
 
 def _undo_values_of_layout(opened: OpenCheckpoint) -> None:
-    """Remove the values that ckpttool had to add for the layout, and put together those that the layout holds in pieces, as
-    ckpttool.json says, where the files still have what was written."""
+    """Remove the values that ckpttool had to add for the layout, put together those that the layout holds in pieces, and take apart lists
+    that lost elements, as ckpttool.json says, where the files still have what was written."""
     ckpt, found = opened.checkpoint, opened.recorded()
+    if lost := (ckpt.recorded_values or (found and found.values) or {}).keys() - ckpt.values.keys():
+        ckpt.values = split_lists(ckpt.values, lost)
     if found is None:
         return
     for name, data in found.made.items():

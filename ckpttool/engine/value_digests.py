@@ -7,7 +7,8 @@ sorted by name; its leaves begin with another byte than those of tensors (index/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
 from blake3 import blake3
 
@@ -20,6 +21,7 @@ __all__ = [
     "data_digest",
     "equal_values",
     "recorded_values",
+    "split_lists",
     "state_roots",
     "taken_apart",
     "value_digest",
@@ -49,6 +51,23 @@ def data_digest(value: Value) -> str:
 def taken_apart(held: Mapping[str, Value]) -> dict[str, Value]:
     """Values as readers of state dicts take them apart; those of JSON files are whole trees."""
     return {joined(p): Value(p, x) for v in held.values() for p, x in flattened(v.data, v.path).items()}
+
+
+def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
+    """Values, with those lists taken apart that have elements among `names` and nothing for which readers take lists apart.
+
+    A reader takes a list apart for the dicts and tensors in it. Where a layout could not hold those, the other elements are values of
+    the state, and the reader finds one list.
+    """
+    heads = {head for n in names for head in accumulate(n.split("."), "{}.{}".format)}
+    out: dict[str, Value] = {}
+    todo = list(held.items())
+    for name, v in todo:
+        if isinstance(v.data, list) and name in heads and name in taken_apart({name: v}):
+            todo += [(f"{name}.{i}", Value((*v.path, i), x)) for i, x in enumerate(v.data)]
+        else:
+            out[name] = v
+    return out
 
 
 def value_digests(held: Mapping[str, Value]) -> dict[str, str]:

@@ -143,6 +143,19 @@ def test_an_element_that_full_cannot_hold_leaves_none_at_its_position(tmp_path: 
     assert torch.load(tmp_path / "out.pt")["mine"] == [1, None, {"a": 3}]
 
 
+@pytest.mark.parametrize("mine", [[{b"k": frozenset()}, {1, 2}, {"a": frozenset()}], [{0: 1}, 2, {"a": frozenset()}]])
+def test_a_list_that_loses_all_for_which_a_reader_takes_it_apart(mine: list[Any], tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "mine": mine}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="full", drop=True)
+    left = [x for i, x in enumerate(mine) if not any(n.startswith(f"extra.mine.{i}") for n, _, _ in done.dropped)]
+    found = torch.load(tmp_path / "out.pt")["mine"]
+    assert left and [x for x in found if x is not None] == left
+    assert all(found[mine.index(x)] == x for x in left)
+    ckpttool.verify(tmp_path / "out.pt", read_data=True)
+    again = ckpttool.convert(tmp_path / "out.pt", tmp_path / "dcp", to="dcp", world_size=1)
+    assert {n for n in done.kept if n.startswith("extra.mine")} <= set(again.kept)
+
+
 def test_counters_of_a_deepspeed_engine_come_back_from_torchtitan(tmp_path: Path) -> None:
     source = REPOSITORY / "fixtures" / "zero3_w3_groups" / "ckpt"
     ckpttool.convert(source, tmp_path / "titan", to="torchtitan", drop=True)
