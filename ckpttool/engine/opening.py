@@ -529,7 +529,15 @@ def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
     missing = [w for w in wanted if w not in have]
     if missing:
         raise UsageError(f"{argument('only', missing)}: the checkpoint holds {', '.join(sorted(have))}.")
-    return ckpt.only(wanted)
+    out = ckpt.only(wanted)
+    masters = [t for t in ckpt.tensors.values() if t.path[:2] == ("extra", "master")]
+    if masters and "optim" in wanted and "extra" not in wanted:
+        out.notes = [
+            *out.notes,
+            f"{len(masters):,} fp32 masters (extra.master) are left out: an optimizer that keeps some starts from the weights, which are "
+            f"rounded. {argument('only', [*wanted, 'extra'])} keeps them",
+        ]
+    return out
 
 
 def model_of(options: OpenOptions) -> layouts.ModelHints:

@@ -257,6 +257,16 @@ def test_engines_with_flat_tensors_get_the_masters_as_their_weights(to: str, tmp
         assert difference({k: t for k, t in low.items()}, rounded) == []
 
 
+def test_masters_that_only_leaves_out_are_named(tmp_path: Path) -> None:
+    source = folder("stacked_pp2_bf16")
+    done = ckpttool.convert(source, tmp_path / "out", to="zero1", world_size=1, only=["model", "optim"], drop=True)
+    assert any(
+        "fp32 masters (extra.master) are left out" in n and "extra" in n.rsplit("only", 1)[1] for n in done.notes
+    )
+    with ckpttool.open(source, only=["model"]) as weights:
+        assert not any("masters" in n for n in weights.checkpoint.notes)
+
+
 @pytest.mark.parametrize("to", ["zero3", "zero1", "universal", "fsdp1"])
 def test_masters_that_do_not_round_to_their_weights_are_not_put_in_their_place(to: str, tmp_path: Path) -> None:
     def two_more(t: Tensor) -> Tensor:
