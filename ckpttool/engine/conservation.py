@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from ..errors import Differs
@@ -261,8 +260,6 @@ def other_values(found: Checkpoint, of_layout: Container[str], draft: Draft, dig
     expected: set[str] = set()
     written = written_values(draft)
     there = split_lists(found.values, written.keys() - found.values.keys()) if draft.dropped else found.values
-    # elements of a list keep their positions: None is in that of a dropped one
-    emptied = {head for d in draft.dropped for head in accumulate(d.name.split("."), "{}.{}".format)}
     for n, v in written.items():
         parts = {n: v} if n in there else taken_apart({n: v})
         expected.update(parts)  # `|=` of a view of keys copies the set
@@ -276,7 +273,7 @@ def other_values(found: Checkpoint, of_layout: Container[str], draft: Draft, dig
         if n in draft.synthesized_values:
             if not equal_values(v, Value(v.path, draft.synthesized_values[n])):
                 faults.append(f'"{n}" is {short(v.data)} instead of {short(draft.synthesized_values[n])}')
-        elif n not in expected and not (v.data is None and n in emptied):
+        elif n not in expected:
             faults.append(f'"{n}" is new')
     faults += [f'"{n}" is missing' for n in draft.synthesized_values if n not in of_layout and n not in there]
     return faults

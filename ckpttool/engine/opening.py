@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -503,8 +503,8 @@ def _undo_values_of_layout(opened: OpenCheckpoint) -> None:
     """Remove the values that ckpttool had to add for the layout, put together those that the layout holds in pieces, and take apart lists
     that lost elements, as ckpttool.json says, where the files still have what was written."""
     ckpt, found = opened.checkpoint, opened.recorded()
-    if lost := (ckpt.recorded_values or (found and found.values) or {}).keys() - ckpt.values.keys():
-        ckpt.values = split_lists(ckpt.values, lost)
+    if known := ckpt.recorded_values or (found and found.values):
+        _find_left_elements(ckpt, known)
     if found is None:
         return
     for name, data in found.made.items():
@@ -516,6 +516,15 @@ def _undo_values_of_layout(opened: OpenCheckpoint) -> None:
         held = _pieces(ckpt.values[name]) if name in ckpt.values else ckpt.values
         if all(n in held and equal_values(held[n], piece) for n, piece in pieces.items()):
             ckpt.values = {n: v for n, v in ckpt.values.items() if n not in pieces} | {name: value}
+
+
+def _find_left_elements(ckpt: Checkpoint, known: Mapping[str, str]) -> None:
+    """Name the elements of lists as the record of all values does, and leave out None in the place of an element that was dropped."""
+    if lost := known.keys() - ckpt.values.keys():
+        ckpt.values = split_lists(ckpt.values, lost)
+    empty = [n for n, v in ckpt.values.items() if v.data is None and type(v.path[-1]) is int and n not in known]
+    for n in empty:
+        del ckpt.values[n]
 
 
 def _pieces(value: Value) -> dict[str, Value]:

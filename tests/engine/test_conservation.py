@@ -143,7 +143,14 @@ def test_an_element_that_full_cannot_hold_leaves_none_at_its_position(tmp_path: 
     assert torch.load(tmp_path / "out.pt")["mine"] == [1, None, {"a": 3}]
 
 
-@pytest.mark.parametrize("mine", [[{b"k": frozenset()}, {1, 2}, {"a": frozenset()}], [{0: 1}, 2, {"a": frozenset()}]])
+@pytest.mark.parametrize(
+    "mine",
+    [
+        [{b"k": frozenset()}, {1, 2}, {"a": frozenset()}],
+        [{0: 1}, 2, {"a": frozenset()}],
+        [{"a": frozenset()}, 3, {"b": 1}],
+    ],
+)
 def test_a_list_that_loses_all_for_which_a_reader_takes_it_apart(mine: list[Any], tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "mine": mine}, tmp_path / "in.pt")
     done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="full", drop=True)
@@ -151,6 +158,7 @@ def test_a_list_that_loses_all_for_which_a_reader_takes_it_apart(mine: list[Any]
     found = torch.load(tmp_path / "out.pt")["mine"]
     assert left and [x for x in found if x is not None] == left
     assert all(found[mine.index(x)] == x for x in left)
+    assert conserved.unaccounted(tmp_path / "in.pt", tmp_path / "out.pt", done) == []
     ckpttool.verify(tmp_path / "out.pt", read_data=True)
     again = ckpttool.convert(tmp_path / "out.pt", tmp_path / "dcp", to="dcp", world_size=1)
     assert {n for n in done.kept if n.startswith("extra.mine")} <= set(again.kept)
