@@ -11,7 +11,8 @@ archive that was renamed keeps its holds.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from ..engine.fill import silent
 from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteError, UsageError
 from ..storage import objects, remote, urls
+from ..storage.retries import Denied
 from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, SUFFIX, Facts, facts
@@ -33,11 +35,13 @@ __all__ = [
     "disagreements",
     "evidence",
     "holds_in_file",
+    "holds_in_ledger",
     "listing",
     "look",
     "order",
     "refuse_protected",
     "remove_file",
+    "replacing",
     "require",
     "row_of",
     "split_path",
@@ -94,10 +98,11 @@ class History:
     recorded: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, store: str) -> History:
+    def of(cls, store: str, lines: list[dict[str, Any]] | None = None) -> History:
+        """Of a store; `lines` are those of its ledger, if they were read already."""
         if not urls.is_url(store) and not os.path.isdir(store):
             raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
-        lines = ledger.read_or_none(store)
+        lines = ledger.read_or_none(store) if lines is None else lines
         with remote.open_source(store) as source:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
             return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.records(lines or []))
@@ -166,14 +171,7 @@ def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict
     """
     if lines is None:
         return []
-    by_ledger: dict[str, int] = {}
-    ended: dict[str, int] = {}
-    for e in (e for e in lines if e["archive"] == name):
-        if e["event"] == "hold":
-            by_ledger[str(e.get("reason"))] = e["seq"]
-        elif e["event"] in ("release", "delete"):
-            ended |= dict.fromkeys(by_ledger, e["seq"])
-            by_ledger = {}
+    by_ledger, ended = holds_in_ledger(lines, name)
     by_file = {str(h.get("reason")) for h in held or ()}
     beside, out = sidecar.hold_name(name), []
     for reason in sorted(by_file - by_ledger.keys()):
@@ -183,10 +181,36 @@ def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict
         )
     for reason in (r for r in by_ledger if r not in by_file):
         out.append(
-            f"line {by_ledger[reason]} of the ledger holds it ({reason}), but {beside} does not. The hold counts, but would be "
+            f"line {by_ledger[reason]['seq']} of the ledger holds it ({reason}), but {beside} does not. The hold counts, but would be "
             "lost with the ledger: `ckpttool audit hold` writes the file again"
         )
     return out
+
+
+def holds_in_ledger(lines: Iterable[dict[str, Any]], name: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    """({reason: the line} of the holds that lines of this name placed and none ended, {reason: the line that ended it})."""
+    held: dict[str, dict[str, Any]] = {}
+    ended: dict[str, int] = {}
+    before: dict[str, dict[str, Any]] = {}
+    for e in (e for e in lines if e["archive"] == name):
+        if e["event"] == "hold":
+            held[str(e.get("reason"))] = e
+        elif e["event"] == "delete":
+            before, held = held, {}
+            ended |= dict.fromkeys(before, e["seq"])
+        elif e["event"] == "delete-failed":
+            held = before | held
+        elif e["event"] == "release":
+            for reason in _released(e):
+                if held.pop(reason, None):
+                    ended[reason] = e["seq"]
+    return held, ended
+
+
+def _released(e: dict[str, Any]) -> list[str]:
+    """The reasons of the holds that a release ended."""
+    released = e.get("released")
+    return [str(r) for r in released] if isinstance(released, list) else []
 
 
 def created_at(known: Facts) -> datetime | None:
@@ -236,11 +260,12 @@ class Standing:
         elif what == "hold":
             self._protect(e)
             self.lifted.discard(str(e.get("reason")))
+            self.deleted = False  # it was there
         elif what == "release":
-            released = e.get("released")
-            if known is not None and _about(e, known) and isinstance(released, list):
-                self.lifted |= set(map(str, released))
-            self.holds = {}
+            if known is not None and _about(e, known):
+                self.lifted |= set(_released(e))
+            for reason in _released(e):
+                self.holds.pop(reason, None)
         elif what == "verify":
             if e.get("sound") is True and (known is None or _about(e, known)):
                 self.verified = e["time"]
@@ -305,7 +330,7 @@ def split_path(archive: str) -> tuple[str, str]:
     Raises:
         UsageError: it is not named like one.
     """
-    store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
+    store, name = _split(archive)
     if not name.endswith((SUFFIX, ENCRYPTED)):
         raise UsageError(f"{urls.redact_url(archive)} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
     return store, name
@@ -324,14 +349,60 @@ def refuse_protected(archive: str) -> None:
     Raises:
         DestinationExists: it is protected, or damaged, so that this cannot be known. Corrupt: the ledger is damaged.
     """
-    store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
-    with remote.open_source(store) as source:
-        if not source.exists(name):
+    store, name = _split(archive)
+    if _exists(store, name):
+        _refuse_protected(store, name, History.of(store))
+
+
+@contextmanager
+def replacing(archive: str) -> Iterator[None]:
+    """While an archive is replaced: nobody holds the old one meanwhile, and if somebody has, it is not replaced.
+
+    A store without a ledger gets none; there the look for holds comes right before the replacement.
+
+    Raises:
+        DestinationExists: as `refuse_protected`.
+    """
+    store, name = _split(archive)
+    if not _exists(store, name) or ledger.read_or_none(store) is None:
+        refuse_protected(archive)
+        yield
+        return
+    with ledger.turn(store) as turn:
+        if turn.alone:
+            _refuse_protected(store, name, History.of(store, turn.read()))
+            yield
             return
-    row = row_of(name, look(store, name)[1], History.of(store))
+
+        def unprotected(lines: list[dict[str, Any]]) -> dict[str, Any]:
+            _refuse_protected(store, name, History.of(store, lines))
+            return {}
+
+        entry = turn.append("replace", name, following=unprotected)
+        try:
+            yield
+        except CkpttoolError as e:
+            if not isinstance(e, RemoteError) or isinstance(e, Denied):  # others may have been done by the store
+                turn.append("replace-failed", name, begun=entry["seq"], why=str(e))
+            raise
+        turn.append("replaced", name, begun=entry["seq"])
+
+
+def _refuse_protected(store: str, name: str, history: History) -> None:
+    row = row_of(name, look(store, name)[1], history)
     why = f"it is not a valid archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
     if why:
-        raise DestinationExists(f"{urls.redact_url(archive)} is not replaced, not even with --force: {why}.")
+        where = f"{urls.redact_url(store).rstrip('/')}/{name}" if urls.is_url(store) else os.path.join(store, name)
+        raise DestinationExists(f"{where} is not replaced, not even with --force: {why}.")
+
+
+def _split(archive: str) -> tuple[str, str]:
+    return urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
+
+
+def _exists(store: str, name: str) -> bool:
+    with remote.open_source(store) as source:
+        return source.exists(name)
 
 
 def why_protected(row: Row, now: datetime) -> str:
