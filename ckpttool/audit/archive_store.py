@@ -11,9 +11,9 @@ archive that was renamed keeps its holds.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -38,6 +38,7 @@ __all__ = [
     "holds_in_ledger",
     "listing",
     "look",
+    "missing",
     "order",
     "refuse_protected",
     "remove_file",
@@ -51,12 +52,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Row:
-    """An archive of a store.
+    """An archive of a store, or one that should be there and is `missing`.
 
     `retain_until` and `held` combine the archive's own records and the ledger. `verified` is when the ledger last recorded a
     successful verification. `damaged` says why a file is not a valid archive; then there are no facts. `ledger` is "match",
     "differs", "renamed" or "unknown" (see `ledger.Match`), "missing" if the store has no ledger, None if the archive is
-    damaged. `warnings` are sentences about contradictions.
+    damaged or missing. `warnings` are sentences about contradictions.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Row:
     damaged: str | None
     ledger: str | None = None
     warnings: tuple[str, ...] = ()
+    missing: bool = False
 
 
 def evidence(known: Facts) -> dict[str, Any]:
@@ -80,13 +82,67 @@ def evidence(known: Facts) -> dict[str, Any]:
 
 
 def listing(store: str) -> list[Row]:
-    """The archives of a store, the newest first, then those without a date, then what is damaged.
+    """The archives of a store, the newest first, then those without a date, then what is missing, then what is damaged.
 
     Raises:
         UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
     """
     history = History.of(store)
-    return sorted((row_of(name, look(store, name)[1], history) for name in archive_names(store)), key=order)
+    rows = [row_of(name, look(store, name)[1], history) for name in archive_names(store)]
+    return sorted([*rows, *_missing(store, history, {r.name: r.facts for r in rows})], key=order)
+
+
+def missing(store: str) -> list[Row]:
+    """The archives that the ledger or a hold file of a store names, that no line deletes, and that are there under no name.
+
+    Opens only archives that the ledger does not record under their names.
+
+    Raises:
+        UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
+    """
+    history = History.of(store)
+    found = {n: None if n in history.recorded else look(store, n)[1] for n in archive_names(store)}
+    return _missing(store, history, {n: f if isinstance(f, Facts) else None for n, f in found.items()})
+
+
+def _missing(store: str, history: History, there: Mapping[str, Facts | None]) -> list[Row]:
+    gone = {n: line for n, line in _expected(history).items() if n not in there}
+    if gone:  # a deletion since the ledger was read is in it now
+        gone = {n: line for n, line in gone.items() if n in _expected(History.of(store))}
+    others = {n: f for n, f in there.items() if f is not None and n not in history.recorded}
+    out: list[Row] = []
+    for name, line in gone.items():
+        alike = (n for n, f in others.items() if ledger.match({name: line}, n, asdict(f)).state == "renamed")
+        if (now := next(alike, None)) is not None:
+            del others[now]
+        else:
+            out.append(_missing_row(name, line, history))
+    return out
+
+
+def _expected(history: History) -> dict[str, dict[str, Any]]:
+    """{archive: a line about it} of those that are recorded or on hold, and not deleted."""
+    lines = history.lines or []
+    out: dict[str, dict[str, Any]] = {}
+    for e in lines:
+        name = e["archive"]
+        if e["event"] in ("export", "add", "delete-failed"):
+            out[name] = history.recorded.get(name, e)
+        elif e["event"] == "hold":
+            out.setdefault(name, e)
+        elif e["event"] in ("delete", "deleted"):
+            out.pop(name, None)
+    out = {n: e for n, e in out.items() if n in history.recorded or holds_in_ledger(lines, n)[0]}
+    return dict(sorted(({n: held[0] for n, held in history.files.items()} | out).items()))
+
+
+def _missing_row(name: str, line: Mapping[str, Any], history: History) -> Row:
+    standing = Standing.of(name, None, history.events(name))
+    row = Row(name, None, standing.retain_until, tuple(standing.holds), standing.verified, None, missing=True)
+    known = f"Line {line['seq']} of the ledger has it" if "seq" in line else f"{sidecar.hold_name(name)} holds it"
+    why = why_protected(row, datetime.now(UTC))
+    text = f"it is missing although it is {why}" if why else "it is missing"
+    return replace(row, warnings=(f"{text}. {known}, and ckpttool did not delete it",))
 
 
 @dataclass
@@ -119,10 +175,17 @@ def holds_in_file(source: Source, name: str) -> list[dict[str, Any]]:
 
 
 def order(row: Row) -> tuple[Any, ...]:
-    """The sort key of a listing: the newest first, then those without a date, then the damaged ones."""
+    """The sort key of a listing: the newest first, then those without a date, then the missing, then the damaged ones."""
     made = created_at(row.facts) if row.facts else None
     step = row.facts.step if row.facts and row.facts.step is not None else -1
-    return row.damaged is not None, made is None, -made.timestamp() if made else 0.0, -step, _backwards(row.name)
+    return (
+        row.damaged is not None,
+        row.missing,
+        made is None,
+        -made.timestamp() if made else 0.0,
+        -step,
+        _backwards(row.name),
+    )
 
 
 def _backwards(name: str) -> tuple[int, ...]:

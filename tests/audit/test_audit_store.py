@@ -17,12 +17,15 @@ from typing import Any
 
 import pytest
 import stores
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import Flaky, first
+from typer.main import get_command
 
 from ckpttool.audit import archive_store, holds, ledger, pruning, retention
 from ckpttool.audit.archive import Facts
+from ckpttool.cli.main import app
 from ckpttool.errors import CkpttoolError, Corrupt, DestinationExists, Differs, Locked, NoSpace, RemoteError, UsageError
 from ckpttool.storage import objects, remote, retries
 from ckpttool.storage.source import Source
@@ -120,7 +123,7 @@ def test_months_end_where_months_end() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "y", "7", "-7y", "7 y", "7Y", "0d", "0y", "1.5y", "7y ", "7years", "9999y", "9999999d", "999999m", "12h", "٧y",
-     "forever", "2033-13-01", "2033-02-30", "2024-02-29", "2024-02-29T10:20:30Z", "2020-01-01", "0001-01-01",
+     "forever", "2033-13-01", "2033-02-30", "2024-02-29", "2024-02-29T10:20:30Z", "2020-01-01", "0001-01-01", "9999-12-31T23:59:59.5", "9999-12-31T23:59:59-01:00",
      "1234567y"],
 )  # fmt: skip
 def test_no_retention(text: str) -> None:
@@ -305,6 +308,62 @@ def test_only_a_deletion_ends_what_was_promised(store: Shelf, monkeypatch: pytes
     assert store.prune(keep_within=timedelta(days=1)).deleted == ("a.tar.zst",)
     store.add("a.tar.zst", manifest_sha256="newest", created="2031-01-04T00:00:00Z", logged=True)
     assert archive_store.listing(store.path)[0].retain_until is None
+
+
+def test_what_is_missing(store: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    """Removed by another program: a row, a line of `ledger verify`, and an exit code on request."""
+    late = "2040-01-01T00:00:00Z"
+    store.add("a.tar.zst", retain_until=late, logged=True)
+    store.add("b.tar.zst", logged=True)
+    store.add("c.tar.zst")
+    holds.hold(os.path.join(store.path, "c.tar.zst"), "case 1")
+    store.add("d.tar.zst", logged=True)
+    store.add("e.tar.zst", logged=True, created="2031-02-28T00:00:00Z")
+    store.add("f.tar.zst")
+    ledger.append(store.path, "verify", "f.tar.zst", sound=True)  # is no promise
+    assert archive_store.missing(store.path) == []
+    assert store.prune(keep_last=1).deleted == ("f.tar.zst", "d.tar.zst", "b.tar.zst")
+    store.add("b.tar.zst", logged=True)
+    for name in "abce":
+        os.unlink(os.path.join(store.path, f"{name}.tar.zst"))
+    store.add("z.tar.zst", manifest_sha256="sha of e.tar.zst", created="2031-02-28T00:00:00Z")  # e, renamed
+    gone = archive_store.missing(store.path)
+    assert [(r.name[0], r.retain_until, r.held) for r in gone] == [
+        ("a", late, ()),
+        ("b", None, ()),
+        ("c", None, ("case 1",)),
+    ]
+    assert archive_store.listing(store.path)[1:] == gone[::-1]
+    assert gone[2].warnings == (
+        "it is missing although it is under legal hold: case 1. Line 3 of the ledger has it, and ckpttool did not delete it",
+    )
+    for words in (["list"], ["ledger", "verify"]):
+        for more, code in (([], 0), (["--fail-if-missing"], 5), (["--fail-if-missing", "--json"], 5)):
+            done = CliRunner().invoke(get_command(app), ["audit", *words, store.path, *more])
+            assert done.exit_code == code
+            assert (
+                "--json" in more or "a.tar.zst: it is missing although it is under retention until 2040" in done.output
+            )
+            if "--json" in more:
+                said = json.loads(done.output)
+                rows = said if words == ["list"] else said["missing"]
+                assert [r["name"][0] for r in rows if r.get("missing", True)] in (["a", "b", "c"], ["c", "b", "a"])
+    os.unlink(os.path.join(store.path, "ledger.jsonl"))
+    assert [r.name[0] for r in archive_store.missing(store.path)] == ["c"]  # by its hold file
+
+
+def test_what_is_deleted_or_exported_meanwhile_is_not_missing(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("a.tar.zst", logged=True)
+    look = archive_store.archive_names
+
+    def late(where: str) -> list[str]:
+        store.prune(keep_every=1)
+        there = look(where)
+        store.add("b.tar.zst", logged=True)
+        return there
+
+    monkeypatch.setattr(archive_store, "archive_names", late)
+    assert archive_store.listing(store.path) == []
 
 
 # --------------------------------------------------------------------------------------------------------------- holds
