@@ -112,8 +112,7 @@ def _missing(store: str, history: History, there: Mapping[str, Facts | None]) ->
     others = {n: f for n, f in there.items() if f is not None and n not in history.recorded}
     out: list[Row] = []
     for name, line in gone.items():
-        alike = (n for n, f in others.items() if ledger.match({name: line}, n, asdict(f)).state == "renamed")
-        if (now := next(alike, None)) is not None:
+        if (now := next((n for n, f in others.items() if _about(line, f)), None)) is not None:
             del others[now]
         else:
             out.append(_missing_row(name, line, history))
@@ -254,20 +253,36 @@ def holds_in_ledger(lines: Iterable[dict[str, Any]], name: str) -> tuple[dict[st
     """({reason: the line} of the holds that lines of this name placed and none ended, {reason: the line that ended it})."""
     held: dict[str, dict[str, Any]] = {}
     ended: dict[str, int] = {}
-    before: dict[str, dict[str, Any]] = {}
-    for e in (e for e in lines if e["archive"] == name):
+    begun = 0  # the line of the last deletion, which older versions gave no end
+    lines = [e for e in lines if e["archive"] == name]
+    failed = _failed_deletions(lines)
+    for e in lines:
         if e["event"] == "hold":
             held[str(e.get("reason"))] = e
-        elif e["event"] == "delete":
-            before, held = held, {}
-            ended |= dict.fromkeys(before, e["seq"])
-        elif e["event"] == "delete-failed":
-            held = before | held
+            begun = 0  # it was there
+        elif e["event"] == "delete" and e["seq"] not in failed:
+            begun = e["seq"]
+        elif e["event"] == "deleted" or (e["event"] == "export" and begun):
+            ended |= dict.fromkeys(held, begun or e["seq"])
+            held, begun = {}, 0
         elif e["event"] == "release":
             for reason in _released(e):
                 if held.pop(reason, None):
                     ended[reason] = e["seq"]
     return held, ended
+
+
+def _failed_deletions(lines: Iterable[dict[str, Any]]) -> set[int]:
+    """The lines that announced a deletion which failed."""
+    last: dict[str, int] = {}
+    failed: set[int] = set()
+    for e in lines:
+        if e["event"] == "delete":
+            last[e["archive"]] = e["seq"]
+        elif e["event"] == "delete-failed":
+            begun = e.get("begun", last.get(e["archive"]))
+            failed |= {begun} if type(begun) is int else set()
+    return failed
 
 
 def _released(e: dict[str, Any]) -> list[str]:
@@ -300,7 +315,11 @@ class Standing:
     @classmethod
     def of(cls, name: str, known: Facts | None, events: Iterable[dict[str, Any]]) -> Standing:
         it = cls()
+        events = tuple(events)
+        failed = _failed_deletions(events)
         for e in events:
+            if e["event"] == "delete" and e["seq"] in failed:
+                continue
             own = e["archive"] == name or (known is not None and bool(known.created) and _about(e, known))
             if own:
                 it._take(e, known)
@@ -332,8 +351,8 @@ class Standing:
         elif what == "verify":
             if e.get("sound") is True and (known is None or _about(e, known)):
                 self.verified = e["time"]
-        elif what in ("delete", "delete-failed"):
-            self.deleted = what == "delete"
+        elif what == "delete":
+            self.deleted = True
 
     def _protect(self, e: dict[str, Any]) -> None:
         """Retention and holds of an event."""
@@ -349,7 +368,7 @@ class Standing:
             self.retain_until = until
 
 
-def _about(e: dict[str, Any], known: Facts) -> bool:
+def _about(e: Mapping[str, Any], known: Facts) -> bool:
     return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
 
 

@@ -575,6 +575,24 @@ def test_a_hold_whose_file_cannot_be_written_says_so(store: Shelf, monkeypatch: 
     assert archive_store.listing(store.path)[0].warnings == ()
 
 
+def test_a_deletion_that_failed_ends_no_hold(store: Shelf) -> None:
+    """Whatever comes between its two lines: a release, or an export that is late with its line."""
+    store.add("a.tar.zst", logged=True)
+    archive = os.path.join(store.path, "a.tar.zst")
+    holds.hold(archive, "case 1")
+    begun = ledger.append(store.path, "delete", "a.tar.zst")["seq"]
+    store.export(about("a.tar.zst"))
+    ledger.append(store.path, "delete-failed", "a.tar.zst", begun=begun, why="under legal hold")
+    os.unlink(hold_file(store, "a.tar.zst"))
+    (row,) = archive_store.listing(store.path)
+    assert row.held == ("case 1",) and "line 2 of the ledger holds it (case 1)" in row.warnings[0]
+    begun = ledger.append(store.path, "delete", "a.tar.zst")["seq"]
+    holds.release(archive, "closed")
+    ledger.append(store.path, "delete-failed", "a.tar.zst", begun=begun, why="under legal hold")
+    (row,) = archive_store.listing(store.path)
+    assert row.held == () and row.warnings == ()
+
+
 # ------------------------------------------------------------------------------------------------------------ policies
 
 

@@ -151,6 +151,12 @@ def _judge(store: str, work: Path) -> None:
             bad.append(f"{name}: the ledger holds it for {sorted(held)}, the file for {sorted(beside)}")
     bad += [f"{r.name}: {r.warnings[0]}" for r in archive_store.missing(store)]
     ledger.verify(store)
+    if bad:
+        bad.append(
+            "\n".join(
+                f"{e['seq']} {e['event']} {e['archive']} {e.get('reason', '')} {e.get('begun', '')}" for e in lines
+            )
+        )
     (work / "judged.json").write_text(json.dumps([len(lines), bad]))
 
 
