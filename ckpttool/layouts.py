@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
@@ -207,6 +207,7 @@ class Layout:
             (formats/pickles.py); values with such calls are listed as dropped.
         saves: how one folder can contain several saves; None if a folder is one save.
         check_replaceable: raises if what is at a destination must not be replaced.
+        replacing: entered while what is at a destination is replaced; raises as `check_replaceable`.
     """
 
     name: str
@@ -233,6 +234,7 @@ class Layout:
     keeps_calls: bool = False
     saves: Saves | None = None
     check_replaceable: Callable[[str], None] = lambda path: None
+    replacing: Callable[[str], AbstractContextManager[None]] = lambda path: nullcontext()
 
 
 def late(where: str) -> Callable[..., Any]:

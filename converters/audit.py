@@ -14,6 +14,7 @@ is in PROVENANCE.json, and so is the order of the source, which is that of the m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -305,10 +306,21 @@ def refuse_protected(path: str) -> None:
     archive_store.refuse_protected(path)
 
 
+def replacing(path: str) -> AbstractContextManager[None]:
+    """While an archive is replaced: nobody holds the old one meanwhile.
+
+    Raises:
+        DestinationExists: as `refuse_protected`.
+    """
+    from ckpttool.audit import archive_store
+
+    return archive_store.replacing(path)
+
+
 LAYOUTS = (
     Layout(
         name="audit", title="Audit archive (.tar.zst)", detect=detect, read=read, write=write, mount=mount, keeps_subclasses=True, keeps_calls=True,
-        is_file=True, suffixes=(SUFFIX, ENCRYPTED), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected,
+        is_file=True, suffixes=(SUFFIX, ENCRYPTED), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected, replacing=replacing,
         reader_uses=(), writer_uses=("config",),
     ),
 )  # fmt: skip

@@ -71,6 +71,19 @@ print(json.dumps([len(done), report.failures(done), [r["status"] for r in done]]
     assert {"refused with a clear error", "accepted: equal to the original"} <= set(statuses)
 
 
+def test_holds_stand_while_others_export_release_and_prune(tmp_path: Path) -> None:
+    script = f"""
+import json
+from pathlib import Path
+from tests.torture import holds
+
+print(json.dumps(holds.case(0, Path({str(tmp_path / "work")!r}))))
+"""
+    done = ran(script)
+    assert not done["bad"], done
+    assert done["operations"] > 20
+
+
 def test_failing_calls_kills_and_races_leave_the_old_destination_or_the_new_one(tmp_path: Path) -> None:
     shim = faults.compiled(tmp_path)
     if shim is None:

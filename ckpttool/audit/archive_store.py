@@ -11,14 +11,16 @@ archive that was renamed keeps its holds.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from ..engine.fill import silent
 from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteError, UsageError
 from ..storage import objects, remote, urls
+from ..storage.retries import Denied
 from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, SUFFIX, Facts, facts
@@ -33,11 +35,14 @@ __all__ = [
     "disagreements",
     "evidence",
     "holds_in_file",
+    "holds_in_ledger",
     "listing",
     "look",
+    "missing",
     "order",
     "refuse_protected",
     "remove_file",
+    "replacing",
     "require",
     "row_of",
     "split_path",
@@ -47,12 +52,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Row:
-    """An archive of a store.
+    """An archive of a store, or one that should be there and is `missing`.
 
     `retain_until` and `held` combine the archive's own records and the ledger. `verified` is when the ledger last recorded a
     successful verification. `damaged` says why a file is not a valid archive; then there are no facts. `ledger` is "match",
     "differs", "renamed" or "unknown" (see `ledger.Match`), "missing" if the store has no ledger, None if the archive is
-    damaged. `warnings` are sentences about contradictions.
+    damaged or missing. `warnings` are sentences about contradictions.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Row:
     damaged: str | None
     ledger: str | None = None
     warnings: tuple[str, ...] = ()
+    missing: bool = False
 
 
 def evidence(known: Facts) -> dict[str, Any]:
@@ -76,13 +82,66 @@ def evidence(known: Facts) -> dict[str, Any]:
 
 
 def listing(store: str) -> list[Row]:
-    """The archives of a store, the newest first, then those without a date, then what is damaged.
+    """The archives of a store, the newest first, then those without a date, then what is missing, then what is damaged.
 
     Raises:
         UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
     """
     history = History.of(store)
-    return sorted((row_of(name, look(store, name)[1], history) for name in archive_names(store)), key=order)
+    rows = [row_of(name, look(store, name)[1], history) for name in archive_names(store)]
+    return sorted([*rows, *_missing(store, history, {r.name: r.facts for r in rows})], key=order)
+
+
+def missing(store: str) -> list[Row]:
+    """The archives that the ledger or a hold file of a store names, that no line deletes, and that are there under no name.
+
+    Opens only archives that the ledger does not record under their names.
+
+    Raises:
+        UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
+    """
+    history = History.of(store)
+    found = {n: None if n in history.recorded else look(store, n)[1] for n in archive_names(store)}
+    return _missing(store, history, {n: f if isinstance(f, Facts) else None for n, f in found.items()})
+
+
+def _missing(store: str, history: History, there: Mapping[str, Facts | None]) -> list[Row]:
+    gone = {n: line for n, line in _expected(history).items() if n not in there}
+    if gone:  # a deletion since the ledger was read is in it now
+        gone = {n: line for n, line in gone.items() if n in _expected(History.of(store))}
+    others = {n: f for n, f in there.items() if f is not None and n not in history.recorded}
+    out: list[Row] = []
+    for name, line in gone.items():
+        if (now := next((n for n, f in others.items() if _about(line, f)), None)) is not None:
+            del others[now]
+        else:
+            out.append(_missing_row(name, line, history))
+    return out
+
+
+def _expected(history: History) -> dict[str, dict[str, Any]]:
+    """{archive: a line about it} of those that are recorded or on hold, and not deleted."""
+    lines = history.lines or []
+    out: dict[str, dict[str, Any]] = {}
+    for e in lines:
+        name = e["archive"]
+        if e["event"] in ("export", "add", "delete-failed"):
+            out[name] = history.recorded.get(name, e)
+        elif e["event"] == "hold":
+            out.setdefault(name, e)
+        elif e["event"] in ("delete", "deleted"):
+            out.pop(name, None)
+    out = {n: e for n, e in out.items() if n in history.recorded or holds_in_ledger(lines, n)[0]}
+    return dict(sorted(({n: held[0] for n, held in history.files.items()} | out).items()))
+
+
+def _missing_row(name: str, line: Mapping[str, Any], history: History) -> Row:
+    standing = Standing.of(name, None, history.events(name))
+    row = Row(name, None, standing.retain_until, tuple(standing.holds), standing.verified, None, missing=True)
+    known = f"Line {line['seq']} of the ledger has it" if "seq" in line else f"{sidecar.hold_name(name)} holds it"
+    why = why_protected(row, datetime.now(UTC))
+    text = f"it is missing although it is {why}" if why else "it is missing"
+    return replace(row, warnings=(f"{text}. {known}, and ckpttool did not delete it",))
 
 
 @dataclass
@@ -94,10 +153,11 @@ class History:
     recorded: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, store: str) -> History:
+    def of(cls, store: str, lines: list[dict[str, Any]] | None = None) -> History:
+        """Of a store; `lines` are those of its ledger, if they were read already."""
         if not urls.is_url(store) and not os.path.isdir(store):
             raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
-        lines = ledger.read_or_none(store)
+        lines = ledger.read_or_none(store) if lines is None else lines
         with remote.open_source(store) as source:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
             return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.records(lines or []))
@@ -114,10 +174,17 @@ def holds_in_file(source: Source, name: str) -> list[dict[str, Any]]:
 
 
 def order(row: Row) -> tuple[Any, ...]:
-    """The sort key of a listing: the newest first, then those without a date, then the damaged ones."""
+    """The sort key of a listing: the newest first, then those without a date, then the missing, then the damaged ones."""
     made = created_at(row.facts) if row.facts else None
     step = row.facts.step if row.facts and row.facts.step is not None else -1
-    return row.damaged is not None, made is None, -made.timestamp() if made else 0.0, -step, _backwards(row.name)
+    return (
+        row.damaged is not None,
+        row.missing,
+        made is None,
+        -made.timestamp() if made else 0.0,
+        -step,
+        _backwards(row.name),
+    )
 
 
 def _backwards(name: str) -> tuple[int, ...]:
@@ -166,14 +233,7 @@ def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict
     """
     if lines is None:
         return []
-    by_ledger: dict[str, int] = {}
-    ended: dict[str, int] = {}
-    for e in (e for e in lines if e["archive"] == name):
-        if e["event"] == "hold":
-            by_ledger[str(e.get("reason"))] = e["seq"]
-        elif e["event"] in ("release", "delete"):
-            ended |= dict.fromkeys(by_ledger, e["seq"])
-            by_ledger = {}
+    by_ledger, ended = holds_in_ledger(lines, name)
     by_file = {str(h.get("reason")) for h in held or ()}
     beside, out = sidecar.hold_name(name), []
     for reason in sorted(by_file - by_ledger.keys()):
@@ -183,10 +243,52 @@ def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict
         )
     for reason in (r for r in by_ledger if r not in by_file):
         out.append(
-            f"line {by_ledger[reason]} of the ledger holds it ({reason}), but {beside} does not. The hold counts, but would be "
+            f"line {by_ledger[reason]['seq']} of the ledger holds it ({reason}), but {beside} does not. The hold counts, but would be "
             "lost with the ledger: `ckpttool audit hold` writes the file again"
         )
     return out
+
+
+def holds_in_ledger(lines: Iterable[dict[str, Any]], name: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    """({reason: the line} of the holds that lines of this name placed and none ended, {reason: the line that ended it})."""
+    held: dict[str, dict[str, Any]] = {}
+    ended: dict[str, int] = {}
+    begun = 0  # the line of the last deletion, which older versions gave no end
+    lines = [e for e in lines if e["archive"] == name]
+    failed = _failed_deletions(lines)
+    for e in lines:
+        if e["event"] == "hold":
+            held[str(e.get("reason"))] = e
+            begun = 0  # it was there
+        elif e["event"] == "delete" and e["seq"] not in failed:
+            begun = e["seq"]
+        elif e["event"] == "deleted" or (e["event"] == "export" and begun):
+            ended |= dict.fromkeys(held, begun or e["seq"])
+            held, begun = {}, 0
+        elif e["event"] == "release":
+            for reason in _released(e):
+                if held.pop(reason, None):
+                    ended[reason] = e["seq"]
+    return held, ended
+
+
+def _failed_deletions(lines: Iterable[dict[str, Any]]) -> set[int]:
+    """The lines that announced a deletion which failed."""
+    last: dict[str, int] = {}
+    failed: set[int] = set()
+    for e in lines:
+        if e["event"] == "delete":
+            last[e["archive"]] = e["seq"]
+        elif e["event"] == "delete-failed":
+            begun = e.get("begun", last.get(e["archive"]))
+            failed |= {begun} if type(begun) is int else set()
+    return failed
+
+
+def _released(e: dict[str, Any]) -> list[str]:
+    """The reasons of the holds that a release ended."""
+    released = e.get("released")
+    return [str(r) for r in released] if isinstance(released, list) else []
 
 
 def created_at(known: Facts) -> datetime | None:
@@ -213,7 +315,11 @@ class Standing:
     @classmethod
     def of(cls, name: str, known: Facts | None, events: Iterable[dict[str, Any]]) -> Standing:
         it = cls()
+        events = tuple(events)
+        failed = _failed_deletions(events)
         for e in events:
+            if e["event"] == "delete" and e["seq"] in failed:
+                continue
             own = e["archive"] == name or (known is not None and bool(known.created) and _about(e, known))
             if own:
                 it._take(e, known)
@@ -236,16 +342,17 @@ class Standing:
         elif what == "hold":
             self._protect(e)
             self.lifted.discard(str(e.get("reason")))
+            self.deleted = False  # it was there
         elif what == "release":
-            released = e.get("released")
-            if known is not None and _about(e, known) and isinstance(released, list):
-                self.lifted |= set(map(str, released))
-            self.holds = {}
+            if known is not None and _about(e, known):
+                self.lifted |= set(_released(e))
+            for reason in _released(e):
+                self.holds.pop(reason, None)
         elif what == "verify":
             if e.get("sound") is True and (known is None or _about(e, known)):
                 self.verified = e["time"]
-        elif what in ("delete", "delete-failed"):
-            self.deleted = what == "delete"
+        elif what == "delete":
+            self.deleted = True
 
     def _protect(self, e: dict[str, Any]) -> None:
         """Retention and holds of an event."""
@@ -261,7 +368,7 @@ class Standing:
             self.retain_until = until
 
 
-def _about(e: dict[str, Any], known: Facts) -> bool:
+def _about(e: Mapping[str, Any], known: Facts) -> bool:
     return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
 
 
@@ -305,7 +412,7 @@ def split_path(archive: str) -> tuple[str, str]:
     Raises:
         UsageError: it is not named like one.
     """
-    store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
+    store, name = _split(archive)
     if not name.endswith((SUFFIX, ENCRYPTED)):
         raise UsageError(f"{urls.redact_url(archive)} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
     return store, name
@@ -324,14 +431,60 @@ def refuse_protected(archive: str) -> None:
     Raises:
         DestinationExists: it is protected, or damaged, so that this cannot be known. Corrupt: the ledger is damaged.
     """
-    store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
-    with remote.open_source(store) as source:
-        if not source.exists(name):
+    store, name = _split(archive)
+    if _exists(store, name):
+        _refuse_protected(store, name, History.of(store))
+
+
+@contextmanager
+def replacing(archive: str) -> Iterator[None]:
+    """While an archive is replaced: nobody holds the old one meanwhile, and if somebody has, it is not replaced.
+
+    A store without a ledger gets none; there the look for holds comes right before the replacement.
+
+    Raises:
+        DestinationExists: as `refuse_protected`.
+    """
+    store, name = _split(archive)
+    if not _exists(store, name) or ledger.read_or_none(store) is None:
+        refuse_protected(archive)
+        yield
+        return
+    with ledger.turn(store) as turn:
+        if turn.alone:
+            _refuse_protected(store, name, History.of(store, turn.read()))
+            yield
             return
-    row = row_of(name, look(store, name)[1], History.of(store))
+
+        def unprotected(lines: list[dict[str, Any]]) -> dict[str, Any]:
+            _refuse_protected(store, name, History.of(store, lines))
+            return {}
+
+        entry = turn.append("replace", name, following=unprotected)
+        try:
+            yield
+        except CkpttoolError as e:
+            if not isinstance(e, RemoteError) or isinstance(e, Denied):  # others may have been done by the store
+                turn.append("replace-failed", name, begun=entry["seq"], why=str(e))
+            raise
+        turn.append("replaced", name, begun=entry["seq"])
+
+
+def _refuse_protected(store: str, name: str, history: History) -> None:
+    row = row_of(name, look(store, name)[1], history)
     why = f"it is not a valid archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
     if why:
-        raise DestinationExists(f"{urls.redact_url(archive)} is not replaced, not even with --force: {why}.")
+        where = f"{urls.redact_url(store).rstrip('/')}/{name}" if urls.is_url(store) else os.path.join(store, name)
+        raise DestinationExists(f"{where} is not replaced, not even with --force: {why}.")
+
+
+def _split(archive: str) -> tuple[str, str]:
+    return urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
+
+
+def _exists(store: str, name: str) -> bool:
+    with remote.open_source(store) as source:
+        return source.exists(name)
 
 
 def why_protected(row: Row, now: datetime) -> str:

@@ -2,19 +2,24 @@
 
 A hold is a line in the ledger and a file, NAME.hold.json, that `release` removes after its own line. While the file is
 there its holds count, whatever the ledger says; where the two disagree, `archive_store.listing` says so.
+
+A hold that succeeded is not followed by a deletion: see `ledger.turn`. Object lock makes the store itself refuse, so there a
+hold may even come between a deletion's line and the deletion.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ..errors import CkpttoolError, UsageError
+from ..errors import CkpttoolError, Locked, UsageError
 from ..storage import objects, remote, urls
 from . import ledger, sidecar
 from .archive import Facts
 from .archive_store import (
     History,
     evidence,
+    holds_in_ledger,
     look,
     remove_file,
     require,
@@ -33,27 +38,51 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
 
     Raises:
         UsageError: no reason, or no such archive. RemoteError: the store does not allow it; nothing was recorded.
-        CkpttoolError: the file cannot be written; the hold is in the ledger.
+        Locked: another run is deleting or replacing it. CkpttoolError: the file cannot be written; the hold is in the
+            ledger.
     """
     store, name = _placed(archive, reason)
     require(store, name)
-    _, known = look(store, name)
-    identity = evidence(known) if isinstance(known, Facts) else {}
     locked = urls.is_url(archive) and objects.legal_hold(archive, on=True)
-    entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **identity)
-    require(store, name)
-    with remote.open_source(store) as source:
-        held = sidecar.holds(source, name) if sidecar.hold_name(name) in source.list() else []
-    held = [h for h in held if h["reason"] != reason]
-    held.append({**entry, "since": entry["time"]})
-    try:
+    with ledger.turn(store) as turn:
+
+        def still_there(lines: list[dict[str, Any]]) -> dict[str, Any]:
+            begun = None if turn.alone or locked else ledger.unfinished(lines, name)
+            if begun is not None:
+                raise Locked(
+                    f"{urls.redact_url(archive)} is not held: since line {begun['seq']} of the ledger, {begun['time']}, {begun['by']} is about to "
+                    f"{begun['event']} it, and no line says how that ended. If that run was killed, run it again, or hold the archive an hour "
+                    "after that line: by then it cannot be deleted any more."
+                )
+            require(store, name)
+            _, known = look(store, name)
+            return evidence(known) if isinstance(known, Facts) else {}
+
+        entry = turn.append("hold", name, following=still_there, reason=reason, object_lock=locked)
+        require(store, name)
+        try:
+            _write_beside(store, name, turn, entry)
+        except CkpttoolError as e:
+            raise type(e)(
+                f"{e} {name} is held by line {entry['seq']} of the ledger, but the hold would be lost with the ledger. Run the same "
+                "command again to write both."
+            ) from e
+        return entry
+
+
+def _write_beside(store: str, name: str, turn: ledger.Turn, entry: dict[str, Any]) -> None:
+    """Add a hold to the file next to an archive; in an object store, also those that others placed meanwhile."""
+    seen: list[dict[str, Any]] = []
+    new = [entry]
+    while new:
+        with remote.open_source(store) as source:
+            held = sidecar.holds(source, name) if sidecar.hold_name(name) in source.list() else []
+        reasons = {h["reason"] for h in new}
+        held = [h for h in held if h["reason"] not in reasons] + [{**h, "since": h["time"]} for h in new]
         sidecar.put(store, sidecar.hold_name(name), sidecar.encode_holds(name, held))
-    except CkpttoolError as e:
-        raise type(e)(
-            f"{e} {name} is held by line {entry['seq']} of the ledger, but the hold would be lost with the ledger. Run the same "
-            "command again to write both."
-        ) from e
-    return entry
+        seen += new
+        standing = [] if turn.alone else holds_in_ledger(turn.read(), name)[0].values()
+        new = [e for e in standing if e["seq"] > entry["seq"] and e not in seen]
 
 
 def release(archive: str, reason: str) -> dict[str, Any]:
@@ -65,22 +94,45 @@ def release(archive: str, reason: str) -> dict[str, Any]:
     """
     store, name = _placed(archive, reason)
     require(store, name)
-    _, known = look(store, name)
-    identity = evidence(known) if isinstance(known, Facts) else {}
-    history = History.of(store)
-    held = row_of(name, known, history).held
-    before = [e for e in history.lines or () if e["archive"] == name and e["event"] == "release"]
-    if held:
-        entry = ledger.append(store, "release", name, reason=reason, released=list(held), **identity)
-    elif before and urls.is_url(archive):
-        entry = before[-1]
-    else:
-        raise UsageError(f"{urls.redact_url(archive)} is not under a legal hold.")
-    if name in history.files:
-        remove_file(store, sidecar.hold_name(name))
-    if urls.is_url(archive):
-        objects.legal_hold(archive, on=False)
-    return entry
+    if not urls.is_url(store) and not row_of(name, look(store, name)[1], History.of(store)).held:
+        raise _NothingHeld(f"{archive} is not under a legal hold.")  # before a ledger is made for it
+    with ledger.turn(store) as turn:
+        _, known = look(store, name)
+        identity = evidence(known) if isinstance(known, Facts) else {}
+        history = History.of(store, turn.read())
+
+        def ended(lines: list[dict[str, Any]]) -> dict[str, Any]:
+            held = row_of(name, known, replace(history, lines=lines)).held
+            if not held:
+                raise _NothingHeld(f"{urls.redact_url(archive)} is not under a legal hold.")
+            return {"released": list(held)}
+
+        try:
+            entry = turn.append("release", name, following=ended, reason=reason, **identity)
+        except _NothingHeld:
+            before = [e for e in history.lines or () if e["archive"] == name and e["event"] == "release"]
+            if not before or not urls.is_url(archive):
+                raise
+            entry = before[-1]
+        if name in history.files:
+            remove_file(store, sidecar.hold_name(name))
+        if not turn.alone:
+            objects.legal_hold(archive, on=False)
+            _restore_later(archive, turn, entry)
+        return entry
+
+
+def _restore_later(archive: str, turn: ledger.Turn, entry: dict[str, Any]) -> None:
+    """What a release removed may have been of a hold that came after its line."""
+    store, name = split_path(archive)
+    for later in holds_in_ledger(turn.read(), name)[0].values():
+        if later["seq"] > entry["seq"]:
+            objects.legal_hold(archive, on=True)
+            _write_beside(store, name, turn, later)
+
+
+class _NothingHeld(UsageError):
+    """There is nothing to release."""
 
 
 def _placed(archive: str, reason: str) -> tuple[str, str]:

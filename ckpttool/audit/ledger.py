@@ -11,6 +11,10 @@ are missing at its end, or that somebody rewrote all of it; a hash that was writ
 In a folder, a line is appended under a lock, in one write, and made durable. A run killed in that write may leave a
 torn last line; nothing is appended until somebody has looked at it and removed it, since a ledger that repairs itself hides
 what was done to it. In an object store, the whole object is replaced, on the condition that it has not changed.
+
+Whoever holds, releases, deletes or replaces an archive does so in a `turn`. In a folder, the lock lasts as long as the turn, so
+one of them acts at a time. An object store has no locks, and there the order of the lines decides: a deletion looks for holds
+in the lines before its own, and a hold is refused while a deletion in the lines before it has no end (`unfinished`).
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -35,13 +39,16 @@ from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsa
 from ..storage import objects, urls
 from .retention import stamp, time_of
 
-__all__ = ["FILE", "FIRST", "Match", "append", "backwards", "clock_behind", "match", "read", "read_or_none", "records", "refuse_unwritable", "verify"]  # fmt: skip
+__all__ = ["FILE", "FIRST", "Match", "Turn", "append", "backwards", "clock_behind", "in_time", "match", "read", "read_or_none", "records", "refuse_unwritable", "turn", "unfinished", "verify"]  # fmt: skip
 
 FILE = "ledger.jsonl"
 FIRST = "0" * 64  # what the first line has for the hash of the line before
 _LINE = 1 << 20  # bytes of a line, at most
 _SWAPS = 100  # tries to replace the object of a store that others write to
 _SKEW = timedelta(minutes=5)  # machines that share a store have clocks that differ; Kerberos allows as much
+_ACTS_WITHIN = timedelta(minutes=10)  # what a line begins in an object store is done by then, or not at all
+_DEAD_AFTER = timedelta(hours=1)  # a run that began something by then without ending it was killed
+_ENDS = ("deleted", "delete-failed", "replaced", "replace-failed")
 _RECORDS = ("export", "add")  # events that say which archive a name stands for
 _KEY = re.compile(r"[0-9a-f]{64}")  # of a signer: the hash of the key or certificate
 _HASHES = ("manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256")
@@ -49,18 +56,89 @@ _OWN = {"seq", "time", "event", "archive", "by", "prev", "hash"}
 
 
 def append(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
-    """Add an entry, durably, and return it.
+    """Add an entry in a turn of its own (`Turn.append`)."""
+    with turn(store) as mine:
+        return mine.append(event, archive, **facts)
+
+
+@contextmanager
+def turn(store: str) -> Iterator[Turn]:
+    """A turn at a store; in a folder, wait for it, and keep all others from the ledger until it ends.
 
     Raises:
-        Corrupt: the last line is torn or altered; nothing was added. RemoteError, CkpttoolError: it cannot be written.
-        UsageError: the facts use reserved names, or are too large.
+        Corrupt: there is no such folder. Unsafe, CkpttoolError: the ledger cannot be opened or locked.
     """
-    if taken := sorted(_OWN & facts.keys()):
-        raise UsageError(f"{taken[0]!r} is a field of the ledger's own; an event cannot give it.")
-    if not archive or "/" in archive or not event:
-        raise UsageError(f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.")
-    facts = {"event": event, "archive": archive, "by": _who(), **facts}
-    return _append_object(store, facts) if urls.is_url(store) else _append_file(store, facts)
+    with ExitStack() as held:
+        fd = None
+        if not urls.is_url(store):
+            try:
+                fd = held.enter_context(_opened(store, os.O_RDWR | os.O_CREAT | os.O_APPEND))
+            except FileNotFoundError:
+                raise Corrupt(f"{store}: no such folder.") from None
+        yield Turn(store, fd)
+
+
+class Turn:
+    """What `turn` gives. `alone` says whether nobody else acts before it ends: in a folder, not in an object store."""
+
+    def __init__(self, store: str, fd: int | None) -> None:
+        self.store, self._fd, self.alone = store, fd, fd is not None
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every entry, after checking the chain."""
+        if self._fd is None:
+            return read(self.store)
+        with open(self._fd, "rb", closefd=False) as f:
+            f.seek(0)
+            return _checked(f.read(), _place(self.store))
+
+    def append(
+        self,
+        event: str,
+        archive: str,
+        *,
+        following: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
+        **facts: Any,
+    ) -> dict[str, Any]:
+        """Add an entry, durably, and return it.
+
+        Args:
+            following: called with the entries that this one will follow, and once more whenever others add one before us; gives
+                further facts, or raises, and then nothing is added.
+
+        Raises:
+            Corrupt: the last line is torn or altered; nothing was added. RemoteError, CkpttoolError: it cannot be written.
+            UsageError: the facts use reserved names, or are too large.
+        """
+        if taken := sorted(_OWN & facts.keys()):
+            raise UsageError(f"{taken[0]!r} is a field of the ledger's own; an event cannot give it.")
+        if not archive or "/" in archive or not event:
+            raise UsageError(f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.")
+        facts = {"event": event, "archive": archive, "by": _who(), **facts}
+        if self._fd is None:
+            return _append_object(self.store, facts, following)
+        if following is not None:
+            facts |= following(self.read())
+        return _append_file(self.store, self._fd, facts)
+
+
+def in_time(entry: Mapping[str, Any]) -> bool:
+    """Whether what this machine began with a line may still be done; later, others take the run for killed."""
+    return -_SKEW < datetime.now(UTC) - time_of(entry["time"]) < _ACTS_WITHIN
+
+
+def unfinished(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[str, Any] | None:
+    """The line that began to delete or replace an archive and has no end, unless an hour has passed; else None."""
+    begun: dict[int, Mapping[str, Any]] = {}
+    for e in (e for e in entries if e["archive"] == archive):
+        if e["event"] in ("delete", "replace"):
+            begun[e["seq"]] = e
+        elif e["event"] in _ENDS:
+            ended = [e["begun"]] if type(e.get("begun")) is int else list(begun)  # lines of old do not name theirs
+            for seq in ended:
+                begun.pop(seq, None)
+    now = datetime.now(UTC)
+    return next((e for e in begun.values() if now - time_of(e["time"]) < _DEAD_AFTER), None)
 
 
 def refuse_unwritable(store: str) -> list[dict[str, Any]]:
@@ -365,28 +443,25 @@ def _opened(store: str, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _append_file(store: str, facts: dict[str, Any]) -> dict[str, Any]:
+def _append_file(store: str, fd: int, facts: dict[str, Any]) -> dict[str, Any]:
     path = _place(store)
     try:
-        with _opened(store, os.O_RDWR | os.O_CREAT | os.O_APPEND) as fd:
-            size = os.fstat(fd).st_size
-            entry, line = _next(facts, _last(fd, size, path))
+        size = os.fstat(fd).st_size
+        entry, line = _next(facts, _last(fd, size, path))
+        try:
+            if os.write(fd, line) != len(line):
+                raise OSError(28, os.strerror(28))
+        except OSError as e:
+            os.ftruncate(fd, size)  # what is our own, under our own lock
+            raise NoSpace(f"{path}: {e.strerror}. The entry was not written.") from None
+        os.fsync(fd)
+        if not size:
+            folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                if os.write(fd, line) != len(line):
-                    raise OSError(28, os.strerror(28))
-            except OSError as e:
-                os.ftruncate(fd, size)  # what is our own, under our own lock
-                raise NoSpace(f"{path}: {e.strerror}. The entry was not written.") from None
-            os.fsync(fd)
-            if not size:
-                folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
-            return entry
-    except FileNotFoundError:
-        raise Corrupt(f"{store}: no such folder.") from None
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        return entry
     except OSError as e:
         raise CkpttoolError(f"{path}: {e.strerror}. The entry was not written.") from None
 
@@ -418,7 +493,9 @@ def _place_url(store: str) -> str:
     return f"{store.rstrip('/')}/{FILE}"
 
 
-def _append_object(store: str, facts: dict[str, Any]) -> dict[str, Any]:
+def _append_object(
+    store: str, facts: dict[str, Any], following: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None
+) -> dict[str, Any]:
     url, what = _place_url(store), _place(store)
     sent: tuple[dict[str, Any], bytes] | None = None
     for k in range(_SWAPS):
@@ -426,7 +503,8 @@ def _append_object(store: str, facts: dict[str, Any]) -> dict[str, Any]:
         if sent and data.startswith(sent[1]):
             return sent[0]  # it had been written, only the answer was lost
         entries = _checked(data, what)
-        entry, line = _next(facts, entries[-1] if entries else None)
+        more = following(entries) if following is not None else {}
+        entry, line = _next({**facts, **more}, entries[-1] if entries else None)
         if objects.put_if_unchanged(url, data + line, token):
             return entry
         sent = entry, data + line

@@ -2,17 +2,19 @@
 
 Policies say what is kept. What none of them keeps is deleted only if it is a sound archive with a date that is not in the
 future, under no retention and no hold, and the one that the ledger records under its name: an archive that the ledger does
-not know may have been under a hold in a ledger that was lost. The ledger records the deletion before it happens, and a hold
-that came in between is seen there and wins.
+not know may have been under a hold in a ledger that was lost. The ledger records the deletion before it happens and how it
+ended, and a hold in a line before it wins.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from ..errors import CkpttoolError, Corrupt, UsageError
+from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError
 from ..storage import remote, urls
+from ..storage.retries import Denied
 from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, Facts
@@ -172,29 +174,39 @@ def _unrecorded(row: Row, no_ledger: bool) -> str:
 def _delete(store: str, row: Row, source: Source, history: History, now: datetime) -> str:
     """Delete an archive, after recording that in the ledger; why it was not deleted, or ""."""
     assert row.facts is not None
-    entry = ledger.append(store, "delete", row.name, **evidence(row.facts))
-    lines = history.lines or []
-    if entry["prev"] == (lines[-1]["hash"] if lines else ledger.FIRST):
-        lines.append(entry)
-    else:  # what others wrote since we looked counts as well
-        lines = ledger.read(store)
-    history.lines = lines
-    with remote.open_source(store) as fresh:
-        files = dict(history.files)
-        if fresh.exists(sidecar.hold_name(row.name)):
-            files[row.name] = holds_in_file(fresh, row.name)
-    before = History([e for e in lines if e["seq"] < entry["seq"]], files, history.recorded)
-    why = why_protected(row_of(row.name, row.facts, before), now)
-    if not why:
-        lost = row.name
-        try:
-            source.assert_unchanged()
-            remove_file(store, row.name)
-            if row.name.endswith(ENCRYPTED):
-                lost = sidecar.name(row.name)
-                remove_file(store, lost)
-        except CkpttoolError as e:
-            why = str(e) if lost == row.name else f"it is deleted, but {lost} is not: {e}"
-    if why:
-        ledger.append(store, "delete-failed", row.name, why=why, **evidence(row.facts))
-    return why
+    with ledger.turn(store) as turn:
+
+        def record(event: str, **facts: Any) -> dict[str, Any]:
+            entry = turn.append(event, row.name, **facts, **evidence(known))
+            lines = history.lines or []
+            if entry["prev"] == (lines[-1]["hash"] if lines else ledger.FIRST):
+                lines.append(entry)
+            else:  # what others wrote since we looked counts as well
+                lines = turn.read()
+            history.lines = lines
+            return entry
+
+        known = row.facts
+        entry = record("delete")
+        with remote.open_source(store) as fresh:
+            files = dict(history.files)
+            if fresh.exists(sidecar.hold_name(row.name)):
+                files[row.name] = holds_in_file(fresh, row.name)
+        lines = [e for e in history.lines or () if e["seq"] < entry["seq"]]
+        why = why_protected(row_of(row.name, known, History(lines, files, history.recorded)), now)
+        if not why and not turn.alone and not ledger.in_time(entry):
+            why = f"the deletion that line {entry['seq']} of the ledger announced comes too late; others may rely on the archive by now"
+        if not why:
+            lost = row.name
+            try:
+                source.assert_unchanged()
+                remove_file(store, row.name)
+                if row.name.endswith(ENCRYPTED):
+                    lost = sidecar.name(row.name)
+                    remove_file(store, lost)
+            except CkpttoolError as e:
+                why = str(e) if lost == row.name else f"it is deleted, but {lost} is not: {e}"
+                if isinstance(e, RemoteError) and not isinstance(e, Denied):
+                    return f"{why} The store may still delete it."  # so the line gets no end
+        record("delete-failed" if why else "deleted", begun=entry["seq"], **({"why": why} if why else {}))
+        return why

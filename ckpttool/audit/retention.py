@@ -59,6 +59,7 @@ def until(text: str, start: datetime) -> datetime:
         else:
             end = datetime.fromisoformat(text)
             end = (end.replace(tzinfo=UTC) if end.tzinfo is None else end).astimezone(UTC)
+            stamp(end)  # rounds up, and there is no year 10000
     except (ValueError, OverflowError):
         raise UsageError(
             f"{text!r} is not a retention period; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -255,7 +255,8 @@ def _convert(
                 if built is not None and (verify or done or again):
                     read_back(built, target, draft, digests, reading.config, progress, budget, workers)
             source.assert_unchanged()
-            destination.commit()
+            with target.replacing(dst) if force else nullcontext():
+                destination.commit()
             if built is None and verify:  # an object can be read when it is there, and not before
                 with for_reading(running.workers, dst, draft.nbytes) as workers:
                     read_back(dst, target, draft, digests, reading.config, progress, budget, workers)

@@ -6,7 +6,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,13 +17,16 @@ from typing import Any
 
 import pytest
 import stores
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import Flaky, first
+from typer.main import get_command
 
 from ckpttool.audit import archive_store, holds, ledger, pruning, retention
 from ckpttool.audit.archive import Facts
-from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, UsageError
+from ckpttool.cli.main import app
+from ckpttool.errors import CkpttoolError, Corrupt, DestinationExists, Differs, Locked, NoSpace, RemoteError, UsageError
 from ckpttool.storage import objects, remote, retries
 from ckpttool.storage.source import Source
 
@@ -117,7 +123,7 @@ def test_months_end_where_months_end() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "y", "7", "-7y", "7 y", "7Y", "0d", "0y", "1.5y", "7y ", "7years", "9999y", "9999999d", "999999m", "12h", "٧y",
-     "forever", "2033-13-01", "2033-02-30", "2024-02-29", "2024-02-29T10:20:30Z", "2020-01-01", "0001-01-01",
+     "forever", "2033-13-01", "2033-02-30", "2024-02-29", "2024-02-29T10:20:30Z", "2020-01-01", "0001-01-01", "9999-12-31T23:59:59.5", "9999-12-31T23:59:59-01:00",
      "1234567y"],
 )  # fmt: skip
 def test_no_retention(text: str) -> None:
@@ -304,6 +310,62 @@ def test_only_a_deletion_ends_what_was_promised(store: Shelf, monkeypatch: pytes
     assert archive_store.listing(store.path)[0].retain_until is None
 
 
+def test_what_is_missing(store: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    """Removed by another program: a row, a line of `ledger verify`, and an exit code on request."""
+    late = "2040-01-01T00:00:00Z"
+    store.add("a.tar.zst", retain_until=late, logged=True)
+    store.add("b.tar.zst", logged=True)
+    store.add("c.tar.zst")
+    holds.hold(os.path.join(store.path, "c.tar.zst"), "case 1")
+    store.add("d.tar.zst", logged=True)
+    store.add("e.tar.zst", logged=True, created="2031-02-28T00:00:00Z")
+    store.add("f.tar.zst")
+    ledger.append(store.path, "verify", "f.tar.zst", sound=True)  # is no promise
+    assert archive_store.missing(store.path) == []
+    assert store.prune(keep_last=1).deleted == ("f.tar.zst", "d.tar.zst", "b.tar.zst")
+    store.add("b.tar.zst", logged=True)
+    for name in "abce":
+        os.unlink(os.path.join(store.path, f"{name}.tar.zst"))
+    store.add("z.tar.zst", manifest_sha256="sha of e.tar.zst", created="2031-02-28T00:00:00Z")  # e, renamed
+    gone = archive_store.missing(store.path)
+    assert [(r.name[0], r.retain_until, r.held) for r in gone] == [
+        ("a", late, ()),
+        ("b", None, ()),
+        ("c", None, ("case 1",)),
+    ]
+    assert archive_store.listing(store.path)[1:] == gone[::-1]
+    assert gone[2].warnings == (
+        "it is missing although it is under legal hold: case 1. Line 3 of the ledger has it, and ckpttool did not delete it",
+    )
+    for words in (["list"], ["ledger", "verify"]):
+        for more, code in (([], 0), (["--fail-if-missing"], 5), (["--fail-if-missing", "--json"], 5)):
+            done = CliRunner().invoke(get_command(app), ["audit", *words, store.path, *more])
+            assert done.exit_code == code
+            assert (
+                "--json" in more or "a.tar.zst: it is missing although it is under retention until 2040" in done.output
+            )
+            if "--json" in more:
+                said = json.loads(done.output)
+                rows = said if words == ["list"] else said["missing"]
+                assert [r["name"][0] for r in rows if r.get("missing", True)] in (["a", "b", "c"], ["c", "b", "a"])
+    os.unlink(os.path.join(store.path, "ledger.jsonl"))
+    assert [r.name[0] for r in archive_store.missing(store.path)] == ["c"]  # by its hold file
+
+
+def test_what_is_deleted_or_exported_meanwhile_is_not_missing(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("a.tar.zst", logged=True)
+    look = archive_store.archive_names
+
+    def late(where: str) -> list[str]:
+        store.prune(keep_every=1)
+        there = look(where)
+        store.add("b.tar.zst", logged=True)
+        return there
+
+    monkeypatch.setattr(archive_store, "archive_names", late)
+    assert archive_store.listing(store.path) == []
+
+
 # --------------------------------------------------------------------------------------------------------------- holds
 
 
@@ -486,13 +548,13 @@ def test_a_link_or_pipe_in_the_place_of_a_file_of_holds(store: Shelf) -> None:
 
 def test_a_file_of_holds_meanwhile_wins(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add("a.tar.zst", logged=True)
-    append = ledger.append
+    append = ledger.Turn.append
 
-    def late(path: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
+    def late(turn: ledger.Turn, event: str, archive: str, **facts: Any) -> dict[str, Any]:
         hold_file(store, archive).write_bytes(b"{}")
-        return append(path, event, archive, **facts)
+        return append(turn, event, archive, **facts)
 
-    monkeypatch.setattr(ledger, "append", late)
+    monkeypatch.setattr(ledger.Turn, "append", late)
     assert "damaged" in store.prune(keep_every=1).refused["a.tar.zst"]
 
 
@@ -511,6 +573,24 @@ def test_a_hold_whose_file_cannot_be_written_says_so(store: Shelf, monkeypatch: 
     assert archive_store.listing(store.path)[0].held == ("case",)
     holds.hold(archive, "case")
     assert archive_store.listing(store.path)[0].warnings == ()
+
+
+def test_a_deletion_that_failed_ends_no_hold(store: Shelf) -> None:
+    """Whatever comes between its two lines: a release, or an export that is late with its line."""
+    store.add("a.tar.zst", logged=True)
+    archive = os.path.join(store.path, "a.tar.zst")
+    holds.hold(archive, "case 1")
+    begun = ledger.append(store.path, "delete", "a.tar.zst")["seq"]
+    store.export(about("a.tar.zst"))
+    ledger.append(store.path, "delete-failed", "a.tar.zst", begun=begun, why="under legal hold")
+    os.unlink(hold_file(store, "a.tar.zst"))
+    (row,) = archive_store.listing(store.path)
+    assert row.held == ("case 1",) and "line 2 of the ledger holds it (case 1)" in row.warnings[0]
+    begun = ledger.append(store.path, "delete", "a.tar.zst")["seq"]
+    holds.release(archive, "closed")
+    ledger.append(store.path, "delete-failed", "a.tar.zst", begun=begun, why="under legal hold")
+    (row,) = archive_store.listing(store.path)
+    assert row.held == () and row.warnings == ()
 
 
 # ------------------------------------------------------------------------------------------------------------ policies
@@ -545,7 +625,7 @@ def test_policies(store: Shelf) -> None:
     assert len(store.here()) == 8 and store.events() == []  # dry
     assert store.prune(keep_last=2, keep_within=timedelta(days=1), keep_every=5000) == done
     assert names(store.here()) == "abcdg"
-    assert store.events() == [("delete", f"{n}.tar.zst") for n in "efh"]
+    assert store.events() == [(event, f"{n}.tar.zst") for n in "efh" for event in ("delete", "deleted")]
     assert store.prune(keep_within=retention.age("999999y")).deleted == ()
 
 
@@ -610,12 +690,13 @@ def test_the_ledger_is_first(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> N
     unlink = os.unlink
 
     def look(path: str) -> None:
-        assert store.events() == [("delete", "a.tar.zst")]
+        assert b'"event":"delete"' in Path(store.path, "ledger.jsonl").read_bytes()  # which is locked
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", look)
     store.prune(keep_within=timedelta(days=1))
-    (entry,) = ledger.read(store.path)
+    entry, end = ledger.read(store.path)
+    assert (end["event"], end["begun"]) == ("deleted", entry["seq"])
     assert {k: entry[k] for k in ("merkle_root", "manifest_sha256", "bytes", "created")} == archive_store.evidence(
         known
     )
@@ -637,7 +718,7 @@ def test_no_ledger_no_deletion(store: Shelf, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: Any, **__: Any) -> dict[str, Any]:
         raise CkpttoolError("no space")
 
-    monkeypatch.setattr(ledger, "append", full)
+    monkeypatch.setattr(ledger.Turn, "append", full)
     with pytest.raises(CkpttoolError, match="no space"):
         store.prune(keep_within=timedelta(days=1))
     assert store.here() == ["a.tar.zst", "b.tar.zst"]
@@ -656,7 +737,9 @@ def test_a_failed_removal_is_told(store: Shelf, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "unlink", stuck)
     done = store.prune(keep_within=timedelta(days=1))
     assert done.deleted == ("a.tar.zst",) and "Permission denied" in done.refused["b.tar.zst"] and done.freed == 10
-    assert store.events() == [("delete", "b.tar.zst"), ("delete-failed", "b.tar.zst"), ("delete", "a.tar.zst")]
+    assert store.events() == [
+        ("delete", "b.tar.zst"), ("delete-failed", "b.tar.zst"), ("delete", "a.tar.zst"), ("deleted", "a.tar.zst"),
+    ]  # fmt: skip
     assert "Permission denied" in ledger.read(store.path)[1]["why"]
 
 
@@ -665,17 +748,19 @@ def test_a_hold_meanwhile_wins(store: Shelf, monkeypatch: pytest.MonkeyPatch) ->
     store.add("a.tar.zst")
     store.add("b.tar.zst")
     store.add("c.tar.zst")
-    append, seen = ledger.append, []
+    turn, append, seen = ledger.turn, ledger.append, []
 
-    def late(path: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
-        seen.append(event)
-        if seen == ["delete"]:
-            append(path, "hold", "c.tar.zst", reason="case 1")
-            append(path, "hold", "a.tar.zst", reason="case 2")
+    def late(path: str) -> AbstractContextManager[ledger.Turn]:
+        seen.append(path)
+        if len(seen) == 1:
+            with monkeypatch.context() as m:
+                m.setattr(ledger, "turn", turn)
+                append(path, "hold", "c.tar.zst", reason="case 1")
+                append(path, "hold", "a.tar.zst", reason="case 2")
             Path(path, "b.tar.zst").write_bytes(b"9876543210")
-        return append(path, event, archive, **facts)
+        return turn(path)
 
-    monkeypatch.setattr(ledger, "append", late)
+    monkeypatch.setattr(ledger, "turn", late)
     done = store.prune(keep_within=timedelta(days=1))
     assert done.deleted == () and store.here() == ["a.tar.zst", "b.tar.zst", "c.tar.zst"]
     assert "case 1" in done.refused["c.tar.zst"] and "case 2" in done.refused["a.tar.zst"]
@@ -685,15 +770,69 @@ def test_a_hold_meanwhile_wins(store: Shelf, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_hold_of_what_is_just_deleted(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add("a.tar.zst")
-    append = ledger.append
+    append = ledger.Turn.append
 
-    def late(path: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
-        Path(path, "a.tar.zst").unlink(missing_ok=True)
-        return append(path, event, archive, **facts)
+    def late(turn: ledger.Turn, event: str, archive: str, **facts: Any) -> dict[str, Any]:
+        Path(turn.store, "a.tar.zst").unlink(missing_ok=True)
+        return append(turn, event, archive, **facts)
 
-    monkeypatch.setattr(ledger, "append", late)
+    monkeypatch.setattr(ledger.Turn, "append", late)
     with pytest.raises(UsageError, match="does not exist"):
         holds.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
+
+
+def while_pruning(store: str, act: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, wait: float) -> tuple[Any, Any]:
+    """What `act` and prune give, or raise, when `act` begins between prune's line and its deletion, which goes on `wait` seconds later."""
+    remove, begun, ended = pruning.remove_file, threading.Event(), threading.Event()
+
+    def slow(where: str, name: str) -> None:
+        begun.set()
+        ended.wait(wait)
+        remove(where, name)
+
+    monkeypatch.setattr(pruning, "remove_file", slow)
+    with ThreadPoolExecutor(1) as pool:
+        pruned = pool.submit(pruning.prune, store, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
+        assert begun.wait(20)
+        try:
+            done = act()
+        except CkpttoolError as e:
+            done = e
+        ended.set()
+        return done, pruned.result()
+
+
+def test_a_hold_after_the_line_of_a_deletion_waits_for_its_end(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("a.tar.zst", logged=True)
+    archive = os.path.join(store.path, "a.tar.zst")
+    held, pruned = while_pruning(store.path, lambda: holds.hold(archive, "case 1"), monkeypatch, 0.3)
+    assert isinstance(held, UsageError) and "does not exist" in str(held)
+    assert pruned.deleted == ("a.tar.zst",) and sorted(os.listdir(store.path)) == ["ledger.jsonl"]
+    assert [e for e, _ in store.events()] == ["export", "delete", "deleted"]
+
+
+def test_a_killed_deletion_in_a_folder_keeps_nobody_from_holding(store: Shelf) -> None:
+    store.add("a.tar.zst", logged=True)
+    ledger.append(store.path, "delete", "a.tar.zst")
+    holds.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
+    assert store.prune(keep_within=timedelta(days=1)).refused == {"a.tar.zst": "under legal hold: case 1"}
+
+
+def test_an_archive_is_not_replaced_after_a_hold(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hold that comes while --force writes the new archive, and one that comes while it gets its name."""
+    store.add("a.tar.zst", logged=True)
+    archive = os.path.join(store.path, "a.tar.zst")
+    archive_store.refuse_protected(archive)  # the look before the work
+    holds.hold(archive, "case 1")
+    with pytest.raises(DestinationExists, match="under legal hold: case 1"), archive_store.replacing(archive):
+        raise AssertionError
+    holds.release(archive, "closed")
+    with ThreadPoolExecutor(1) as pool:
+        with archive_store.replacing(archive):
+            late = pool.submit(holds.hold, archive, "case 2")
+            assert wait([late], 0.2).not_done
+            Path(archive).write_bytes(b"the new one")
+        assert late.result(20)["reason"] == "case 2"
 
 
 # ---------------------------------------------------------------------------------------- nothing protected is deleted
@@ -858,7 +997,7 @@ def test_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.deleted == ("a.tar.zst",) and names(done.refused) == "bcd"
     assert "AccessDenied" in done.refused["d.tar.zst"]  # the store knows what the ledger does not
     events = [(e["event"], e["archive"][0]) for e in ledger.read(place)]
-    assert events == [("hold", "c"), ("delete", "d"), ("delete-failed", "d"), ("delete", "a")]
+    assert events == [("hold", "c"), ("delete", "d"), ("delete-failed", "d"), ("delete", "a"), ("deleted", "a")]
     assert holds.release(f"{place}/c.tar.zst", "closed")["released"] == ["case 1"]
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "OFF"})
     assert names(pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted) == "cd"
@@ -873,6 +1012,109 @@ def test_in_a_bucket_without_locks(store: Shelf, monkeypatch: pytest.MonkeyPatch
     assert pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).refused == {
         "a.tar.zst": "under legal hold: case 1"
     }
+
+
+def test_a_hold_after_the_line_of_a_deletion_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can be kept waiting there: the hold is refused."""
+    bucket = stores.moto().bucket(monkeypatch)
+    place = f"{bucket}/audit"
+    fill(store, bucket, a={})
+    held, pruned = while_pruning(place, lambda: holds.hold(f"{place}/a.tar.zst", "case 1"), monkeypatch, 20)
+    assert isinstance(held, Locked) and "not held: since line 1 of the ledger" in str(held)
+    assert pruned.deleted == ("a.tar.zst",) and remote.RemoteSource(place).list() == ["ledger.jsonl"]
+    assert [e["event"] for e in ledger.read(place)] == ["delete", "deleted"]
+
+
+def test_a_hold_after_the_line_of_a_deletion_in_a_bucket_with_locks(
+    store: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the store itself refuses the deletion, so the hold succeeds."""
+    bucket = stores.moto().bucket(monkeypatch, lock=True)
+    place = f"{bucket}/audit"
+    fill(store, bucket, a={})
+    held, pruned = while_pruning(place, lambda: holds.hold(f"{place}/a.tar.zst", "case 1"), monkeypatch, 20)
+    assert held["object_lock"] is True and "AccessDenied" in pruned.refused["a.tar.zst"]
+    assert remote.RemoteSource(place).list() == ["a.tar.zst", "a.tar.zst.hold.json", "ledger.jsonl"]
+    assert [e["event"] for e in ledger.read(place)] == ["delete", "hold", "delete-failed"]
+    (row,) = archive_store.listing(place)
+    assert row.held == ("case 1",) and row.warnings == (
+        "the ledger does not know this archive: no line records a.tar.zst",
+    )
+
+
+def test_a_killed_deletion_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prune again ends it; or an hour does, since no prune deletes so long after its line."""
+    bucket = stores.moto().bucket(monkeypatch)
+    place = f"{bucket}/audit"
+    fill(store, bucket, a={}, b={})
+    ledger.append(place, "delete", "a.tar.zst")
+    ledger.append(place, "delete", "b.tar.zst")
+    with pytest.raises(Locked):
+        holds.hold(f"{place}/a.tar.zst", "case 1")
+    with monkeypatch.context() as m:
+        m.setattr(ledger, "_DEAD_AFTER", timedelta(0))
+        holds.hold(f"{place}/a.tar.zst", "case 1")
+    done = pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
+    assert done.deleted == ("b.tar.zst",) and done.refused == {"a.tar.zst": "under legal hold: case 1"}
+    fill(store, bucket, c={})
+    monkeypatch.setattr(ledger, "_ACTS_WITHIN", timedelta(0))
+    done = pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
+    assert "comes too late" in done.refused["c.tar.zst"] and ledger.read(place)[-1]["event"] == "delete-failed"
+
+
+def test_a_deletion_that_the_store_may_still_do_has_no_end(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    moto = stores.moto()
+    bucket = moto.bucket(monkeypatch)
+    place = f"{bucket}/audit"
+    fill(store, bucket, a={})
+    with Flaky(moto.endpoint, lambda method, path: 500 if method == "DELETE" else None) as proxy:
+        moto.environment(monkeypatch, proxy.endpoint)
+        done = pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
+    moto.environment(monkeypatch)
+    assert "may still delete it" in done.refused["a.tar.zst"]
+    with pytest.raises(Locked):
+        holds.hold(f"{place}/a.tar.zst", "case 1")
+
+
+def test_an_object_is_not_replaced_after_a_hold(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = stores.moto().bucket(monkeypatch)
+    place, archive = f"{bucket}/audit", f"{bucket}/audit/a.tar.zst"
+    fill(store, bucket, a={})
+    with archive_store.replacing(archive):
+        pass  # a store without a ledger gets none
+    assert not ledger.read(place)
+    holds.hold(archive, "case 1")
+    with pytest.raises(DestinationExists, match="under legal hold"), archive_store.replacing(archive):
+        raise AssertionError
+    holds.release(archive, "closed")
+    with archive_store.replacing(archive), pytest.raises(Locked, match="is about to replace it"):
+        holds.hold(archive, "case 2")
+    with pytest.raises(NoSpace), archive_store.replacing(archive):
+        raise NoSpace("full")
+    holds.hold(archive, "case 2")
+    events = [e["event"] for e in ledger.read(place)]
+    assert events == ["hold", "release", "replace", "replaced", "replace", "replace-failed", "hold"]
+
+
+def test_a_hold_while_another_is_released_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the release removes may be of the hold that came after its line: it is put back."""
+    moto = stores.moto()
+    bucket = moto.bucket(monkeypatch, lock=True)
+    place, archive = f"{bucket}/audit", f"{bucket}/audit/a.tar.zst"
+    fill(store, bucket, a={})
+    holds.hold(archive, "case 1")
+    remove = holds.remove_file
+
+    def late(where: str, name: str) -> None:
+        monkeypatch.setattr(holds, "remove_file", remove)
+        holds.hold(archive, "case 2")
+        remove(where, name)
+
+    monkeypatch.setattr(holds, "remove_file", late)
+    assert holds.release(archive, "closed")["released"] == ["case 1"]
+    assert [h["reason"] for h in archive_store.holds_in_file(remote.RemoteSource(place), "a.tar.zst")] == ["case 2"]
+    status = moto.client().get_object_legal_hold(Bucket=bucket[5:], Key="audit/a.tar.zst")["LegalHold"]["Status"]
+    assert archive_store.listing(place)[0].held == ("case 2",) and status == "ON"
 
 
 def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,17 @@ from ..terminal import (  # fmt: skip
     print_json,
 )
 
-__all__ = ["ArchivePath", "Identity", "Jobs", "NoLedger", "Scratch", "Store", "print_entry", "threads_of"]
+__all__ = [
+    "ArchivePath",
+    "FailIfMissing",
+    "Identity",
+    "Jobs",
+    "NoLedger",
+    "Scratch",
+    "Store",
+    "print_entry",
+    "threads_of",
+]
 
 ArchivePath = Annotated[str, typer.Argument(metavar="ARCHIVE", help="An archive, NAME.tar.zst or NAME.tar.zst.age.")]
 Store = Annotated[str, typer.Argument(metavar="STORE", help="A folder with archives, or the URL of one (s3://...).")]
@@ -29,6 +39,10 @@ Jobs = Annotated[
     int | None, typer.Option("--jobs", "-j", min=1, help="Number of threads; by default one per core, at most 8.")
 ]
 NoLedger = Annotated[bool, typer.Option("--no-ledger", help="Do not write to the ledger of the store.")]
+FailIfMissing = Annotated[
+    bool,
+    typer.Option("--fail-if-missing", help="Exit 5 if an archive is gone that nothing but ckpttool should delete."),
+]
 
 
 def threads_of(given: int | None) -> int:

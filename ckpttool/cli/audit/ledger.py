@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...errors import Differs
 from ..help import about
 from ..terminal import (  # fmt: skip
     Json,
@@ -14,7 +15,10 @@ from ..terminal import (  # fmt: skip
     print_json,
     printable,
 )
-from .arguments import ArchivePath, Store, print_entry
+from .arguments import ArchivePath, FailIfMissing, Store, print_entry
+
+if TYPE_CHECKING:
+    from ...audit.archive_store import Row
 
 __all__ = ["add", "show", "verify"]
 
@@ -26,28 +30,41 @@ __all__ = ["add", "show", "verify"]
         "ckpttool audit ledger verify store --head 2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
     ),
     exits=(0, 1, 2, 3, 4, 5, 7, 8, 9, 130),
-    meaning={4: "missing or damaged", 5: "the head is not in it"},
+    meaning={4: "missing or damaged", 5: "the head is not in it, or, with --fail-if-missing, an archive is missing"},
 )
 def verify(
     store: Store,
     head: Annotated[
         str | None, typer.Option("--head", help="Hash of a line, from a copy that you kept elsewhere.", metavar="HEX")
     ] = None,
+    fail_if_missing: FailIfMissing = False,
     as_json: Json = False,
 ) -> None:
-    """Check that no line of a store's ledger was altered, removed or inserted."""
+    """Check that no line of a store's ledger was altered, removed or inserted, and that its archives are there."""
+    from ...audit.archive_store import missing
     from ...audit.ledger import verify as run
 
     found = run(store, head)
+    gone = missing(store)
     if as_json:
-        print_json(found)
-        return
+        rows = [{"name": r.name, "retain_until": r.retain_until, "held": r.held} for r in gone]
+        print_json({**found, "missing": rows})
+    else:
+        _print(found, gone)
+    if fail_if_missing and gone:
+        raise typer.Exit(Differs.exit_code)
+
+
+def _print(found: dict[str, Any], gone: list[Row]) -> None:
+    """Print what is known of a ledger."""
     note(f"{found['entries']} entries, from {found['first']} to {found['last']}, in one chain")
     for b in found["backwards"]:
         note(
             f"warning: line {b['line']} is of {b['time']}, {timedelta(seconds=b['seconds'])} before the line above it "
             f"({b['before']}): the clock of a machine was wrong."
         )
+    for r in gone:
+        note(f"warning: {printable(f'{r.name}: {r.warnings[0]}')}.")
     print(f"head        sha256:{found['head']}")
 
 

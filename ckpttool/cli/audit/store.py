@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...errors import Differs
 from ..help import about
 from ..terminal import (  # fmt: skip
     Json,
@@ -16,7 +18,10 @@ from ..terminal import (  # fmt: skip
     print_json,
     printable,
 )
-from .arguments import ArchivePath, Store, print_entry
+from .arguments import ArchivePath, FailIfMissing, Store, print_entry
+
+if TYPE_CHECKING:
+    from ...audit.archive_store import Row
 
 __all__ = ["hold", "list_", "prune", "release"]
 
@@ -24,20 +29,28 @@ __all__ = ["hold", "list_", "prune", "release"]
 @about(
     ("A folder", "ckpttool audit list store"),
     ("A bucket, for a script", "ckpttool audit list s3://models-archive/llama --json"),
-    exits=(0, 1, 2, 3, 4, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 5, 7, 8, 9, 130),
+    meaning={5: "an archive is missing, with --fail-if-missing"},
 )
-def list_(store: Store, as_json: Json = False) -> None:
+def list_(store: Store, fail_if_missing: FailIfMissing = False, as_json: Json = False) -> None:
     """List the archives of a store with state, date, retention, holds, signer and last check."""
     from ...audit.archive_store import listing
-    from ...engine.inspect import human
 
     rows = listing(store)
     if as_json:
         print_json([asdict(r) for r in rows])
-        return
-    if not rows:
+    elif rows:
+        _print(store, rows)
+    else:
         note(f"{store} holds no archive.")
-        return
+    if fail_if_missing and any(r.missing for r in rows):
+        raise typer.Exit(Differs.exit_code)
+
+
+def _print(store: str, rows: Sequence[Row]) -> None:
+    """Print a listing."""
+    from ...engine.inspect import human
+
     if any(r.ledger == "missing" for r in rows):
         note(
             f"warning: {store} has no ledger: nothing shows what was done to its archives, or which were under a hold."
@@ -51,7 +64,8 @@ def list_(store: Store, as_json: Json = False) -> None:
     for r in rows:
         f = r.facts
         if f is None:
-            cells = [r.name, f"damaged: {r.damaged}", "", "", "", r.retain_until or "", ", ".join(r.held), "", ""]
+            state = "missing" if r.missing else f"damaged: {r.damaged}"
+            cells = [r.name, state, "", "", "", (r.retain_until or "")[:10], ", ".join(r.held), "", ""]
             table.add_row(*(Text(printable(c)) for c in cells), style="red")
             continue
         state = f"{f.layout or '?'} {', '.join(f.components)}" + (", encrypted" if f.encrypted else "")
