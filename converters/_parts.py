@@ -31,6 +31,7 @@ from ckpttool.index.checkpoint import (
     Unread,
     Value,
     joined,
+    of_rank,
     same_value,
 )
 from ckpttool.index.composites import Composite, place_composite, shape_of
@@ -340,7 +341,7 @@ def with_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
         out.tensors[joined(path)] = replace(t, path=path)
     for v in ckpt.values.values():
         path, data = v.path, v.data
-        if path[:2] == ("optim", "state"):
+        if path[:2] == ("optim", "state") and len(path) > 2:
             path = (*path[:2], prefix + str(path[2]), *path[3:])
         elif path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
             data = [prefix + n for n in data]
@@ -402,7 +403,7 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
             if part.rank and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
                 continue
             if part.rank and (joined(path) in whole.tensors or joined(path) in whole.values):
-                path = ("extra", "per_rank", part.rank, *path)
+                path = ("extra", *of_rank(part.rank, path))
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(path)] = replace(leaf, path=path)
         elif isinstance(leaf, Composite):

@@ -273,8 +273,13 @@ class Bench:
             return [f"it was refused, and {out.name} is there"] if os.path.lexists(out) else []
         try:
             result = self._do("open the result", lambda: oracle.ours(out))
-            if reader in oracle.READERS and (wrong := oracle.differences(result, self._theirs(reader, out), reader)):
-                return wrong
+            if reader in oracle.READERS:
+                entries = result
+                if reader == "dcp":  # values that DCP holds in pieces, which the record puts together again
+                    (out / "ckpttool.json").unlink()
+                    entries = self._do("open the result without its record", lambda: oracle.ours(out))
+                if wrong := oracle.differences(entries, self._theirs(reader, out), reader):
+                    return wrong
             if mine is None and tree is None and kind in oracle.READERS:
                 try:
                     tree = self._theirs(kind, path)

@@ -58,7 +58,9 @@ class Refused(Exception):
 
 
 def of_tensor(t: Tensor) -> tuple[Any, ...]:
-    """dtype, shape, digest."""
+    """dtype, shape, digest; of a sparse tensor only what it is."""
+    if t.layout != torch.strided:
+        return str(t.layout), tuple(t.shape)
     t = t.detach().resolve_conj().resolve_neg().contiguous()
     if t.dtype == torch.bool:  # a byte of neither 0 nor 1, which ckpttool keeps, is 1 after any copy_ of torch's
         t = t.view(torch.uint8) != 0
@@ -350,7 +352,7 @@ def zero0(path: Path) -> Tree:
         for k, i in enumerate(group["params"]):
             out["model", named[i]] = optimizer["fp32_groups"][g][k]
     for i, slots in optimizer["optimizer_state_dict"]["state"].items():
-        out.update({("optim", "state", named[i], slot): x for slot, x in slots.items()})
+        out.update({("optim", "state", named[i], *path): x for path, x in flat(slots).items()})
     return out
 
 
@@ -365,12 +367,12 @@ def universal(path: Path) -> Tree:
     tree = models[0]
     shapes = {n: s for group in tree["param_shapes"] for n, s in group.items()}
     out: Tree = {}
-    for name in sorted(p.name for p in (where / "zero").iterdir() if p.is_dir()):
+    for name in shapes:  # its optimizer asks for the folders of what it trains, and for no others
         for file in (where / "zero" / name).glob("*.pt"):
             found = load(file)
             found = found["param"] if isinstance(found, dict) else found
             slot = file.name.removesuffix(".pt")
-            if isinstance(found, Tensor) and found.ndim and name in shapes:
+            if isinstance(found, Tensor) and found.ndim:
                 found = found.reshape(shapes[name])
             out[("model", name) if slot == "fp32" else ("optim", "state", name, slot)] = found
     _module(models, out)
