@@ -397,6 +397,16 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
     if part.layout in (TREE, FOREIGN):
         named = canonical(leaves, shape_of)
         leaves, out.origin = named.leaves, named.origin
+        weight = next((p for p, x in leaves.items() if p[0] == "model" and isinstance(x, TensorEntry)), None)
+        if (
+            weight is not None
+            and part.component != "model"
+            and any(t.path[0] == "model" for t in whole.tensors.values())
+        ):
+            raise Corrupt(
+                f'{what} holds weights ("{joined(weight[1:])}"), and the weights of this checkpoint are in other files: it is another file under '
+                "this name. Fetch it again."
+            )
     for path, leaf in leaves.items():
         if part.layout == DATA:
             path = _place(part, path)
