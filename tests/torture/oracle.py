@@ -125,6 +125,8 @@ _METADATA_CLASSES = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if name == "_StorageInfo":  # OLMo-core has a copy of the class
+            module = dcp_filesystem.__name__
         known = (module, name) in _METADATA_CLASSES or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )
@@ -401,7 +403,8 @@ def theirs(oracle: str, path: Path) -> Tree:
         said = str(e).strip().splitlines() or [""]
         if isinstance(e, CheckpointException):  # its text ends with the error of a rank
             said = [next((x for x in said if "Weights only load failed" in x), said[-1])]
-        raise Refused(f"{type(e).__name__}: {said[0][:200]}") from None
+        classes = re.findall(r"Unsupported (?:global|class).*?([\w.]+) was not an allowed", str(e))
+        raise Refused(f"{type(e).__name__}: {said[0][:200]}{''.join(f' ({c})' for c in classes[:1])}") from None
 
 
 def entry(x: Any) -> Any:
@@ -435,14 +438,14 @@ def differences(mine: Reading, tree: Tree, oracle: str) -> list[str]:
         return first
     try:
         named = names.canonical(
-            dict(tree), lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=_tied
+            dict(tree), lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=are_tied
         ).leaves
     except ckpttool.CkpttoolError as e:
         return [*first, f"their tree has no canonical names: {e}"]
     return _compared(mine, {joined(p): entry(x) for p, x in named.items()})
 
 
-def _tied(a: Any, b: Any) -> bool:
+def are_tied(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
