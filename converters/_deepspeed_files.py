@@ -155,15 +155,22 @@ def refuse_foreign(save: Save, where: str) -> None:
 
     Raises:
         Unsupported: tensor or pipeline parallel ranks, experts in files of their own, optimizer state on NVMe.
+        Corrupt: a file that DeepSpeed's own script would take for one of a rank.
     """
     for n in save.names:
         m = MODEL3.fullmatch(n) or MODEL.fullmatch(n) or OPTIM.fullmatch(n)
+        foreign = n.startswith(("expp_rank_", "layer_")) and n.endswith(".pt")
+        if n.endswith(("_model_states.pt", "_optim_states.pt")) and not m and not foreign:
+            raise Corrupt(
+                f"{where}{n}: named like no file that DeepSpeed writes, but it ends as the files of its ranks do, so DeepSpeed's own zero_to_fp32.py "
+                "would take it for one more rank. Move it out of the folder, or give it its own name back."
+            )
         if m and int(m[m.re.groups]):
             raise Unsupported(
                 f"{where}{n}: written by model parallel rank {int(m[m.re.groups])}. ckpttool reads saves of data "
                 "parallel training; merge the model parallel ranks with the trainer's own tools first."
             )
-        if n.startswith(("expp_rank_", "layer_")) and n.endswith(".pt"):
+        if foreign:
             raise Unsupported(
                 f"{where}{n}: {'experts' if 'exp' in n else 'pipeline stages'} in files of their own, which ckpttool "
                 "does not read."

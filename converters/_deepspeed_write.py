@@ -97,6 +97,11 @@ class Plan:
         codes = encodings.find(state.tensors)
         if said := next(filter(None, (codes.said_of(n) for g in state.groups for n in g.params)), ""):
             raise Unsupported(f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.ADVICE}")
+        if not any(g.params for g in state.groups):
+            raise Unsupported(
+                "the optimizer of this checkpoint trains no parameter, and no engine of DeepSpeed starts with such a one. "
+                f"{argument('only', ['model'])} writes the weights alone."
+            )
         self.notes = list(state.notes)
         if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
             state.groups = [g for g in state.groups if g.params]

@@ -31,6 +31,7 @@ from ckpttool.index.checkpoint import (
     Unread,
     Value,
     joined,
+    of_rank,
     same_value,
 )
 from ckpttool.index.composites import Composite, place_composite, shape_of
@@ -340,7 +341,7 @@ def with_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
         out.tensors[joined(path)] = replace(t, path=path)
     for v in ckpt.values.values():
         path, data = v.path, v.data
-        if path[:2] == ("optim", "state"):
+        if path[:2] == ("optim", "state") and len(path) > 2:
             path = (*path[:2], prefix + str(path[2]), *path[3:])
         elif path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
             data = [prefix + n for n in data]
@@ -396,13 +397,23 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
     if part.layout in (TREE, FOREIGN):
         named = canonical(leaves, shape_of)
         leaves, out.origin = named.leaves, named.origin
+        weight = next((p for p, x in leaves.items() if p[0] == "model" and isinstance(x, TensorEntry)), None)
+        if (
+            weight is not None
+            and part.component != "model"
+            and any(t.path[0] == "model" for t in whole.tensors.values())
+        ):
+            raise Corrupt(
+                f'{what} holds weights ("{joined(weight[1:])}"), and the weights of this checkpoint are in other files: it is another file under '
+                "this name. Fetch it again."
+            )
     for path, leaf in leaves.items():
         if part.layout == DATA:
             path = _place(part, path)
             if part.rank and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
                 continue
             if part.rank and (joined(path) in whole.tensors or joined(path) in whole.values):
-                path = ("extra", "per_rank", part.rank, *path)
+                path = ("extra", *of_rank(part.rank, path))
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(path)] = replace(leaf, path=path)
         elif isinstance(leaf, Composite):

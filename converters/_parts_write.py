@@ -144,7 +144,7 @@ def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, Any]) ->
 
     out: dict[Path, Any] = {}
     for path, leaf in leaves.items():
-        if path[:2] == ("optim", "state"):
+        if path[:2] == ("optim", "state") and len(path) > 2:
             at = name(str(path[2]))
             path = ("optim", "state", Number(at) if isinstance(at, int) else at, *path[3:])
         elif path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(leaf, list):

@@ -42,6 +42,7 @@ from ckpttool.index.checkpoint import (
     TensorEntry,
     Value,
     joined,
+    of_rank,
     same_value,
 )
 from ckpttool.index.composites import shape_of
@@ -122,15 +123,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         except Lost:  # only of a damaged checkpoint that is salvaged
             lost[joined(_path(index, key))] = f"it is in the lost bytes of {index.files[file]}"
             continue
-        head: Path = ()
         if key in seen:  # per-rank metadata: every rank stores its own
             if _alike((found, sums), seen[key]):
                 continue
-            head = ("extra", "per_rank", str(ranks.get(file, file)))
+            found = {("extra", *of_rank(ranks.get(file, file), p)): x for p, x in found.items()}
         seen.setdefault(key, (found, sums))
         records.extend(sums)
         for path, leaf in found.items():
-            _put(leaves, keys, (*head, *path), key, leaf)
+            _put(leaves, keys, path, key, leaf)
     named = canonical(
         leaves,
         shape_of,

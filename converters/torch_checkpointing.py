@@ -33,7 +33,17 @@ from ckpttool.formats.sharded import is_sharded, local_tensor
 from ckpttool.formats.stored_tensors import Storage, StoredTensor
 from ckpttool.formats.subclasses import is_subclass, taken_apart
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, same_value
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Path,
+    TensorEntry,
+    joined,
+    of_rank,
+    same_bytes,
+    same_value,
+)
 from ckpttool.index.composites import class_of, shape_of
 from ckpttool.index.names import ROLES, canonical
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
@@ -357,7 +367,7 @@ class _Reading:
             self.files.notes.append(
                 f"ranks differ in {joined(path)}: the first rank's is kept under its name, the others' as extra.per_rank.<rank>"
             )
-        return out | {("per_rank", str(rank), *path): x for rank, x in differ}
+        return out | {of_rank(rank, path): x for rank, x in differ}
 
 
 def _inside(x: Any) -> list[Any]:

@@ -50,6 +50,7 @@ from ckpttool.index.checkpoint import (
     Record,
     TensorEntry,
     joined,
+    of_rank,
     same_bytes,
     same_value,
 )
@@ -181,9 +182,7 @@ class _Reading:
                     copies.append(joined(path))
                     continue
                 differing.append(joined(path))
-                out.update(
-                    {("per_rank", str(rank), *p): _at(("per_rank", str(rank), *p), x) for p, x in theirs.items()}
-                )
+                out.update({of_rank(rank, p): _at(of_rank(rank, p), x) for p, x in theirs.items()})
         if copies and not self.options.allow_equal_ranks:
             raise Unsupported(
                 f"{self.what}: several ranks have their own {copies[0]}, neither sharded nor replicated (and {len(set(copies)) - 1} more). "

@@ -355,7 +355,12 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
 
 
 def _read_stage0(reading: Reading, model: File) -> Checkpoint:
-    found = model.tree.get("optimizer")
+    if "optimizer" not in model.tree:
+        raise Corrupt(
+            f'{model.what} has no "optimizer", which DeepSpeed writes into every file of model states and its engine asks for. The file is damaged, '
+            "or another program changed it; fetch it again."
+        )
+    found = model.tree["optimizer"]
     reading.take_module([model])
     if found is None:
         return reading.done("zero0", None)

@@ -28,7 +28,7 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
         Unsupported: a master does not round to its weight.
     """
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
-    trained = {str(p[2]) for p in paths if p[:2] == ("optim", "state")}
+    trained = {str(p[2]) for p in paths if p[:2] == ("optim", "state") and len(p) > 2}
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     found = {
         n: (m, w) for n, w in model.items()

@@ -443,8 +443,8 @@ def load(
 def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, inert: bool) -> tuple[Any, int]:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
+    below: list[list[Any]] = []  # the stacks under the marks: nothing above a mark takes from them
     push, pop = stack.append, stack.pop
-    marks: list[int] = []
     u16, u32, u64 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from, struct.Struct("<Q").unpack_from
     i32, f64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
     size = len(data)
@@ -460,9 +460,9 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
         return out
 
     def since_mark() -> list[Any]:
-        k = marks.pop()
-        out = stack[k:]
-        del stack[k:]
+        nonlocal stack, push, pop
+        out, stack = stack, below.pop()
+        push, pop = stack.append, stack.pop
         return out
 
     def line() -> bytes:
@@ -524,9 +524,12 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             pos += 1
             push(take(n).decode("utf-8", "surrogatepass"))
         elif op == 0x28:  # MARK
-            marks.append(len(stack))
+            below.append(stack)
+            stack = []
+            push, pop = stack.append, stack.pop
         elif op == 0x74:  # TUPLE
-            push(tuple(since_mark()))
+            items = since_mark()
+            push(tuple(items))
         elif op == 0x85:  # TUPLE1
             stack[-1] = (stack[-1],)
         elif op == 0x86:  # TUPLE2
@@ -555,8 +558,12 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
                 if not isinstance(args, tuple):
                     raise Corrupt(f"{what}: arguments of {cls} are not a tuple.")
                 push(Opaque(cls, args))
-            else:
+            elif isinstance(cls, type):
                 push(call(cls, args))
+            else:
+                raise Corrupt(
+                    f"{what}: the pickle makes an instance of what is no class, which no pickler writes; the file is damaged."
+                )
         elif op == 0x62:  # BUILD
             state, obj = pop(), stack[-1]
             if isinstance(obj, Opaque):
@@ -667,18 +674,17 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
         elif op == 0x8F:
             push(set())
         elif op == 0x91:
-            push(frozenset(map(_key, since_mark())))
+            items = since_mark()
+            push(frozenset(map(_key, items)))
         elif op == 0x30:  # POP
-            if marks and marks[-1] == len(stack):
-                marks.pop()
-            else:
-                pop()
+            pop() if stack else since_mark()
         elif op == 0x31:  # POP_MARK
             since_mark()
         elif op == 0x32:  # DUP
             push(stack[-1])
         elif op == 0x6C:
-            push(since_mark())
+            items = since_mark()
+            push(items)
         elif op == 0x64:
             items = since_mark()
             push(_filled({}, zip(items[::2], items[1::2], strict=True)))
@@ -698,7 +704,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             else:
                 push(memo[n])
         elif op == 0x2E:  # STOP
-            if len(stack) != 1 or marks:
+            if len(stack) != 1 or below:
                 raise Corrupt(f"{what}: the pickle leaves {len(stack)} objects instead of one.")
             return stack[0], pos
         else:

@@ -177,7 +177,7 @@ def storages_of(
 
 
 def _storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
-    if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage" and isinstance(pid[1], Global)):
+    if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Global)):
         raise _malformed(what, "the pickle has an unknown kind of reference")
     cls, key, _, numel = pid[1:5]
     if cls.name == "UntypedStorage":
@@ -190,6 +190,9 @@ def _storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
         raise _malformed(what, f"a storage has {short(numel)} elements")
     return dtype, key, numel
 
+
+#: How the names of dtypes begin whose tensors can have gradients.
+_WITH_GRAD = ("float", "bfloat", "complex")
 
 #: Attributes of a tensor that are its numbers, or that make others of them.
 _ACTING = frozenset(("data", "real", "imag", "__class__", "__dict__"))
@@ -303,13 +306,19 @@ def _path_to(tree: Any, wanted: Any) -> Path | None:
 
 
 def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
-    """Stand-ins for torch's functions that put a tensor together. Those whose numbers would be others than the bytes of
-    their storage are put into `unread`, with the reason. With `later`, those that are refused are a `Refused`."""
+    """Stand-ins for torch's functions that put a tensor together, with the arguments that those take. Those whose numbers would be
+    others than the bytes of their storage are put into `unread`, with the reason. With `later`, those that are refused are a `Refused`."""
 
     def tensor(
-        storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None,
-        *, dtype: str | None = None,
-    ) -> StoredTensor:  # fmt: skip
+        storage: Any,
+        offset: Any,
+        size: Any,
+        stride: Any,
+        grad: Any = False,
+        hooks: Any = None,
+        bits: Any = None,
+        dtype: str | None = None,
+    ) -> StoredTensor:
         if not isinstance(storage, Storage):
             raise _malformed(what, "a tensor has no storage")
         kind = dtype or storage.dtype
@@ -331,6 +340,7 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> 
                 f"{what}: a tensor of size {size}, stride {stride}, offset {offset} reaches past its storage of "
                 f"{storage.length} bytes."
             )
+        refuse_grad(out, grad)
         if bits:
             unread.append((out, _bits(bits)))
         if hooks:
@@ -342,9 +352,23 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> 
     ) -> Any:
         if not (isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE):
             raise _malformed(what, f"a tensor has dtype {short(dtype)}")
-        return tensor(storage, offset, size, stride, grad, hooks, bits, dtype=dtype.name)
+        return tensor(storage, offset, size, stride, grad, hooks, bits, dtype.name)
 
-    def parameter(data: Any, grad: Any = False, hooks: Any = None, state: Any = None) -> Any:
+    def v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, bits: Any = None) -> Any:
+        return tensor(storage, offset, size, stride, grad, hooks, bits)
+
+    def v1(storage: Any, offset: Any, size: Any, stride: Any) -> Any:
+        return tensor(storage, offset, size, stride)
+
+    def refuse_grad(x: Any, grad: Any) -> None:
+        if type(grad) is not bool or (grad and isinstance(x, StoredTensor) and not x.dtype.startswith(_WITH_GRAD)):
+            raise _malformed(what, f"{short(x)} has requires_grad {short(grad)}, which torch refuses")
+
+    def parameter(data: Any, grad: Any, hooks: Any) -> Any:
+        return parameter_with_state(data, grad, hooks, None)
+
+    def parameter_with_state(data: Any, grad: Any, hooks: Any, state: Any) -> Any:
+        refuse_grad(data, grad)
         if hooks:
             unread.append((data, "has backward hooks, which are code"))
         return with_attributes(data, state, what)
@@ -368,11 +392,11 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> 
         ("torch._utils", "_rebuild_device_tensor_from_numpy"): refused("device (XLA, MTIA)"),
         ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): refused("device (XLA, MTIA)"),
         ("torch._utils", "_rebuild_xla_tensor"): refused("device (XLA)"),
-        ("torch._utils", "_rebuild_tensor_v2"): tensor,
-        ("torch._utils", "_rebuild_tensor"): tensor,
+        ("torch._utils", "_rebuild_tensor_v2"): v2,
+        ("torch._utils", "_rebuild_tensor"): v1,
         ("torch._utils", "_rebuild_tensor_v3"): v3,
         ("torch._utils", "_rebuild_parameter"): parameter,
-        ("torch._utils", "_rebuild_parameter_with_state"): parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): parameter_with_state,
         REBUILD: lambda *call: from_type(what, *call),
         ("torch.serialization", "_get_layout"): layout,
     }
@@ -463,7 +487,7 @@ def _parse_legacy(
     def persistent(pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is not None:
             raise Unsupported(f"{what}: a storage view of torch < 0.4.")
-        dtype, key, numel = _storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
+        dtype, key, numel = _storage_id(pid[:5] if isinstance(pid, tuple) and len(pid) == 6 else None, what)
         if wanted.setdefault(key, (dtype, numel)) != (dtype, numel):
             raise _malformed(what, f"storage {key!r} is declared twice with different types")
         number = numbers.setdefault(key, len(numbers))

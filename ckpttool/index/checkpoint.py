@@ -39,6 +39,7 @@ __all__ = [
     "Value",
     "floating_dtype",
     "joined",
+    "of_rank",
     "orphaned_optimizer_state",
     "same_bytes",
     "same_value",
@@ -88,6 +89,12 @@ class Number(str):
 def joined(path: Path) -> str:
     """The name of a path: joined(("model", "norm.weight")) == "model.norm.weight"."""
     return ".".join(map(str, path))
+
+
+def of_rank(rank: int | str, path: Path) -> Path:
+    """Where one rank's own value is kept, below extra. Positions in lists become keys: a list of which only some elements differ would
+    have holes, and torch cannot load one."""
+    return ("per_rank", str(rank), *(str(p) if type(p) is int else p for p in path))
 
 
 class Extent(NamedTuple):

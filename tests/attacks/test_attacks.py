@@ -110,6 +110,22 @@ def as_folder(data: bytes) -> bytes:
     return data[:at] + b"\x10" + data[at + 1 :]
 
 
+#: A key of a dict, and the function that puts tensors together, which gets the storage (memo 1000) and more.
+NAMED, BUILDS = b"}X\x01\x00\x00\x00w", b"ctorch._utils\n_rebuild_tensor_v2\n"
+INTEGERS = saved({"w": torch.ones(4, dtype=torch.int64)})
+BUILT_WITH_GRADIENT = (
+    b"\x80\x02"
+    + NAMED
+    + BUILDS
+    + b"((X\x07\x00\x00\x00storagectorch\nLongStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQK\x00K\x04\x85K\x01\x85\x88}tRs."
+)
+STORAGE_OF_SIX = (
+    b"\x80\x02"
+    + NAMED
+    + BUILDS
+    + b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04K\x01tQK\x00K\x04\x85K\x01\x85\x89}tRs."
+)
+
 LR = "optim.param_groups.0.lr"
 
 DCP: dict[str, Case] = {
@@ -201,6 +217,15 @@ PT: dict[str, Case] = {
     "a record marked as a folder": Case(pt(lambda c: as_folder(saved(STATE))), Unsafe, "is marked as a folder"),
     "a function as a value": Case(pt(lambda c: torch_pickle(b"}X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v2\ns")), Unsupported, "a function or a class that rebuilds objects"),
     "laughs as a key": Case(pt(lambda c: torch_pickle(b"}" + laughs() + b"Ns")), Unsafe, "hashing it has no bound"),
+    "an instance of a function": Case(pt(lambda c: torch_pickle(NAMED, BUILDS, b"(j\xe8\x03\x00\x00K\x00K\x04\x85K\x01\x85\x89}t\x81s")), Corrupt, "an instance of what is no class"),
+    "an instance of an OrderedDict": Case(pt(lambda c: torch_pickle(NAMED, b"ccollections\nOrderedDict\n)\x81s")), Corrupt, "an instance of what is no class"),
+    "something taken from under a mark": Case(pt(lambda c: torch_pickle(NAMED, BUILDS, b"(j\xe8\x03\x00\x00K\x00K\x04\x85K\x01\x85\x89}tR(s1")), Corrupt, "the pickle ends"),
+    "a tensor of an argument less": Case(pt(lambda c: torch_pickle(NAMED, BUILDS, b"(j\xe8\x03\x00\x00K\x00K\x04\x85K\x01\x85\x89tRs")), Corrupt, "the pickle is malformed"),
+    "a tensor of four arguments by the function of seven": Case(pt(lambda c: torch_pickle(NAMED, BUILDS, b"(j\xe8\x03\x00\x00K\x00K\x04\x85K\x01\x85tRs")), Corrupt, "the pickle is malformed"),
+    "a requires_grad that is a number": Case(pt(lambda c: torch_pickle(NAMED, BUILDS, b"(j\xe8\x03\x00\x00K\x00K\x04\x85K\x01\x85K\x01}tRs")), Corrupt, "has requires_grad 1"),
+    "integers that require gradients": Case(pt(lambda c: with_record(INTEGERS, "data.pkl", BUILT_WITH_GRADIENT)), Corrupt, "has requires_grad True"),
+    "a storage of a part too many": Case(pt(lambda c: with_record(VIEW, "data.pkl", STORAGE_OF_SIX)), Corrupt, "unknown kind of reference"),
+    "the state of an optimizer that is a tensor": Case(pt(lambda c: saved({"model": {"w": torch.ones(4)}, "optimizer": {"state": torch.ones(2), "param_groups": []}})), Corrupt, '"optim.state" is a tensor'),
     "a view past its storage": Case(pt(lambda c: rebuilt(0, (1000, 1000), (1000, 1))), Corrupt, "reaches past its storage"),
     "a view with a huge stride": Case(pt(lambda c: rebuilt(0, (2, 2), (1 << 40, 1))), Corrupt, "reaches past its storage"),
     "a view before its storage": Case(pt(lambda c: rebuilt(-1, (2,), (1,))), Corrupt, "offset -1"),

@@ -116,6 +116,21 @@ def test_values_are_once_and_rng_is_of_every_rank(tmp_path: Path) -> None:
         assert same_value(tree["rng"][rank], torch.load(source / f"rng_{rank}.pt", weights_only=True))
 
 
+def test_a_list_of_which_ranks_differ_in_one_element_is_loaded_from_dcp(tmp_path: Path) -> None:
+    source = copied("fsdp", tmp_path)
+    tree = torch.load(source / "optimizer_1.pt", weights_only=False)
+    tree["param_groups"][-1]["extra"] = b"of rank 1"
+    torch.save(tree, source / "optimizer_1.pt")
+    for rank in (0, 2):
+        tree = torch.load(source / f"optimizer_{rank}.pt", weights_only=False)
+        tree["param_groups"][-1]["extra"] = b"of another"
+        torch.save(tree, source / f"optimizer_{rank}.pt")
+    assert len(tree["param_groups"]) > 1
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2)
+    own = load_dcp(tmp_path / "out")["per_rank"]["1"]["optimizer"]["param_groups"]
+    assert own == {str(len(tree["param_groups"]) - 1): {"extra": b"of rank 1"}}
+
+
 def test_what_is_written_has_each_rank_s_own_rng_and_everything_else_on_every_rank(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = ckpttool.convert(JOBS / "fsdp" / "ckpt", out, to="torch_checkpointing", world_size=2)

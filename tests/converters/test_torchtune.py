@@ -15,7 +15,7 @@ from peers import FIXTURES, load_dcp, load_full, same_value
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.errors import Unsafe, Unsupported, UsageError
+from ckpttool.errors import CkpttoolError, Unsafe, Unsupported, UsageError
 from ckpttool.storage.siblings import WithSiblings
 from ckpttool.storage.source import Source
 
@@ -52,6 +52,15 @@ def test_an_epoch_is_its_weights_and_the_recipe_s_state_bit_for_bit(to: str, tmp
     assert tree["extra"] == {k: recipe[k] for k in ("seed", "max_steps_per_epoch")}
     assert tree["trainer"] == {k: recipe[k] for k in ("epochs_run", "total_epochs")}
     assert "optim" not in tree
+
+
+def test_a_file_of_weights_in_the_place_of_the_recipe_s_state_adds_none_to_the_model(tmp_path: Path) -> None:
+    shutil.copytree(LORA, tmp_path / "run")
+    shutil.copy(LORA / "epoch_0" / "adapter_model.pt", tmp_path / "run" / "recipe_state" / "recipe_state.pt")
+    with pytest.raises(CkpttoolError, match="holds weights"):
+        ckpttool.convert(tmp_path / "run" / "epoch_0", tmp_path / "out.pt", to="full")
+    ckpttool.convert(tmp_path / "run" / "epoch_0", tmp_path / "out.pt", to="full", drop=True)
+    assert load_full(tmp_path / "out.pt")["model"].keys() == weights_of(LORA).keys()
 
 
 def test_the_adapter_of_a_lora_recipe_is_carried_beside_the_weights(tmp_path: Path) -> None:

@@ -563,6 +563,21 @@ def test_step_0_is_written_without_optimizer_state(tmp_path: Path) -> None:
         assert base["state"] == {} and [g["params"] for g in base["param_groups"]] == [[0], [1]]
 
 
+@pytest.mark.parametrize("to", ["zero2", "zero3", "universal", "fsdp1"])
+def test_an_optimizer_without_state_is_written_and_one_without_parameters_is_refused(to: str, tmp_path: Path) -> None:
+    w = numbers("w", (5, 3))
+    for name, params in (("sgd", [0]), ("idle", [])):
+        groups = [{"lr": 0.1, "params": params}]
+        torch.save({"model": {"w": w}, "optimizer": {"state": {}, "param_groups": groups}}, tmp_path / f"{name}.pt")
+    how = {} if to == "universal" else {"world_size": 2}
+    ckpttool.convert(tmp_path / "sgd.pt", tmp_path / "out", to=to, drop=True, **how)
+    with ckpttool.open(tmp_path / "out") as found:
+        assert found.read("model.w") == w.numpy().tobytes()
+    if to != "fsdp1":
+        with pytest.raises(Unsupported, match="trains no parameter"):
+            ckpttool.convert(tmp_path / "idle.pt", tmp_path / "other", to=to, drop=True, **how)
+
+
 def test_a_group_that_is_all_frozen_keeps_its_entry_at_stage_3(tmp_path: Path) -> None:
     job = awkward(**FROZEN_GROUP)
     ckpttool.convert(zero3(job, tmp_path / "in", 2), tmp_path / "out", to="zero3", world_size=3)

@@ -71,6 +71,7 @@ def in_labs(work: Path, keep: Path, seconds: dict[str, float], first: int, count
 def torture(minutes: float, first: int, work: Path, keep: Path) -> int:
     """Everything; the exit status."""
     began = time.time()
+    print(f"from number {first} on, for {minutes:.0f} minutes", flush=True)
     whole = minutes * 60
     for old in keep.glob("*.jsonl"):
         old.unlink()
@@ -101,7 +102,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument(
-        "--first", type=int, default=0, help="number of the first mutant: other numbers are other mutants"
+        "--first",
+        type=int,
+        default=int(time.time()) * 1000,
+        help="number of the first mutant, by the clock unless given: other numbers are other mutants",
     )
     parser.add_argument("--logs", type=Path, help="folder for logs and failures.json")
     parser.add_argument("--replay", metavar="ID", help="do one case again")

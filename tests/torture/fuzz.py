@@ -17,6 +17,7 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import sys
 import time
 import traceback
@@ -25,10 +26,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import ckpttool
 from ckpttool.errors import CkpttoolError
 
 from . import mutations, oracle
+from . import trainer_readers as trainer_readers  # adds to oracle.READERS
 from .seeds import SEEDS
 
 SECONDS = 10
@@ -45,6 +49,11 @@ TARGETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "universal": ("", "universal", {"to": "universal"}),
     "fsdp1": ("", "seed", {"to": "fsdp1", "world_size": 2, "wrap": ["fc"]}),
     "audit": (".tar.zst", "seed", {"to": "audit"}),
+    "checkpointing": ("", "seed", {"to": "torch_checkpointing", "world_size": 2}),
+    "megatron": ("", "seed", {"to": "megatron"}),
+    "torchtitan": ("", "dcp_model", {"to": "torchtitan", "world_size": 2}),
+    "trainer": ("", "fsdp_parts", {"to": "trainer", "world_size": 2}),
+    "lightning": ("", "lightning", {"to": "lightning", "world_size": 2}),
 }
 EQUAL, OTHER, REFUSED, UNJUDGED, ALONE = (
     "accepted: equal to the original",
@@ -273,8 +282,13 @@ class Bench:
             return [f"it was refused, and {out.name} is there"] if os.path.lexists(out) else []
         try:
             result = self._do("open the result", lambda: oracle.ours(out))
-            if reader in oracle.READERS and (wrong := oracle.differences(result, self._theirs(reader, out), reader)):
-                return wrong
+            if reader in oracle.READERS:
+                entries = result
+                if reader == "dcp":  # values that DCP holds in pieces, which the record puts together again
+                    (out / "ckpttool.json").unlink()
+                    entries = self._do("open the result without its record", lambda: oracle.ours(out))
+                if wrong := oracle.differences(entries, self._theirs(reader, out), reader):
+                    return wrong
             if mine is None and tree is None and kind in oracle.READERS:
                 try:
                     tree = self._theirs(kind, path)
@@ -297,8 +311,12 @@ class Bench:
                 if n in mine and n not in dropped and isinstance(mine[n], tuple) and not _alike(result[n], mine[n])
             ]
         except oracle.Refused as e:
-            if reader.startswith(("dcp", "zero", "universal")) and "Weights only load failed" in str(e):
+            if reader.startswith(
+                ("dcp", "zero", "universal", "lightning", "fsdp")
+            ) and "Weights only load failed" in str(e):
                 return []  # a class, kept as data, that DeepSpeed and DCP build, which unpickle anything, and the oracle does not
+            if "(torchao." in str(e):
+                return []  # torch builds the objects with torchao's classes, which are not installed here
             return [f"its reader refuses the result: {e}"]
         except CkpttoolError as e:
             return [f"the result cannot be opened: {e}"]
@@ -307,7 +325,9 @@ class Bench:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Equal tensors, or tensors that an engine keeps in another precision."""
+    """Equal tensors, tensors that an engine keeps in another precision, or a step that it keeps as a number."""
+    if isinstance(a, str) and a.startswith("float ") and a != "float nan":
+        a = oracle.of_tensor(torch.tensor(struct.unpack(">d", bytes.fromhex(a[6:]))[0], dtype=torch.float32))
     return bool(a == b) or (isinstance(a, tuple) and a[0] != b[0] and a[1] == b[1])
 
 
@@ -341,6 +361,7 @@ def warm(seeds: dict[str, Path], work: Path, targets: Iterable[str] = TARGETS) -
         package = importlib.import_module(f"ckpttool.{part}")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+    importlib.import_module("numpy.ma")  # which numpy imports when it writes into a view, and which compiles signatures
     name = "full-numbered"
     work.mkdir(parents=True, exist_ok=True)
     for suffix, reader, options in (TARGETS[t] for t in targets):

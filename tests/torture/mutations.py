@@ -375,6 +375,12 @@ def of_files(rng: random.Random, folder: Path) -> str:
     return f"{kind} {a.relative_to(folder)} {b.relative_to(folder)}"
 
 
+def is_of_torch(folder: Path) -> bool:
+    """Whether .metadata of a seed holds nothing but torch's classes, so that it can be unpickled and pickled again."""
+    data = (folder / ".metadata").read_bytes()
+    return not any(word in data for word in (b"megatron", b"olmo_core", b"SavePlan"))
+
+
 def files_of(folder: Path) -> list[str]:
     """Regular files below a folder, sorted."""
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
@@ -407,7 +413,7 @@ def tag(rng: random.Random, data: bytes) -> tuple[bytes, str]:
 def _by_content(path: Path, data: bytes) -> Mutation:
     if path.name.startswith("latest"):
         return tag
-    if path.suffix == ".json":
+    if path.suffix == ".json" or data[:1] == b"{":
         return json_text
     if path.suffix == ".safetensors":
         return safetensors_file
@@ -425,12 +431,15 @@ def mutate(rng: random.Random, folder: Path) -> str:
     names = files_of(folder)
     if rng.random() < (0.08 if len(names) > 1 else 0.02):
         return of_files(rng, folder)
-    if (folder / ".metadata").exists() and (kind := rng.random()) < 0.65:
+    of_dcp = [folder / n.removesuffix(".metadata") for n in names if n.rpartition("/")[2] == ".metadata"]
+    of_dcp = [p for p in of_dcp if is_of_torch(p)]
+    if of_dcp and (kind := rng.random()) < 0.65:
+        inside = rng.choice(of_dcp) if of_dcp != [folder] else folder
         is_safetensors = any((folder / n).read_bytes()[8:10] == b'{"' for n in names if n.endswith(".distcp"))
         if kind < 0.25:
-            return dcp_metadata(rng, folder)
+            return dcp_metadata(rng, inside)
         if not is_safetensors:
-            return dcp_item(rng, folder)
+            return dcp_item(rng, inside)
     name = rng.choices(names, [3 if n.endswith((".json", ".metadata")) else 2 for n in names])[0]
     path = folder / name
     data = path.read_bytes()

@@ -58,7 +58,9 @@ class Refused(Exception):
 
 
 def of_tensor(t: Tensor) -> tuple[Any, ...]:
-    """dtype, shape, digest."""
+    """dtype, shape, digest; of a sparse tensor only what it is."""
+    if t.layout != torch.strided:
+        return str(t.layout), tuple(t.shape)
     t = t.detach().resolve_conj().resolve_neg().contiguous()
     if t.dtype == torch.bool:  # a byte of neither 0 nor 1, which ckpttool keeps, is 1 after any copy_ of torch's
         t = t.view(torch.uint8) != 0
@@ -123,6 +125,8 @@ _METADATA_CLASSES = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if name == "_StorageInfo":  # OLMo-core has a copy of the class
+            module = dcp_filesystem.__name__
         known = (module, name) in _METADATA_CLASSES or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )
@@ -350,7 +354,7 @@ def zero0(path: Path) -> Tree:
         for k, i in enumerate(group["params"]):
             out["model", named[i]] = optimizer["fp32_groups"][g][k]
     for i, slots in optimizer["optimizer_state_dict"]["state"].items():
-        out.update({("optim", "state", named[i], slot): x for slot, x in slots.items()})
+        out.update({("optim", "state", named[i], *path): x for path, x in flat(slots).items()})
     return out
 
 
@@ -365,12 +369,12 @@ def universal(path: Path) -> Tree:
     tree = models[0]
     shapes = {n: s for group in tree["param_shapes"] for n, s in group.items()}
     out: Tree = {}
-    for name in sorted(p.name for p in (where / "zero").iterdir() if p.is_dir()):
+    for name in shapes:  # its optimizer asks for the folders of what it trains, and for no others
         for file in (where / "zero" / name).glob("*.pt"):
             found = load(file)
             found = found["param"] if isinstance(found, dict) else found
             slot = file.name.removesuffix(".pt")
-            if isinstance(found, Tensor) and found.ndim and name in shapes:
+            if isinstance(found, Tensor) and found.ndim:
                 found = found.reshape(shapes[name])
             out[("model", name) if slot == "fp32" else ("optim", "state", name, slot)] = found
     _module(models, out)
@@ -399,7 +403,8 @@ def theirs(oracle: str, path: Path) -> Tree:
         said = str(e).strip().splitlines() or [""]
         if isinstance(e, CheckpointException):  # its text ends with the error of a rank
             said = [next((x for x in said if "Weights only load failed" in x), said[-1])]
-        raise Refused(f"{type(e).__name__}: {said[0][:200]}") from None
+        classes = re.findall(r"Unsupported (?:global|class).*?([\w.]+) was not an allowed", str(e))
+        raise Refused(f"{type(e).__name__}: {said[0][:200]}{''.join(f' ({c})' for c in classes[:1])}") from None
 
 
 def entry(x: Any) -> Any:
@@ -433,14 +438,14 @@ def differences(mine: Reading, tree: Tree, oracle: str) -> list[str]:
         return first
     try:
         named = names.canonical(
-            dict(tree), lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=_tied
+            dict(tree), lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=are_tied
         ).leaves
     except ckpttool.CkpttoolError as e:
         return [*first, f"their tree has no canonical names: {e}"]
     return _compared(mine, {joined(p): entry(x) for p, x in named.items()})
 
 
-def _tied(a: Any, b: Any) -> bool:
+def are_tied(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 

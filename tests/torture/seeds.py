@@ -41,7 +41,7 @@ class Seed:
     make: Callable[[Path], Any]
     file: str = ""
     how: dict[str, Any] = field(default_factory=dict)
-    weight: int = 2
+    weight: float = 2
 
     def path(self, folder: Path) -> Path:
         """What is given to ckpttool."""
@@ -159,13 +159,15 @@ def hf_single(folder: Path) -> None:
     save_file({n: t.contiguous().clone() for n, t in weights().items()}, folder / "model.safetensors")
 
 
-def fixture(name: str, *beside: str) -> Callable[[Path], None]:
+def fixture(name: str, *beside: str, inside: str = "ckpt") -> Callable[[Path], None]:
     """A checkpoint that a real engine wrote, with some of the files beside it."""
 
     def make(folder: Path) -> None:
-        shutil.copytree(FIXTURES / name / "ckpt", folder, dirs_exist_ok=True)
+        shutil.copytree(FIXTURES / name / inside, folder, dirs_exist_ok=True)
         for other in beside:
             shutil.copy(FIXTURES / name / other, folder)
+        for config in folder.rglob("config.json"):  # transformers, in a child process, takes seconds
+            config.unlink()
 
     return make
 
@@ -195,12 +197,49 @@ def without_record(make: Callable[[Path], None]) -> Callable[[Path], None]:
     return bare
 
 
+def veomni(folder: Path) -> None:
+    """VeOmni's step folder: weights and optimizer in one folder of DCP, and a file of each rank."""
+    tree = trainable()
+    dcp.save(
+        {"model": tree["model"], "optimizer": tree["optim"]}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True
+    )
+    (folder / "extra_state").mkdir()
+    for rank in range(2):
+        state = {"global_step": 3, "lr_scheduler": tree["scheduler"], "train_dataloader": {"at": 10 + rank}}
+        state["torch_rng_state"] = torch.arange(16, dtype=torch.uint8) + rank
+        torch.save(state, folder / "extra_state" / f"extra_state_rank_{rank}.pt")
+
+
+def encoded(folder: Path) -> None:
+    """Weights in the encodings that the Hub has: fp8 with scales of blocks, MXFP4, int8, packed int4."""
+    g = torch.Generator().manual_seed(7)
+
+    def codes(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.randint(0, 120, shape, generator=g, dtype=torch.uint8).view(dtype)
+
+    tensors = {
+        "a.weight": codes(8, 8, dtype=torch.float8_e4m3fn), "a.weight_scale_inv": torch.rand(1, 1, generator=g),
+        "b.weight_blocks": codes(4, 1, 16), "b.weight_scales": codes(4, 1),
+        "c.weight": codes(8, 8, dtype=torch.int8), "c.weight_scale": torch.rand(8, 1, generator=g).bfloat16(),
+        "d.weight_packed": codes(8, 4).view(torch.int32), "d.weight_scale": torch.rand(8, 1, generator=g).bfloat16(), "d.weight_shape": torch.tensor([8, 8]),
+        "e.weight": codes(4, 4, dtype=torch.float8_e5m2), "norm.weight": torch.rand(8, generator=g).half(),
+    }  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def trainable() -> dict[str, Any]:
     """A state that engines with flat tensors can hold."""
     tree = state()
     tree["model"] = {n: t.contiguous().float() for n, t in tree["model"].items() if n in TRAINED}
     tree["optim"]["state"] = {n: {k: v.contiguous() for k, v in s.items()} for n, s in tree["optim"]["state"].items()}
     return {k: tree[k] for k in ("model", "optim", "scheduler", "trainer")}
+
+
+def of_one_group() -> dict[str, Any]:
+    """A state that Megatron-Core can hold: all its groups have one learning rate."""
+    tree = trainable()
+    tree["optim"]["param_groups"] = [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(TRAINED)}]
+    return tree
 
 
 def small() -> zero_files.Job:
@@ -249,6 +288,28 @@ SEEDS: dict[str, Seed] = {
     "checkpointing": Seed("seed", fixture("checkpointing/fsdp"), weight=2),
     "checkpointing-ours": Seed("seed", ours("torch_checkpointing", tree=trainable, world_size=3), weight=2),
     "audit": Seed("seed", ours("audit", "a.tar.zst"), "a.tar.zst", weight=3),
+    "hf-encoded": Seed("hf", encoded),
+    "adapter": Seed("adapter", fixture("trainer_ddp_lora_w2", inside="ckpt/checkpoint-3"), weight=0.4),
+    "trainer": Seed("fsdp_parts", fixture("trainers/trainer_fsdp2_sharded", inside="ckpt/checkpoint-3"), weight=0.4),
+    "trainer-full": Seed("fsdp_full", fixture("trainers/trainer_fsdp2_full", inside="ckpt/checkpoint-3"), weight=0.4),
+    "accelerate": Seed("fsdp_parts", fixture("trainers/accelerate_fsdp1_sharded"), weight=0.4),
+    "lightning": Seed("lightning", fixture("trainers/lightning_w2", inside=""), weight=0.4),
+    "torchtitan": Seed("dcp_model", fixture("trainers/titan_w2", inside=""), weight=0.4),
+    "olmo": Seed("olmo", fixture("trainers/olmo_core_w3", inside="step3"), weight=0.4),
+    "veomni": Seed("dcp_model", veomni, weight=2),
+    "verl": Seed("verl", fixture("trainers/verl_fsdp2_w3"), weight=0.4),
+    "automodel": Seed("automodel", fixture("trainers/automodel_w2", inside="epoch_0_step_3"), weight=0.4),
+    "transformers-sharded": Seed("transformers", fixture("trainers/transformers_w2"), weight=0.4),
+    "torchtune": Seed("torchtune", fixture("trainers/torchtune_hf", inside=""), "epoch_0", weight=0.4),
+    "torchtune-lora": Seed("torchtune", fixture("trainers/torchtune_lora", inside=""), "epoch_0", weight=0.4),
+    "torchsnapshot": Seed("seed", fixture("trainers/torchsnapshot_w1", inside="ckpt/snap"), weight=0.4),
+    "nanotron": Seed("seed", fixture("nanotron/zero1", inside="3"), weight=0.4),
+    "megatron": Seed("seed", fixture("megatron/tp2_pp2", inside="ckpt/iter_0000003"), weight=0.4),
+    "megatron-flat": Seed("seed", fixture("megatron/flat_ranges", inside="ckpt/iter_0000003"), weight=0.4),
+    "megatron-verl": Seed("seed", fixture("megatron/verl", inside="ckpt/iter_0000003"), weight=0.4),
+    "megatron-ours": Seed("seed", ours("megatron", tree=of_one_group), weight=0.4),
+    "torchao": Seed("seed", fixture("torchao/adamw8bit_w2"), weight=0.4),
+    "torchao-weights": Seed("seed", fixture("torchao/weights", inside="."), "weights.pt", weight=0.4),
 }  # fmt: skip
 
 
