@@ -475,7 +475,9 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
 
 
 def _megatron_gaps(inside: Source, names: Iterable[str]) -> Iterator[str]:
-    """Folders of model-parallel ranks that should be there by the numbers of the others, and files that the others have."""
+    """metadata.json, folders of model-parallel ranks that should be there by the numbers of the others, and files that the others have."""
+    if {".metadata", "common.pt"} <= set(names) and "metadata.json" not in names:
+        yield "no metadata.json"
     folders = {n: set(inside.list(n)) - {"optim.pt"} for n in names if re.fullmatch(_OF_MEGATRON, n)}
     files: set[str] = set().union(*folders.values())
     of: dict[int, set[tuple[int, ...]]] = {}  # {tensor-parallel rank: the other numbers}
