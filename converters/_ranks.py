@@ -24,7 +24,17 @@ from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.sharded import Shards, is_sharded, shards_of, stand_ins
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Extent, OtherCopy, Path, Record, TensorEntry, same_value
+from ckpttool.index.checkpoint import (
+    Checkpoint,
+    Chunks,
+    Extent,
+    MixupNote,
+    OtherCopy,
+    Path,
+    Record,
+    TensorEntry,
+    same_value,
+)
 from ckpttool.index.names import COMPONENTS
 from ckpttool.storage.source import ReadAt, Source
 
@@ -145,7 +155,7 @@ def load(files: Files, name: str) -> Any:
 def parts_of(
     files: Files, source: Source, groups: list[Group], lost: list[str] | None = None, allow_equal_ranks: bool = False
 ) -> tuple[dict[str, Any], int]:
-    """{"model": [Rank], "optim": [[Rank]], "rest": {group: [Rank]}}, and the world size.
+    """{"model": [Rank], "optim": [[Rank]], "rest": {group: [Rank]}, "notes": [text]}, and the world size.
 
     Files of ranks that are missing are added to `lost`, and the others taken; `assembled` refuses what they do not have.
 
@@ -175,9 +185,9 @@ def parts_of(
             f"{source.root} holds more than one model: {stated}. Move one of them to a folder of its own."
         )
     world = _world(files, models[0][1]["model"] if models else [], [g for g, by in found if by["model"] or by["optim"]])
-    out: dict[str, Any] = {"model": [], "optim": [], "rest": {}}
+    out: dict[str, Any] = {"model": [], "optim": [], "rest": {}, "notes": []}
     for group, by in found:
-        _refuse_exchanged(files, group, allow_equal_ranks)
+        out["notes"] += _refuse_exchanged(files, group, allow_equal_ranks)
         for role in ("model", "optim"):
             if not by[role]:
                 continue
@@ -203,8 +213,8 @@ def parts_of(
     return out, world
 
 
-def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> None:
-    """torch.save writes a file's name into it. Where the ranks in those names are these ranks in another order, files were
+def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> list[str]:
+    """The notes on files of a group that are in others' places, which are none unless such files are allowed. torch.save writes a file's name into it. Where the ranks in those names are these ranks in another order, files were
     exchanged; where some are, or two files are equal byte by byte, one was copied over another; else the job saved under other names, and that
     tells nothing.
 
@@ -216,7 +226,7 @@ def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> No
         first = torch_zip.saved_as(files.source.reader_of(name), files.source.size(name))
         found = groups_of([f"{first}.pt"]) if first is not None else []
         if not found:
-            return
+            return []
         stated[rank] = next(iter(found[0].ranks))
     wrong = next((r for r, s in stated.items() if r != s), None)
     if wrong is not None and sorted(stated.values()) == sorted(stated):
@@ -224,16 +234,19 @@ def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> No
             f"{files.source.root}/{group.ranks[wrong]} was saved as the file of rank {stated[wrong]}, and that of rank {wrong} "
             "lies under another name. Files of ranks were exchanged or renamed; put them back."
         )
-    if wrong is None or allow_equal_ranks or stated[wrong] not in group.ranks:
-        return
+    if wrong is None or stated[wrong] not in group.ranks:
+        return []
     one, two = group.ranks[stated[wrong]], group.ranks[wrong]
     size = files.source.size(one)
     small = size == files.source.size(two) and size <= _MOST_COMPARED  # larger ones by their CRC32s, engine/mixups.py
     if len(set(stated.values())) > 1 or (small and files.source.read(one, 0, size) == files.source.read(two, 0, size)):
+        odd = f"{files.source.root}/{two} was saved as the file of rank {stated[wrong]}: {one} was copied over it"
+        if allow_equal_ranks:
+            return [MixupNote(odd)]
         raise Corrupt(
-            f"{files.source.root}/{two} was saved as the file of rank {stated[wrong]}: {one} was copied over it. Fetch the files again. If files are "
-            f"renamed on purpose, use {argument('allow_equal_ranks', True)}."
+            f"{odd}. Fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."
         )
+    return []
 
 
 def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:

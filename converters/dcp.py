@@ -86,6 +86,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """The index of a folder; values are read, tensor items are not looked into."""
     source = where.source
     index = read_index(source)
+    if any(v[0].startswith("common_state/shard_") for v in index.values) and not {
+        "metadata.json",
+        "ckpttool.json",
+    } & set(source.list()):
+        raise Corrupt(
+            f"{source.root} is a folder of Megatron-Core by its keys (common_state/shard_...), and its metadata.json is missing. The copy is "
+            "incomplete: fetch that file."
+        )
     leaves: dict[Path, Any] = {}
     keys: dict[Path, str] = {}
     lost: dict[str, str] = {}

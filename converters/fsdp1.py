@@ -131,6 +131,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
     like = options.like.optimizer if options.like else None
     named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, options.only))
     out = checkpoint_of(named, "fsdp1", source.root, world, files.names, source)
+    out.notes = [*parts["notes"], *out.notes]
     out.records, out.config = list(files.records.values()), config
     out.ranks = {r.file: r.rank for ranks in (parts["model"], *parts["optim"]) for r in ranks}
     if out.trainer is None and any(n.startswith("model_world_size_") for n in files.names):

@@ -32,13 +32,14 @@ from typing import Any
 
 from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported
-from ckpttool.formats import safetensors_header
+from ckpttool.formats import other_files, safetensors_header
 from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, Salvage, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import CanonicalState
 from ckpttool.index.vocabulary import is_vocabulary
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
+from ckpttool.storage import urls
 from ckpttool.storage.source import Source
 
 from . import _training_state as training_state
@@ -58,14 +59,17 @@ def detect(where: Place) -> tuple[bool, str]:
     """A folder with *.safetensors, or one such file."""
     source, file = where
     if file is not None:
-        yes = file.endswith(".safetensors")
-        return yes, "is a .safetensors file" if yes else "not a .safetensors file"
+        yes = file.endswith(".safetensors") and not _is_foreign(source, file)
+        return yes, "is a .safetensors file" if yes else "not a .safetensors file of a model"
     names = source.list()
     if ".metadata" in names:
         return False, "has .metadata, which is of dcp"
     if "latest" in names:
         return False, "has latest, which is of DeepSpeed"
-    found = [n for n in names if n.endswith(".safetensors")]
+    every = [n for n in names if n.endswith(".safetensors")]
+    found = [n for n in every if not _is_foreign(source, n)]
+    if every and not found:
+        return False, f"has {every[0]}, which is no file of a model"
     if "metadata.pkl" in names and any(re.fullmatch(r"[\w-]+_0\.(pt|safetensors|json)", n) for n in names):
         return False, "has metadata.pkl and files of ranks, which are of torch_checkpointing"
     if INDEX in names:
@@ -77,13 +81,32 @@ def detect(where: Place) -> tuple[bool, str]:
     )
 
 
+def _is_foreign(source: Source, name: str) -> bool:
+    """Whether a safetensors file is a part of vLLM's sharded_state, or of an archive that was unpacked."""
+    if not name.startswith(("model-rank-", "tensors-")):
+        return False
+    beside = ("MANIFEST.json",) if name.startswith("tensors-") and source.exists("MANIFEST.json") else ()
+    return other_files.foreign((name,), beside) is not None
+
+
 # --------------------------------------------------------------------------------------------------------- reading
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a folder: headers only."""
+    """The index of a folder: headers only.
+
+    Raises:
+        NotRecognised: its only files are parts of another program's checkpoint.
+    """
     source, file = where
     names = [file] if file is not None else source.list()
+    own = [n for n in names if not (n.endswith(".safetensors") and _is_foreign(source, n))]
+    if own != names:
+        if not any(n.endswith(".safetensors") for n in own):
+            other_files.refuse_checkpoint(
+                names, ("MANIFEST.json",), urls.display_path(f"{source.root}/{file}" if file else source.root)
+            )
+        names = own
     shards = [n for n in names if _SHARD.fullmatch(n)]
     notes: list[str] = []
     if file is None and INDEX in names:

@@ -65,16 +65,28 @@ _ITERATION = re.compile(r"iter_\d{7}|release")
 
 
 def _backend(source: Source, folder: str) -> str | None:
-    """The format that metadata.json of a folder names; None without such a file."""
+    """The format that metadata.json of a folder names; None where it names none, or is missing.
+
+    Raises:
+        CkpttoolError: it is not JSON.
+    """
     name = f"{folder}/metadata.json" if folder else "metadata.json"
     if "metadata.json" not in source.list(folder) or source.size(name) > _MOST_JSON:
         return None
-    try:
-        found = bounded_json.parse(source.read_all(name, _MOST_JSON), name)
-    except CkpttoolError:
-        return None
+    found = bounded_json.parse(source.read_all(name, _MOST_JSON), name)
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     return backend if isinstance(backend, str) else None
+
+
+def _is_sharded(source: Source, folder: str) -> bool:
+    """Whether a folder is one of dist_checkpointing, also where its metadata.json is missing or damaged."""
+    names = set(source.list(folder))
+    if {".metadata", "common.pt"} <= names:
+        return True
+    try:
+        return _backend(source, folder) is not None
+    except CkpttoolError:
+        return ".metadata" in names
 
 
 def _is_fsdp(source: Source) -> bool:
@@ -97,14 +109,14 @@ def _of_ranks(source: Source) -> str | None:
 def _folders(source: Source) -> tuple[list[str], str]:
     """(the folders of dist_checkpointing that are one state, what they are), no folder where there are none."""
     names = set(source.list())
-    if _backend(source, "") is not None:
-        return [""], "has metadata.json of Megatron-Core"
-    if {"weights", "context"} <= names and _backend(source, "weights") is not None:
+    if _is_sharded(source, ""):
+        return [""], "has metadata.json or common.pt of Megatron-Core"
+    if {"weights", "context"} <= names and _is_sharded(source, "weights"):
         return ["weights"], "has weights/ and context/ of NeMo 2"
     inside = [f"{n}/dist_ckpt" for n in _VERL if n in names and "dist_ckpt" in source.list(n)]
-    if inside := [n for n in inside if _backend(source, n) is not None]:
+    if inside := [n for n in inside if _is_sharded(source, n)]:
         return inside, f"has {inside[0]}/ of verl"
-    if "dist_ckpt" in names and _backend(source, "dist_ckpt") is not None:
+    if "dist_ckpt" in names and _is_sharded(source, "dist_ckpt"):
         return ["dist_ckpt"], "has dist_ckpt/ of verl"
     return [], "no metadata.json with sharded_backend"
 
@@ -164,7 +176,22 @@ class _Section:
 
 def _section(source: Source, folder: str, options: ReadOptions) -> _Section:
     inner = source.below(folder) if folder else source
-    backend = _backend(source, folder)
+    try:
+        backend = _backend(source, folder)
+        gone = (
+            ""
+            if backend is not None
+            else "is missing"
+            if "metadata.json" not in inner.list()
+            else "names no sharded_backend"
+        )
+    except CkpttoolError as e:
+        gone = f"is empty or damaged ({e})"
+    if gone:
+        raise Corrupt(
+            f"{inner.root} is a folder of Megatron-Core, and its metadata.json {gone}. The copy is incomplete: fetch that file. Where no "
+            f'copy of it is left, it is this line: {{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}}'
+        )
     if backend != "torch_dist":
         raise Unsupported(
             f"{inner.root}: metadata.json names the format {backend!r}; ckpttool reads torch_dist. Load the checkpoint in the Megatron-Core "

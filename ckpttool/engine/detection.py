@@ -21,6 +21,7 @@ from typing import Any
 
 from .. import layouts
 from ..errors import CkpttoolError, NotRecognised, UsageError, argument
+from ..formats import other_files
 from ..layouts import Layout, Place
 from ..storage import remote, urls
 from ..storage.source import Source
@@ -29,6 +30,7 @@ from .unread_files import human, kind_of
 __all__ = ["Checkpoints", "Found", "below", "detect", "latest", "newest"]
 
 _DEPTH = 2
+_MOST_FOREIGN = 16  # folders that are looked into for another program's files
 _MOST = 1000  # folders that are listed on a disk
 _MOST_EXPORTS = 2  # weights alone at the end of a run, as torchtitan saves them at its last step
 _MOST_REMOTE = 200  # and on a store, where each takes a request
@@ -118,14 +120,16 @@ def detect(where: Place) -> Layout:
     elif re.fullmatch(_OF_MEGATRON, _name(where.source)) and (whole := _folder_of(where.source)) is not None:
         raise _piece(where, *whole)
     try:
-        return layouts.detect(where)
+        layout = layouts.detect(where)
     except NotRecognised as e:
         if where.file is not None:
             if (folder := _folder_of(where.source)) is not None:
                 raise _piece(where, *folder) from None
+            _refuse_foreign(where.source, where.file)
             raise
         found = below(where.source)
         if not found.checkpoints:
+            _refuse_foreign(where.source, None)
             raise
         if all(
             c.step is None and c.epoch is None for c in found.checkpoints
@@ -139,6 +143,45 @@ def detect(where: Place) -> Layout:
             )
         error.below = found
         raise error from None
+    if where.file is None and layout.name == "hf" and _is_stray(where.source.list()):
+        found = below(where.source)
+        if any(c.layout != "hf" for c in found.checkpoints):
+            raise _stray(where.source, found)
+    return layout
+
+
+def _is_stray(names: Iterable[str]) -> bool:
+    """Whether the safetensors files among the names of a folder are no model as transformers, PEFT or torch saves one."""
+    own = r"(config|adapter_config)\.json|model\.safetensors(\.index\.json)?|adapter_model\.safetensors"
+    return not any(re.fullmatch(own, n) or re.fullmatch(_SHARD, n) or re.fullmatch(_SHARD_OF_RANK, n) for n in names)
+
+
+def _stray(source: Source, found: Checkpoints) -> NotRecognised:
+    """The error for a folder with checkpoints below it and safetensors files that are no model beside them."""
+    files = [n for n in source.list() if n.endswith(".safetensors")]
+    error = NotRecognised(
+        f"{_shown(source, '')} holds safetensors files without a config.json, first {files[0]}, and {_count(found)} below it. Give the path of one:\n{found}"
+    )
+    error.below = found
+    return error
+
+
+def _refuse_foreign(source: Source, file: str | None) -> None:
+    """Refuse a file, or a folder and those in it (a run), of a program whose checkpoints ckpttool does not read, by its name.
+
+    Raises:
+        NotRecognised: it is one.
+    """
+    if file is not None:
+        beside = () if source.root.startswith("http") else source.list()  # a server may have no listing of the folder
+        other_files.refuse_checkpoint([file], beside, _shown(source, file))
+        return
+    names = source.list()
+    folders = [n for n in names if source.glance(n)[0]]
+    for folder in ["", *folders[:_MOST_FOREIGN]]:
+        here = source.list(folder) if folder else names
+        files = [n for n in here if not source.glance(f"{folder}/{n}" if folder else n)[0]]
+        other_files.refuse_checkpoint(files, here, _shown(source, folder))
 
 
 def _count(found: Checkpoints) -> str:
@@ -327,7 +370,17 @@ class _Walk:
                     continue
                 self.listings -= 1
                 found = self._folder(path, name)
-                if found is not None:
+                inner: list[Found] = []
+                if (
+                    found is not None
+                    and found.layout == "hf"
+                    and _is_stray(self.source.list(path))
+                    and path.count("/") + 1 < _DEPTH
+                ):
+                    inner = list(self.rows(path))
+                if any(c.layout != "hf" for c in inner):
+                    yield from inner
+                elif found is not None:
                     trainers |= found.layout == "trainer" and found.complete
                     out.append(found)
                 elif path.count("/") + 1 < _DEPTH:
@@ -475,7 +528,9 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
 
 
 def _megatron_gaps(inside: Source, names: Iterable[str]) -> Iterator[str]:
-    """Folders of model-parallel ranks that should be there by the numbers of the others, and files that the others have."""
+    """metadata.json, folders of model-parallel ranks that should be there by the numbers of the others, and files that the others have."""
+    if {".metadata", "common.pt"} <= set(names) and "metadata.json" not in names:
+        yield "no metadata.json"
     folders = {n: set(inside.list(n)) - {"optim.pt"} for n in names if re.fullmatch(_OF_MEGATRON, n)}
     files: set[str] = set().union(*folders.values())
     of: dict[int, set[tuple[int, ...]]] = {}  # {tensor-parallel rank: the other numbers}

@@ -31,9 +31,10 @@ NOTHING = Lost()
 def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
     """Convert elements, rounding to nearest even as torch does, and count what `to` could not hold.
 
-    All numbers are torch's, bit for bit. NaN stays NaN; its sign and payload are ours, since torch gives other ones to the elements that
-    its vectorised loops handle than to the rest. float8_e8m0fnu has neither sign nor zero: as in torch, a negative number becomes its
-    magnitude, and what is below 2**-127 becomes that.
+    All numbers are torch's, bit for bit, and so are NaNs, with two exceptions. A NaN becomes 0x7FC0 in bfloat16, which is one of two
+    answers of torch (its vectorised loops give 0xFFFF to float32 and float64). A signalling NaN stays one from float16 and from float32
+    to float16, where torch sets the quiet bit: no arithmetic makes such numbers, and to look for them would slow every cast down.
+    float8_e8m0fnu has neither sign nor zero: as in torch, a negative number becomes its magnitude, and what is below 2**-127 becomes that.
 
     Returns:
         counts of elements; a cast between equal ranges counts nothing.
@@ -51,8 +52,7 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
             if overflowed or _at_the_end(part, dtype, to):
                 lost = lost.plus(_counted(piece, part, to))
                 overflowed.clear()
-                if to == "bfloat16":  # one NaN, whatever the sign was
-                    part.view("u2")[np.isnan(piece)] = 0x7FC0
+                _set_nans(piece, part, dtype, to)
     return lost
 
 
@@ -81,11 +81,34 @@ def _table(dtype: str, to: str) -> Any:
     """The numbers of all 256 bytes of a dtype, in another."""
     import numpy as np
 
-    numbers = np.arange(256, dtype="u1").view(numpy_dtype(dtype)).astype("f4")
+    codes = np.arange(256, dtype="u4")
+    numbers = codes.astype("u1").view(numpy_dtype(dtype)).astype("f4")
+    bits, nan = numbers.view("u4"), np.isnan(numbers)
+    if shift := {"float8_e4m3fn": 20, "float8_e5m2": 21}.get(dtype):
+        bits[nan] = (0x7FC00000 | codes >> 7 << 31 | (codes << shift) & 0x7FFFFF)[nan]
+    else:  # one NaN, without a sign
+        bits[nan] = 0x7F800001
+    if to == "float32":
+        return numbers
     out = np.empty(256, numpy_dtype(to))
     with np.errstate(all="ignore"):
-        _converter("float32", to)(numbers, out)
+        wide = numbers.astype("f8")
+        _converter("float64", to)(wide, out)
+    _set_nans(wide, out, "float64", to)
     return out
+
+
+def _set_nans(piece: Any, part: Any, dtype: str, to: str) -> None:
+    """Replace the NaNs that numpy and ml_dtypes made of those of `piece` by torch's, where they differ."""
+    import numpy as np
+
+    if to == "bfloat16":
+        part.view("u2")[np.isnan(piece)] = 0x7FC0
+    elif to == "float8_e5m2":
+        part.view("u1")[np.isnan(piece)] |= 0x7F
+    elif (dtype, to) == ("bfloat16", "float16"):
+        nan = np.isnan(piece)
+        part.view("u2")[nan] |= (piece.view("u2")[nan] & 0x3F) << 3
 
 
 def _to_exponents(piece: Any, part: Any) -> None:

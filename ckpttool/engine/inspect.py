@@ -124,7 +124,7 @@ def summarise(
         c = components.setdefault(str(t.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
         c["tensors"] += 1
         c["bytes"] += t.nbytes
-        c["elements"] += t.numel
+        c["elements"] += t.numel * (2 if t.dtype == "float4_e2m1fn_x2" else 1)
         c["dtypes"][t.dtype] = c["dtypes"].get(t.dtype, 0) + t.nbytes
     for v in ckpt.values.values():
         c = components.setdefault(str(v.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})

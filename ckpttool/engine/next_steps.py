@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable
 
 from ..huggingface import hub_names, lora
-from ..index.checkpoint import Checkpoint, joined, unnamed_optimizer_state
+from ..index.checkpoint import Checkpoint, MixupNote, joined, unnamed_optimizer_state
 from ..index.names import without_weights
 
 __all__ = ["next_step"]
@@ -23,6 +23,8 @@ _OF_DEEPSPEED = re.compile(r"(.*/)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_sta
 def next_step(ckpt: Checkpoint, path: str) -> str:
     """One line: whether its trainer resumes from it as it is, and the command for what it does not do."""
     out = f"ckpttool convert {shlex.quote(path)} OUT"
+    if any(isinstance(note, MixupNote) for note in ckpt.notes):
+        return f"no job should resume from it, since a rank's file is in another's place: fetch that file again; ckpttool doctor {shlex.quote(path)}"
     parts = {str(t.path[0]) for t in ckpt.tensors.values()}
     if "model" not in parts:
         both = (
@@ -67,6 +69,11 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
         return f"resumes in its job at {_ranks(ckpt)}; at another world size: {out} --to torch_checkpointing -n RANKS"
     if ckpt.layout == "universal":
         return f"resumes in DeepSpeed with load_universal; without it: {out} --to zero3 -n RANKS"
+    if ckpt.layout == "hf" and (changed := _sparse(ckpt)):
+        return (
+            f"an update of {changed} weight{'s'[: changed > 1]} (.values at .indices) and no model: apply it to the weights that it was made from, with "
+            "the program that made it, and give those"
+        )
     if ckpt.layout == "hf" and (odd := _contradicted(ckpt)) is not None:
         return (
             f"config.json is of another model than the weights ({odd}): from_pretrained would fill what is missing with random numbers. With the "
@@ -85,6 +92,12 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
     if ckpt.layout == "full":
         return f"for a job of several ranks: {out} --to dcp -n RANKS; for transformers: {out} --to hf --config MODEL"
     return f"for transformers: {out} --to hf --config MODEL"
+
+
+def _sparse(ckpt: Checkpoint) -> int:
+    """How many weights are there as the elements that an update changes, and not themselves."""
+    names = {joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"}
+    return sum(f"{n.removesuffix('.values')}.indices" in names for n in names if n.endswith(".values"))
 
 
 def _contradicted(ckpt: Checkpoint) -> str | None:

@@ -175,15 +175,13 @@ def verify(
             {
                 n: d
                 for n, d in {**read, **digests_in_values(held.values), **recorded_values(held.values)}.items()
-                if n not in excused and held.component(n) in shared
+                if n not in excused and _component(n) in shared
             }
             for held, read in ((ckpt, found), (second, digests))
         )
         name = shown_path(against)
         _compare(mine, yours, name)
-        if unequal := sorted(
-            n for n in excused if ckpt.component(n) in shared and n in {**ckpt.values, **second.values}
-        ):
+        if unequal := sorted(n for n in excused if _component(n) in shared and n in {**ckpt.values, **second.values}):
             out.notes.append(
                 f"not compared, since a conversion changed them, as ckpttool.json says: {len(unequal)} of the values, first {unequal[0]}"
             )
@@ -191,6 +189,11 @@ def verify(
             out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
         out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
     return out
+
+
+def _component(name: str) -> str:
+    """The component of a name, also of an entry of a value, which the index does not have by itself."""
+    return name.partition(".")[0]
 
 
 def _components(ckpt: Checkpoint) -> set[str]:

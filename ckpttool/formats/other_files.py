@@ -1,15 +1,26 @@
 """What a file is whose name or place says tensors, and whose first bytes say something else: a git-lfs pointer, a web page, a GGUF
-file, an archive. The readers of tensors call `refuse` before they call such a file damaged.
+file, an archive. The readers of tensors call `refuse` before they call such a file damaged. And whose checkpoint a folder is that no
+layout reads, by the names in it (`refuse_checkpoint`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 
-from ..errors import Corrupt, Unsupported
+from ..errors import Corrupt, NotRecognised, Unsupported
 from .zip_bytes import first_name, is_zip
 
-__all__ = ["HEAD_BYTES", "LFS_POINTER", "is_text", "is_web_page", "refuse", "refuse_format"]
+__all__ = [
+    "HEAD_BYTES",
+    "LFS_POINTER",
+    "foreign",
+    "is_text",
+    "is_web_page",
+    "refuse",
+    "refuse_checkpoint",
+    "refuse_format",
+]
 
 #: As much of the beginning of a file as `refuse` looks at.
 HEAD_BYTES = 512
@@ -26,6 +37,23 @@ _FORMATS = {
     b"\xfd7zXZ\0": ("compressed with xz", _UNPACK),
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
 }
+_TENSORFLOW = "Load it in TensorFlow, and save the variables with safetensors.tensorflow.save_file"
+#: (names of files, a name beside them or "", what they are, what to do) of checkpoints that no layout reads, the surest first.
+_CHECKPOINTS = (
+    (r"model-rank-\d+-part-\d+\.safetensors", "", "vLLM's sharded_state",
+     "Each rank has its share of fused weights there, and nothing says how they were cut: give the model that it was made from"),
+    (r"tensors-\d{5}\.safetensors", r"MANIFEST\.json", "an audit archive of ckpttool that was unpacked",
+     "Give the .tar.zst itself: `ckpttool audit restore` makes a checkpoint of it"),
+    (r"manifest\.ocdbt|_CHECKPOINT_METADATA|_METADATA", "", "a checkpoint of Orbax (JAX)",
+     "Restore it with Orbax, and save the arrays with safetensors.flax.save_file"),
+    (r"saved_model\.pb(txt)?|keras_metadata\.pb", "", "a SavedModel of TensorFlow", _TENSORFLOW),
+    (r".+\.(index|meta|data-\d{5}-of-\d{5})", r".+\.data-\d{5}-of-\d{5}", "a checkpoint of TensorFlow", _TENSORFLOW),
+    (r".+\.msgpack|checkpoint_\d+", "", "a checkpoint of Flax (JAX)",
+     "Read it with flax.serialization.msgpack_restore, and save the arrays with safetensors.flax.save_file"),
+    (r".+\.npz", "", "a file of numpy arrays, as MLX saved weights", "Save the arrays with safetensors where they can be loaded"),
+    (r".+\.gguf", "", *_FORMATS[b"GGUF"]),
+    (r".+\.(h5|keras)", "", "a model of Keras", _TENSORFLOW),
+)  # fmt: skip
 _TAR = slice(257, 262)
 _SAFETENSORS = rb'(?s)....[\0-\x05]\0\0\0\{[\s]*"'  # a header of at most 100 MB
 
@@ -71,10 +99,34 @@ def refuse_format(head: bytes, what: str) -> None:
             raise Unsupported(f"{what} is {kind}, which ckpttool does not read. {advice}.")
     if head[_TAR] == b"ustar":
         raise Unsupported(f"{what} is a tar archive, which ckpttool does not read. {_UNPACK}.")
-    if re.match(_SAFETENSORS, head):
+    if re.match(_SAFETENSORS, head) and not what.endswith(".safetensors"):
         raise Unsupported(f"{what} holds safetensors, but is not named so. Give it a name that ends in .safetensors.")
     if len(head) >= 30 and is_zip(head) and "/" not in (name := first_name(head)):
         kind, advice = (
             ("a numpy .npz file", _FORMATS[b"\x93NUMPY"][1]) if name.endswith(".npy") else ("a zip archive", _UNPACK)
         )
         raise Unsupported(f"{what} is {kind}, which torch.save did not write. {advice}.")
+
+
+def foreign(names: Iterable[str], beside: Collection[str]) -> tuple[str, str, str] | None:
+    """(the file that shows it, what it is, what to do) if one of some files is of a checkpoint that no layout reads. `beside` is all names
+    of their folder."""
+    names = list(names)
+    for pattern, other, kind, advice in _CHECKPOINTS:
+        if not other or any(re.fullmatch(other, n) for n in beside):
+            for name in names:
+                if re.fullmatch(pattern, name):
+                    return name, kind, advice
+    return None
+
+
+def refuse_checkpoint(names: Iterable[str], beside: Collection[str], what: str) -> None:
+    """Refuse files that no layout has recognised, if their names tell what they are. `what` is the path in messages.
+
+    Raises:
+        NotRecognised: they do.
+    """
+    if (found := foreign(names, beside)) is not None:
+        name, kind, advice = found
+        shown = "" if what.rpartition("/")[2] == name else f" ({name})"
+        raise NotRecognised(f"{what} is {kind}{shown}, which ckpttool does not read. {advice}.")

@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 from ..errors import Corrupt, Unsafe, Unsupported, argument
-from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Path, joined
+from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, MixupNote, Path, joined
 from ..storage.patched import Lost
 from ..storage.source import ReadAt
 from . import other_files
@@ -86,7 +86,7 @@ def refuse_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks
         raise Corrupt(
             f"{found}; fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."
         )
-    return [found]
+    return [MixupNote(found)]
 
 
 def read(

@@ -30,6 +30,7 @@ __all__ = [
     "Chunk",
     "Chunks",
     "Extent",
+    "MixupNote",
     "Number",
     "OtherCopy",
     "Record",
@@ -82,6 +83,12 @@ def floating_dtype(name: str) -> str:
 
 class Number(str):
     """An element of a path that is an integer key of a dict: {0: ...}. In DCP, whose keys are text, it is text."""
+
+    __slots__ = ()
+
+
+class MixupNote(str):
+    """A note that a file of a rank is a copy of another rank's, or exchanged with it: no job resumes from that."""
 
     __slots__ = ()
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from attacks.test_numbers import with_right_crcs
+from commands import ckpttool_here
 from torch.distributed.checkpoint._extension import ZStandard
 
 import ckpttool
@@ -22,7 +23,7 @@ from ckpttool.engine import mixups, opening
 from ckpttool.engine.doctor import doctor
 from ckpttool.engine.inspect import inspect
 from ckpttool.engine.stream import small
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, Differs, Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -351,6 +352,67 @@ def test_a_data_file_of_dcp_that_is_a_copy(tmp_path: Path) -> None:
     (folder / "ckpttool.json").unlink()  # its digests tell as well
     assert ckpttool.convert(folder, tmp_path / "out.pt", allow_equal_ranks=True).verified
     assert read_one(folder, allow_equal_ranks=True).size and ckpttool.storage_reader(folder, allow_equal_ranks=True)
+
+
+def exchange(one: Path, other: Path) -> None:
+    first = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(first)
+
+
+def test_data_files_of_dcp_that_were_exchanged_are_found_by_digests_alone(tmp_path: Path) -> None:
+    """Their items have the same names, dtypes, shapes and CRC32s of their own: docs/explanation/security.md."""
+    folder = dcp(tmp_path, torch.randn)
+    exchange(folder / "__1_0.distcp", folder / "__2_0.distcp")
+    state = {"model": {"a.weight": torch.zeros(6, 4)}}
+    for act in (
+        lambda: ckpttool.convert(folder, tmp_path / "out.pt"),
+        lambda: ckpttool.verify(folder, read_data=True),
+        lambda: torch_dcp.load(state, storage_reader=ckpttool.storage_reader(folder), no_dist=True),
+    ):
+        with pytest.raises((CkpttoolError, torch_dcp.api.CheckpointException), match=r"recorded|ckpttool\.json"):
+            act()
+    (folder / "ckpttool.json").unlink()
+    assert not refused(folder, tmp_path)
+    for found in (
+        ckpttool.diff(folder, tmp_path / "in.pt").equal,
+        ckpttool_here("verify", folder, "--against", tmp_path / "in.pt").returncode != Differs.exit_code,
+    ):
+        assert not found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("block/0/norm/model_weight", "block/1/norm/model_weight"),
+     ("block/0/down/model_weight_*tp-rank-0-*", "block/0/down/model_weight_*tp-rank-1-*"),
+     ("block/0/qkv/model_weight_*tp-rank-0-*", "block/1/qkv/model_weight_*tp-rank-0-*")],
+)  # fmt: skip
+def test_model_files_of_nanotron_that_were_exchanged(one: str, other: str, tmp_path: Path) -> None:
+    """fp32 masters tell (zero1); without them (zero0) nothing in the files does: docs/explanation/security.md."""
+    for name in ("zero1", "zero0"):
+        genuine, folder = FIXTURES / "nanotron" / name / "3", tmp_path / name
+        shutil.copytree(genuine, folder)
+        exchange(*(next((folder / "model" / "model").glob(f"{n}.safetensors")) for n in (one, other)))
+        assert refused(folder, tmp_path) == (name == "zero1")
+        assert ckpttool_here("verify", folder, "--against", genuine).returncode != 0
+    assert ckpttool_here("verify", folder, "--against", genuine).returncode == Differs.exit_code
+    assert not ckpttool.diff(folder, genuine).equal
+
+
+def refused(folder: Path, tmp_path: Path) -> bool:
+    """Whether convert and verify refuse a folder; both do, or neither."""
+    out = []
+    for act in (
+        lambda: ckpttool.convert(folder, tmp_path / "out.pt", force=True),
+        lambda: ckpttool.verify(folder, read_data=True),
+    ):
+        try:
+            act()
+            out.append(False)
+        except Corrupt:
+            out.append(True)
+    assert out[0] == out[1]
+    return out[0]
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.5])

@@ -413,6 +413,29 @@ def test_another_format_is_refused_by_its_name(tmp_path: Path) -> None:
         ckpttool.open(tmp_path / "a")
 
 
+#: What a copy that was cut off, or a tool that leaves small files out, makes of metadata.json; None: it is missing.
+DAMAGED = [None, b"", b'{"sharded_backend": "torch_d', b"{}", b"[]", b"\0" * 40, b"not here"]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+@pytest.mark.parametrize("case", ["tp2_pp2", "verl"])
+def test_a_folder_whose_metadata_json_is_not_whole_is_refused_and_no_plain_dcp(
+    case: str, text: bytes | None, tmp_path: Path
+) -> None:
+    step = tmp_path / "iter_0000003"
+    shutil.copytree(folder(case), step)
+    name = step / ("optimizer/dist_ckpt" if case == "verl" else "") / "metadata.json"
+    name.unlink() if text is None else name.write_bytes(text)
+    for command in (["convert", step, tmp_path / "out", "--to", "full"], ["verify", step], ["inspect", step]):
+        done = ckpttool_here(*command)
+        assert done.returncode == Corrupt.exit_code, done
+        assert "metadata.json" in done.stderr and "fetch that file" in done.stderr
+    (step.parent / "latest_checkpointed_iteration.txt").write_text("3")  # by which a folder of Megatron-FSDP is known
+    assert ckpttool_here("inspect", step).returncode == Corrupt.exit_code
+    if (case, text) == ("tp2_pp2", None):
+        assert "incomplete: no metadata.json" in ckpttool_here("inspect", tmp_path).stdout
+
+
 @pytest.mark.parametrize("case", ["tp2_pp2", "stacked_pp2_bf16", "buckets_tp2", "flat_ranges"])
 def test_what_a_lost_file_leaves_is_exact(case: str, tmp_path: Path) -> None:
     shutil.copytree(folder(case), tmp_path / "a")
@@ -509,6 +532,9 @@ def test_a_common_state_that_is_an_item_is_that_of_common_pt(case: str, tmp_path
         pickle.dump(stored, f)
     found = ckpttool.diff(folder(case), tmp_path / "a")
     assert found.equal, found
+    (tmp_path / "a" / "metadata.json").unlink()
+    with pytest.raises(Corrupt, match=r"metadata\.json is missing"):
+        ckpttool.open(tmp_path / "a")
 
 
 def proving(said: list[tuple[str, int, int]]) -> list[tuple[int, int]]:

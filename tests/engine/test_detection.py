@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import ckpttool_here as run
 from peers import FIXTURES
+from safetensors.torch import save_file
 from stores import Flaky, moto
 
 import ckpttool
@@ -188,6 +190,25 @@ def test_a_model_in_the_folder_of_a_run_does_not_hide_its_checkpoints(tmp_path: 
     assert newest(tmp_path / "run") == str(tmp_path / "run")
     shutil.copytree(DDP, tmp_path / "run" / "checkpoint-3")
     assert newest(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-3")
+
+
+def test_safetensors_files_of_no_model_do_not_hide_the_checkpoints_below_them(tmp_path: Path) -> None:
+    shutil.copytree(DCP, tmp_path / "demo" / "run" / "ckpt")
+    for name in ("truth", "next"):
+        save_file({"w": torch.ones(3)}, tmp_path / "demo" / "run" / f"{name}.safetensors")
+    for path, name in ((tmp_path / "demo" / "run", "ckpt"), (tmp_path / "demo", "run/ckpt")):
+        assert list(listed(path)) == [name]
+        assert newest(path) == str(tmp_path / "demo" / "run" / "ckpt")
+    said = run("verify", tmp_path / "demo" / "run").stderr
+    assert "safetensors files without a config.json, first next.safetensors, and 1 checkpoint is below it" in said
+    (tmp_path / "demo" / "run" / "truth.safetensors").unlink()
+    assert list(listed(tmp_path / "demo" / "run")) == ["ckpt"]
+    with ckpttool.open(tmp_path / "demo" / "run" / "next.safetensors") as opened:
+        assert opened.layout.name == "hf"
+    shutil.rmtree(tmp_path / "demo" / "run" / "ckpt")  # other models below it, as of diffusers, are none that hides
+    shutil.copytree(FIXTURES / "hf_llama" / "ckpt", tmp_path / "demo" / "run" / "text_encoder")
+    with ckpttool.open(tmp_path / "demo" / "run") as opened:
+        assert opened.layout.name == "hf"
 
 
 def test_a_checkpoint_without_its_trainer_state_is_incomplete_beside_those_that_have_it(tmp_path: Path) -> None:

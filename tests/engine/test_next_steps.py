@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from commands import ckpttool_here as run
 from peers import FIXTURES
+from safetensors.torch import save_file
 
 import ckpttool
 
@@ -45,6 +48,45 @@ def test_torchtitan_resumes_at_any_world_size_without_its_data_loader() -> None:
     found = ckpttool.inspect(TRAINERS / "titan_w2")
     assert found.trainer == "torchtitan" and found.next.startswith("resumes at any world size in torchtitan")
     assert ("exclude_from_loading" in found.next) == ("dataloader" in found.components)
+
+
+@pytest.mark.parametrize(
+    ("case", "one", "other"),
+    [("zero2_w3_bf16", "*/*zero_pp_rank_0*optim*", "*/*zero_pp_rank_1*optim*"), ("nanotron/zero1/3", "random/tp-0*dp-0*", "random/tp-0*dp-1*"),
+     ("fsdp1_w3_uop0", "*optim*rank*0.pt", "*optim*rank*1.pt"), ("trainers/trainer_ddp", "*/rng_state_0.pth", "*/rng_state_1.pth")],
+)  # fmt: skip
+def test_no_job_is_said_to_resume_from_a_copy_of_another_rank_s_file(
+    case: str, one: str, other: str, tmp_path: Path
+) -> None:
+    genuine = FIXTURES / case
+    folder = tmp_path / "run" / "checkpoint-3"
+    shutil.copytree(genuine / "ckpt" if (genuine / "ckpt").is_dir() else genuine, folder)
+    shutil.copy(next(folder.glob(one)), next(folder.glob(other)))
+    place = folder / "checkpoint-3" if "trainer" in case else folder
+    if (genuine / "flat_layout.json").exists():
+        shutil.copy(genuine / "flat_layout.json", place)
+    found = ckpttool.inspect(place)
+    assert any("saved" in n and "cop" in n for n in found.notes)
+    assert "resumes" not in found.next and "fetch that file again" in found.next
+
+
+def test_a_sparse_update_of_weights_is_no_model(tmp_path: Path) -> None:
+    state = {"model.a.weight.indices": torch.arange(4), "model.a.weight.values": torch.ones(4)}
+    save_file(state, tmp_path / "model.safetensors")
+    shutil.copy(FIXTURES / "hf_llama" / "ckpt" / "config.json", tmp_path)
+    for _ in range(2):
+        said = ckpttool.inspect(tmp_path).next
+        assert (
+            said.startswith("an update of 1 weight (.values at .indices) and no model")
+            and "from_pretrained" not in said
+        )
+        (tmp_path / "config.json").unlink(missing_ok=True)
+
+
+def test_a_folder_without_config_json_is_not_one_that_from_pretrained_reads(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "hf_llama" / "ckpt", tmp_path / "a")
+    (tmp_path / "a" / "config.json").unlink()
+    assert ckpttool.inspect(tmp_path / "a").next.startswith("from_pretrained needs a config.json beside it")
 
 
 def test_half_of_a_checkpoint_names_the_other() -> None:

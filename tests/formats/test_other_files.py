@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zstandard
 from safetensors.torch import save
 
 import ckpttool
-from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, NotRecognised, Unsupported
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 
@@ -88,3 +89,69 @@ def test_a_file_under_no_known_name_is_called_by_what_it_is_and_a_text_is_not_ca
     (tmp_path / "notes.txt").write_text("lr 3e-4\n")
     with pytest.raises(CkpttoolError, match="is not a checkpoint that ckpttool knows"):
         ckpttool.open(tmp_path / "notes.txt")
+
+
+#: {folder: (its files, what it is)}. Only names are looked at, so the files are empty: none of these programs can be installed beside torch here.
+FOREIGN = {
+    "vllm": (["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors", "config.json"], "is vLLM's sharded_state"),
+    "vllm of one rank": (["model-rank-0-part-0.safetensors", "model.safetensors.index.json"], "is vLLM's sharded_state"),
+    "orbax": (["_CHECKPOINT_METADATA", "manifest.ocdbt", "d/8f3c", "ocdbt.process_0/d/1"], "is a checkpoint of Orbax (JAX)"),
+    "orbax of items": (["_CHECKPOINT_METADATA", "default/manifest.ocdbt", "default/_METADATA"], "is a checkpoint of Orbax (JAX)"),
+    "orbax run": (["100/default/manifest.ocdbt", "100/_CHECKPOINT_METADATA"], "100 is a checkpoint of Orbax (JAX)"),
+    "saved model": (["saved_model.pb", "variables/variables.index"], "is a SavedModel of TensorFlow"),
+    "tensorflow": (["checkpoint", "model.ckpt-9.index", "model.ckpt-9.data-00000-of-00001"], "is a checkpoint of TensorFlow"),
+    "flax": (["flax_model.msgpack", "config.json"], "is a checkpoint of Flax (JAX)"),
+    "flax of old": (["checkpoint_900"], "is a checkpoint of Flax (JAX)"),
+    "mlx": (["weights.npz", "config.json"], "is a file of numpy arrays, as MLX saved weights"),
+    "gguf": (["m-Q8_0.gguf"], "is a GGUF file of llama.cpp"),
+    "keras": (["tf_model.h5", "config.json"], "is a model of Keras"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_folder_of_another_program_is_called_by_what_it_is_in_one_sentence_with_what_to_do(
+    case: str, tmp_path: Path
+) -> None:
+    files, words = FOREIGN[case]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for path in (tmp_path, *(tmp_path / n for n in files if n.startswith("model-rank-") or n.endswith(".msgpack"))):
+        with pytest.raises(NotRecognised) as e:
+            ckpttool.open(path)
+        said = str(e.value)
+        assert words in said and ", which ckpttool does not read. " in said and "\n" not in said
+    if "vllm" in case:
+        with pytest.raises(NotRecognised, match="vLLM"):
+            ckpttool.open(tmp_path, source_layout="hf")
+
+
+def test_a_part_of_vllm_s_sharded_state_is_never_read_as_a_model(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"model-rank-{rank}-part-0.safetensors").write_bytes(save({"lm_head.weight": torch.ones(4, 4)}))
+    with pytest.raises(NotRecognised, match="is vLLM's sharded_state"):
+        ckpttool.open(tmp_path / "model-rank-0-part-0.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(
+        save({"lm_head.weight": torch.ones(8, 4)})
+    )  # a model beside them is read
+    with ckpttool.open(tmp_path) as opened:
+        assert opened["model.lm_head.weight"].shape == (8, 4)
+
+
+def test_an_archive_that_was_unpacked_is_no_model(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(3)}}, tmp_path / "in.pt")
+    ckpttool.export(tmp_path / "in.pt", tmp_path / "a.tar.zst")
+    with (
+        (tmp_path / "a.tar.zst").open("rb") as f,
+        zstandard.ZstdDecompressor().stream_reader(f, read_across_frames=True) as plain,
+        tarfile.open(fileobj=plain, mode="r|") as t,
+    ):
+        t.extractall(tmp_path / "a", filter="data")
+    for path in (tmp_path / "a", tmp_path / "a" / "tensors-00001.safetensors"):
+        with pytest.raises(
+            NotRecognised, match=r"is an audit archive of ckpttool that was unpacked.*Give the \.tar\.zst itself"
+        ):
+            ckpttool.open(path)
+    (tmp_path / "a" / "MANIFEST.json").unlink()  # then it is somebody's file of that name
+    with ckpttool.open(tmp_path / "a" / "tensors-00001.safetensors") as opened:
+        assert len(opened) == 1
