@@ -6,16 +6,18 @@
 >>> ckpttool.diff("runs/step-1000", "out/dcp").equal                                             # doctest: +SKIP
 True
 
-Nothing is imported until it is used; none of these imports torch.
+Nothing is imported until it is used; none of these imports torch. Not even a module of Python's own library: `python -m ckpttool`
+has the current folder on its path until `__main__` takes it off.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ._version import __version__
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from .audit.export import Exported, export, restore
     from .audit.options import ArchiveOptions
     from .converters._options import (  # type: ignore[import-not-found,unused-ignore]

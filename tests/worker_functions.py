@@ -93,6 +93,10 @@ def environment(text: str) -> str:
     return f"{os.environ.get(text)} {os.getcwd()}"
 
 
+def path(text: str) -> str:
+    return "\0".join(sys.path)
+
+
 def long_names(text: str) -> str:
     return text[::-1]
 

@@ -72,7 +72,10 @@ def resume_verify(
     job: Annotated[
         str | None,
         typer.Option(
-            "--job", help="Your own job: a function that builds it.", metavar="MODULE.PY:BUILD", rich_help_panel="Job"
+            "--job",
+            help="Your own job: a function that builds it. That file, and the modules beside it, run as your code.",
+            metavar="MODULE.PY:BUILD",
+            rich_help_panel="Job",
         ),
     ] = None,
     from_: From = None,

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, chdir, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TextIO, cast
@@ -394,7 +394,8 @@ def _ray(where: str) -> Iterator[Workers]:
             # Ray would wait for minutes, and then end this process
             if address := re.fullmatch(r"(?:ray://)?(.+):(\d+)", where):
                 socket.create_connection((address[1], int(address[2])), 10).close()
-            ray.init(address=where, log_to_driver=False, logging_level="error")
+            with chdir(os.path.dirname(os.__file__)):  # Ray puts the current folder on the path of its workers
+                ray.init(address=where, log_to_driver=False, logging_level="error")
     except Exception as e:
         ray.shutdown()
         raise RemoteError(
@@ -473,7 +474,7 @@ def _mpi_executor() -> tuple[Executor, int | None]:
             raise UsageError(
                 f"{said}: there is one process only. Start it with mpiexec -n 4 ckpttool ..., or srun --mpi=pmix -n 4."
             )
-        spawned = MPIPoolExecutor(main=False)
+        spawned = MPIPoolExecutor(main=False, python_args=["-P"])
         _mpi_pool = spawned, spawned.num_workers
         return _mpi_pool
     if world.rank:

@@ -29,11 +29,13 @@ from .local_worker import FORK, RAISED, REQUEST, RETURNED, WAIT, header, main, m
 
 __all__ = ["LocalProcesses", "WorkerDied"]
 
-#: sys.path comes first, so that workers import what this process would: an editable install, PYTHONPATH, what a program added.
+#: sys.path comes first, so that workers import what this process would: an editable install, PYTHONPATH, what a program added. The
+#: current folder, which `python -c`, a prompt or a notebook has on it, is left out: it may be that of a checkpoint.
 _CODE = """
-import sys
+import os, sys
 file = open(int(sys.argv[1]), "rb")
-sys.path[:] = file.read(int(sys.argv[2])).decode("utf-8", "surrogateescape").split("\\0")
+given, own = file.read(int(sys.argv[2])).decode("utf-8", "surrogateescape").split("\\0"), set(sys.path)
+sys.path[:] = [p for p in given if p in own or (p and not (os.path.exists(p) and os.path.samefile(p, ".")))]
 from ckpttool.engine import local_worker
 getattr(local_worker, sys.argv[3])(file, int(sys.argv[4]))
 """

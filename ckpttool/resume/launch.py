@@ -101,7 +101,8 @@ def resume_verify(
         reference: the lines that a `Recorder` wrote in the original job. Without this and `against`, only the state and the
             run itself are checked.
         config: folder or id of the Hugging Face model; the folder of the checkpoint if it has a config.json.
-        job: "module.py:build", a function of yours that returns the model, and perhaps optimizer, scheduler, data and loss.
+        job: "module.py:build", a function of yours that returns the model, and perhaps optimizer, scheduler, data and loss. Each rank
+            runs it, with the folder of module.py first on sys.path.
         world_size: ranks of the job; by default one for each GPU, or one.
         mesh: "dp_replicate=R,dp_shard=S,tp=T"; all ranks in dp_shard by default.
         against_world_size: ranks of the run of `against`; those of the candidate by default.

@@ -90,10 +90,11 @@ def run_ranks(folder: str, world: int, settings: Settings, status: Status) -> No
 
 
 def started(words: list[str], environment: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
-    """A rank: `python WORDS` in a session of its own, so that a Ctrl-C of the terminal reaches only the command."""
+    """A rank: `python -P WORDS`, whose modules never come from the current folder, in a session of its own, so that a Ctrl-C of the
+    terminal reaches only the command."""
     with open(log, "ab") as f:
         return subprocess.Popen(
-            [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=f, stderr=f, env=environment, start_new_session=True
+            [sys.executable, "-P", *words], stdin=subprocess.DEVNULL, stdout=f, stderr=f, env=environment, start_new_session=True
         )  # fmt: skip
 
 

@@ -117,17 +117,29 @@ def _defined(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
 
 
 def _found(module: str) -> ModuleSpec | None:
-    """Where a module is, as ranks will find it: they have the current folder on their path. Nothing is imported."""
+    """Where a module is: installed or on PYTHONPATH, or else in the current folder. Nothing is imported."""
     top, *inner = module.split(".")
-    spec = None
-    if top.isidentifier():
-        spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    spec = _installed(top) or PathFinder.find_spec(top, [os.getcwd()]) if top.isidentifier() else None
     for part in inner:
         if spec is None or spec.submodule_search_locations is None:
             return None
         # without the names before it, which would have to be imported for a folder without __init__.py
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
+
+
+def _installed(top: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(top)
+    except ValueError:  # __main__
+        return None
+
+
+def _add(folder: str) -> None:
+    """Let the recipe import what lies beside it, as a script does. A rank has no other folder than this on its path that is not of its
+    Python or PYTHONPATH."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
@@ -141,15 +153,15 @@ def built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
     if where.endswith(".py"):
         if not os.path.isfile(where):
             raise UsageError(f"{said}: the file {where} does not exist.")
-        folder = os.path.dirname(os.path.abspath(where))
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+        _add(os.path.dirname(os.path.abspath(where)))
         spec = importlib.util.spec_from_file_location(os.path.basename(where)[:-3], where)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     else:
+        if _installed(where.partition(".")[0]) is None:
+            _add(os.getcwd())
         try:
             module = importlib.import_module(where)
         except ImportError as e:

@@ -9,7 +9,7 @@ if [ ! -s "$report" ]; then
     [ "$status" -ne 0 ] || status=1
     exit "$status"
 fi
-code=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["exit_code"])' "$report") || exit 1
+code=$(python3 -I -c 'import json, sys; print(json.load(open(sys.argv[1]))["exit_code"])' "$report") || exit 1
 case $code in
     0) echo "training goes on: the migration may proceed" >&2 ;;
     10) echo "training differs from the reference: keep the old checkpoint and see $1/report.html" >&2 ;;

@@ -6,6 +6,7 @@ set -u
 nodes=$1 this=$2 master=$3
 here=$(dirname "$0")
 [ "$this" -ne 0 ] || rm -f "$REPORT/report.json" # of an earlier run
+export PYTHONSAFEPATH=1 # the ranks of `torchrun -m` take no modules from the current folder
 
 # shellcheck disable=SC2086 # OPTIONS are words: "--min-mfu 0.4 --dtype bf16"
 torchrun --nnodes="$nodes" --node-rank="$this" --nproc-per-node="${GPUS_PER_NODE:-8}" --master-addr="$master" \

@@ -55,6 +55,21 @@ def test_a_worker_imports_neither_torch_nor_numpy(local: LocalProcesses) -> None
     assert not found & {"torch", "transformers", "numpy", "typer", "rich"}
 
 
+def test_workers_have_the_path_of_the_parent_without_the_current_folder(
+    local: LocalProcesses, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As `python -c`, a prompt and a notebook have it, and as a program may add it."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for entry in ("", ".", str(tmp_path), str(tmp_path / "link"), str(other)):
+        monkeypatch.syspath_prepend(entry)
+    monkeypatch.chdir(tmp_path)
+    found = local.submit(functions.path, "").result().split("\0")
+    assert found[0] == str(other) and not {"", ".", str(tmp_path), str(tmp_path / "link")} & set(found)
+    assert str(TESTS) in found
+
+
 def test_workers_have_the_environment_and_the_folder_of_the_parent(
     local: LocalProcesses, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -72,6 +72,18 @@ def test_modules_are_found_as_the_ranks_will_find_them_and_not_imported(
         looked_over("jobs/none.py:build")
 
 
+def test_an_installed_module_comes_before_one_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that somebody else has filled is not searched for the name of one's own package."""
+    for place, function in (("site", "build"), ("here", "other")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "my_jobs.py").write_text(f"def {function}(): pass")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.chdir(tmp_path / "here")
+    looked_over("my_jobs:build")
+
+
 def test_a_recipe_is_looked_over_before_the_checkpoint_is_opened(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"job='/.*none\.py:build': the file"):
         launch.resume_verify(tmp_path / "absent", job=f"{tmp_path}/none.py:build", device="cpu")

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import conserved, faults, fuzz, holds, lab, report, seeds
+from . import conserved, faults, fuzz, holds, lab, planted, report, seeds
 
 #: Of the time; what building and importing takes comes out of the share of the fuzzer, which is last.
-SHARES = {"fuzz": 0.4, "faults": 0.14, "kills": 0.08, "races": 0.05, "conserved": 0.28, "holds": 0.05}
+SHARES = {"fuzz": 0.4, "faults": 0.14, "kills": 0.08, "races": 0.05, "conserved": 0.23, "holds": 0.05, "planted": 0.05}
 
 
 def scratch() -> Path:
@@ -33,6 +33,8 @@ def replay(case: str, work: Path) -> dict[str, Any]:
         return conserved.case(int(number), work / "conserved")
     if kind == "holds":
         return holds.case(int(number), work / "holds")
+    if kind == "planted":
+        return planted.replay(int(number), work / "planted")
     if kind != "fuzz":
         shim = faults.compiled(work)
         if shim and "LD_PRELOAD" not in os.environ:  # the loader reads it when a process begins

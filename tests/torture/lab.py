@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import conserved, faults, holds, kills, races
+from . import conserved, faults, holds, kills, planted, races
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -39,10 +39,11 @@ def main() -> None:
     if lab.shim is not None and "faults" in what:
         seconds, most = what["faults"]
         faults.run(lab, time.time() + seconds, log, part, parts, most)
-    for name, act in (("kills", kills.run), ("races", races.run), ("conserved", conserved.run), ("holds", holds.run)):
+    testers = {"kills": kills, "races": races, "conserved": conserved, "holds": holds, "planted": planted}
+    for name, tester in testers.items():
         if name in what:
             seconds, most = what[name]
-            act(lab, time.time() + seconds, log, part, parts, most, first)
+            tester.run(lab, time.time() + seconds, log, part, parts, most, first)
 
 
 def replay(case: str, sources: Path, out: Path) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def of_mutants(done: list[dict[str, Any]]) -> list[Row]:
 def of_others(done: list[dict[str, Any]]) -> list[Row]:
     """Rows of faults, kills and races."""
     of: dict[str, list[dict[str, Any]]] = {
-        k: [r for r in done if r["id"].startswith(k)] for k in ("fault", "kill", "race", "conserved", "holds")
+        k: [r for r in done if r["id"].startswith(k)]
+        for k in ("fault", "kill", "race", "conserved", "holds", "planted")
     }
     codes = Counter(r["code"] for r in of["fault"])
     killed = [r for r in of["kill"] if r["killed"]]
@@ -79,6 +80,8 @@ def of_others(done: list[dict[str, Any]]) -> list[Row]:
         Row("- bad: an entry lost, altered or in no list", sum(r["bad"] for r in of["conserved"]), bad=True),
         Row("exports, holds, releases and deletions by four processes at one store", sum(r["operations"] for r in of["holds"]), f"{len(of['holds'])} stores"),
         Row("- bad: stores where a held archive is gone or another, or a line is not so", sum(r["bad"] for r in of["holds"]), bad=True),
+        Row("commands beside planted modules", len(of["planted"]), f"{len({r['id'].split(':')[1] for r in of['planted']})} commands"),
+        Row("- bad: a planted module ran, or the command failed", sum(r["bad"] for r in of["planted"]), bad=True),
     ]  # fmt: skip
     for name in dict.fromkeys(r["said"] for r in of["race"]):
         mine = [r for r in of["race"] if r["said"] == name]
