@@ -30,13 +30,15 @@ caller knows it: `argument("world_size", 0)` is `world_size=0` in Python, and `-
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+
+from .printable import printable, printable_lines
 
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "DoesNotFit", "GateFailed",
     "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
-    "Unsupported", "UsageError", "argument", "as_flags", "flags_are_named", "kind_of",
+    "Unsupported", "UsageError", "argument", "as_flags", "changed", "flags_are_named", "kind_of", "what_changed",
 ]  # fmt: skip
 
 
@@ -44,10 +46,24 @@ class CkpttoolError(Exception):
     """Anything ckpttool refuses or fails to do.
 
     `keeps_work`: whether what a run has written so far can still become the destination, so that the next run continues.
+
+    Its text is safe to print, whatever names are in it: one line, with escapes for what does not print (`args[0]` has it as it was made).
+    `listing` are lines of ours below it.
     """
 
     exit_code = 1
     keeps_work = True
+
+    def __init__(self, *text: object, listing: str = "") -> None:
+        super().__init__(*text)
+        self.listing = listing
+
+    def __str__(self) -> str:
+        return printable(super().__str__()) + (f"\n{printable_lines(self.listing)}" if self.listing else "")
+
+    def add_note(self, note: str, /) -> None:
+        """A note, which Python prints below the text; safe to print, too."""
+        super().add_note(printable(note))
 
 
 class UsageError(CkpttoolError, ValueError):
@@ -198,23 +214,55 @@ _FLAGS = {
     "hold": "--legal-hold",
 }  # fmt: skip
 
-_flags = False
+
+class CommandLine:
+    """The command that a process runs. `flags` are the options that it has; () where that is not known."""
+
+    def __init__(self, flags: Collection[str] = ()) -> None:
+        self._flags = flags
+
+    @property
+    def flags(self) -> Collection[str]:
+        """Its options."""
+        return self._flags
+
+    def owner(self, flag: str) -> str:
+        """A command that has an option which this one lacks."""
+        return "ckpttool convert"
+
+
+_command: CommandLine | None = None
 
 
 @contextmanager
-def as_flags() -> Iterator[None]:
-    """Messages made inside name options as the command line does; the process is one program then."""
-    global _flags
-    before, _flags = _flags, True
+def as_flags(command: CommandLine | None = None) -> Iterator[None]:
+    """Messages made inside name options as the command line does; the process is one program then. An option that `command` lacks is
+    named with a command that has it."""
+    global _command
+    before, _command = _command, command or CommandLine()
     try:
         yield
     finally:
-        _flags = before
+        _command = before
 
 
-def flags_are_named() -> bool:
-    """Whether `as_flags` is in effect, for those who start processes whose messages are shown too."""
-    return _flags
+def flags_are_named() -> list[str] | None:
+    """None where `as_flags` is not in effect, otherwise the options of the command: for those who start processes whose messages are shown too."""
+    return None if _command is None else list(_command.flags)
+
+
+_changed = ""
+
+
+def changed(what: str) -> None:
+    """Keep in mind what a run has changed for good: an interrupt that comes later says it."""
+    global _changed
+    _changed = what
+
+
+def what_changed() -> str:
+    """What was given to `changed` last; "" if nothing was."""
+    return _changed
 
 
 def argument(name: str, value: object = None, of: str | None = None) -> str:
@@ -226,14 +274,19 @@ def argument(name: str, value: object = None, of: str | None = None) -> str:
     ...     argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
     ('--world-size 0', '--drop', '--wrap', '--only model,optim')
 
+    The command line may be one of a command that lacks it. Then it says whose option it is: "--drop of `ckpttool convert`".
+
     Args:
         value: None for the name alone, True for an option that is a switch.
         of: the dataclass that it is a field of, where it belongs to one layout.
     """
-    if _flags:
+    if _command is not None:
         flag = _FLAGS.get(name) or "--" + name.replace("_", "-")
-        if value is None or value is True:
-            return flag
-        return f"{flag} {','.join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value}"
+        text = flag
+        if value is not None and value is not True:
+            text += (
+                f" {','.join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value}"
+            )
+        return text if flag in (_command.flags or (flag,)) else f"{text} of `{_command.owner(flag)}`"
     said = name if value is None else f"{name}={value!r}"
     return f"{of}({said})" if of else said

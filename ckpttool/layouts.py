@@ -510,7 +510,7 @@ def detect(where: Place) -> Layout:
     if where.file:
         head = where.source.read(where.file, 0, min(where.source.size(where.file), other_files.HEAD_BYTES))
         other_files.refuse_format(head, path)
-    raise NotRecognised(f"{path} is not a checkpoint that ckpttool knows. It looked for:\n{_reasons(answers)}")
+    raise NotRecognised(f"{path} is not a checkpoint that ckpttool knows. It looked for:", listing=_reasons(answers))
 
 
 def _reasons(answers: Iterable[tuple[Layout, bool, str]]) -> str:

@@ -34,6 +34,7 @@ from typing import Any
 from .. import bounded_json
 from ..errors import Corrupt, Differs, Unsupported, UsageError
 from ..extras import missing
+from ..printable import printable
 
 __all__ = ["describe", "sign", "verify"]
 
@@ -185,7 +186,7 @@ def _who(material: dict[str, Any]) -> str:
         return fingerprint
     except ValueError as e:
         raise Corrupt(f"{SIGNATURE} holds a certificate that cannot be read ({e}).") from None
-    return _clean(text)
+    return printable(text)
 
 
 def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
@@ -210,17 +211,13 @@ def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | 
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(ascii(n)[1:-1][:200] for n in sorted(names)[:5])
+    shown = ", ".join(printable(n)[:200] for n in sorted(names)[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _reason(e: Exception) -> str:
     """The library's error, in a line; a wrong signature has no message."""
-    return _clean(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
-
-
-def _clean(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return printable(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
 
 
 # ------------------------------------------------------------------------------------------------------------- keys

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
+from ..printable import printable
 from .help import READING, about
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
@@ -26,8 +27,10 @@ from .terminal import (  # fmt: skip
     Tag,
     Wrap,
     comma,
+    console,
     draw,
     newest_of,
+    note,
     print_json,
 )
 
@@ -338,14 +341,14 @@ class _Telling:
         if self.quiet:
             return
         if not sys.stderr.isatty():
-            print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
+            note(f"[{time.monotonic() - self.began:6.1f} s] {text}")
             return
         if self.status is None:
-            from rich.console import Console
-
-            self.status = Console(stderr=True).status(text)
+            self.status = console(stderr=True).status("")
             self.status.start()
-        self.status.update(text)
+        from rich.text import Text
+
+        self.status.update(Text(printable(text)))
 
     def close(self) -> None:
         """Take the line off the screen."""

@@ -9,6 +9,7 @@ import typer
 
 from ..terminal import (  # fmt: skip
     print_json,
+    say,
 )
 
 __all__ = ["ArchivePath", "Identity", "Jobs", "NoLedger", "Scratch", "Store", "print_entry", "threads_of"]
@@ -42,4 +43,4 @@ def print_entry(entry: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(entry)
         return
-    print(f"ledger      line {entry['seq']}, sha256:{entry['hash']}")
+    say(f"ledger      line {entry['seq']}, sha256:{entry['hash']}")

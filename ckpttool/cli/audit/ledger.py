@@ -12,7 +12,7 @@ from ..terminal import (  # fmt: skip
     Json,
     note,
     print_json,
-    printable,
+    say,
 )
 from .arguments import ArchivePath, Store, print_entry
 
@@ -48,7 +48,7 @@ def verify(
             f"warning: line {b['line']} is of {b['time']}, {timedelta(seconds=b['seconds'])} before the line above it "
             f"({b['before']}): the clock of a machine was wrong."
         )
-    print(f"head        sha256:{found['head']}")
+    say(f"head        sha256:{found['head']}")
 
 
 @about(
@@ -77,4 +77,4 @@ def show(store: Store, as_json: Json = False) -> None:
         return
     for e in rows:
         said = e.get("reason") or e.get("why") or e.get("merkle_root") or ""
-        print(printable(f"{e['seq']:5d}  {e['time']}  {e['event']:13s} {e['archive']}  {e['by']}  {said}"))
+        say(f"{e['seq']:5d}  {e['time']}  {e['event']:13s} {e['archive']}  {e['by']}  {said}")

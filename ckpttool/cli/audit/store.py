@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
+from ...printable import printable
 from ..help import about
 from ..terminal import (  # fmt: skip
     Json,
     draw,
     note,
     print_json,
-    printable,
+    say,
 )
 from .arguments import ArchivePath, Store, print_entry
 
@@ -63,7 +64,7 @@ def list_(store: Store, as_json: Json = False) -> None:
     draw(table)
     for r in rows:
         for text in r.warnings:
-            note(f"warning: {printable(f'{r.name}: {text}').rstrip('.')}.")
+            note(f"warning: {f'{r.name}: {text}'.rstrip('.')}.")
 
 
 def _short(signer: str) -> str:
@@ -109,11 +110,11 @@ def prune(
         print_json({"dry_run": dry_run, **asdict(done)})
         return
     for name in done.deleted:
-        print(f"{'would delete' if dry_run else 'deleted':13s}{printable(name)}")
+        say(f"{'would delete' if dry_run else 'deleted':13s}{name}")
     for name, why in done.kept.items():
-        print(f"{'kept':13s}{printable(name)}: {printable(', '.join(why))}")
+        say(f"{'kept':13s}{name}: {', '.join(why)}")
     for name, reason in done.refused.items():
-        print(f"{'refused':13s}{printable(name)}: {printable(reason)}")
+        say(f"{'refused':13s}{name}: {reason}")
     note(
         f"{len(done.deleted)} archive{'s' * (len(done.deleted) != 1)}, {human(done.freed)}"
         + (" would be freed; nothing was touched" if dry_run else " freed")
