@@ -19,6 +19,7 @@
     ├── ContinuityFailed         10     training does not go on as before
     ├── GateFailed               11     a threshold given by the user was not met
     ├── RankLost                 13     a rank of a job was killed, or makes no progress
+    ├── NotPermitted             14     the system does not let this user read or write there
     └── Interrupted             130     stopped by a signal; the next run continues
 
 x: what a run has written so far is of no use after such an error and is removed (`keeps_work` is False). After any other
@@ -30,6 +31,7 @@ caller knows it: `argument("world_size", 0)` is `world_size=0` in Python, and `-
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -37,8 +39,8 @@ from .printable import printable, printable_lines
 
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "DoesNotFit", "GateFailed",
-    "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
-    "Unsupported", "UsageError", "argument", "as_flags", "changed", "flags_are_named", "kind_of", "what_changed",
+    "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotPermitted", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
+    "Unsupported", "UsageError", "argument", "as_flags", "flags_are_named", "kind_of", "kind_of_failure", "note_change", "what_changed",
 ]  # fmt: skip
 
 
@@ -176,6 +178,12 @@ class RankLost(CkpttoolError):
     exit_code = 13
 
 
+class NotPermitted(CkpttoolError):
+    """The system does not let this user read or write there. It says nothing about the checkpoint."""
+
+    exit_code = 14
+
+
 class Interrupted(CkpttoolError):
     """Stopped by a signal; the next run continues."""
 
@@ -198,6 +206,7 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (11, "gate failed"),
     (12, "checkpoint does not fit the job"),
     (13, "rank lost or hung"),
+    (14, "permission denied"),
     (130, "interrupted (resumable)"),
 )
 
@@ -205,6 +214,13 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
 def kind_of(e: CkpttoolError) -> str:
     """The name of an error's class; if it is not one of this module, that of the nearest one above it."""
     return next(c.__name__ for c in type(e).__mro__ if c.__name__ in __all__)
+
+
+def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) -> type[CkpttoolError]:
+    """The class of the error for a failed system call: what is not permitted, and a full disk, are no fault of the file."""
+    if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return NotPermitted
+    return NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
 
 
 #: Arguments whose option is not their name with dashes.
@@ -254,14 +270,14 @@ def flags_are_named() -> list[str] | None:
 _changed = ""
 
 
-def changed(what: str) -> None:
+def note_change(what: str) -> None:
     """Keep in mind what a run has changed for good: an interrupt that comes later says it."""
     global _changed
     _changed = what
 
 
 def what_changed() -> str:
-    """What was given to `changed` last; "" if nothing was."""
+    """What was given to `note_change` last; "" if nothing was."""
     return _changed
 
 

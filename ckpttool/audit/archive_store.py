@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..engine.fill import silent
-from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteError, UsageError
+from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteError, UsageError, kind_of_failure
 from ..storage import objects, remote, urls
 from ..storage.source import Source
 from . import ledger, sidecar
@@ -362,4 +362,4 @@ def remove_file(store: str, name: str) -> None:
     except FileNotFoundError:
         pass  # gone is gone
     except OSError as e:
-        raise CkpttoolError(f"{os.path.join(store, name)}: {e.strerror}.") from None
+        raise kind_of_failure(e)(f"{os.path.join(store, name)}: {e.strerror}.") from None

@@ -20,6 +20,7 @@ import getpass
 import json
 import os
 import re
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,18 @@ from itertools import pairwise
 from typing import Any
 
 from ..bounded_json import parse
-from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
+from ..errors import (
+    CkpttoolError,
+    Corrupt,
+    Differs,
+    NoSpace,
+    RemoteError,
+    Unsafe,
+    Unsupported,
+    UsageError,
+    kind_of_failure,
+    note_change,
+)
 from ..storage import objects, urls
 from .retention import stamp, time_of
 
@@ -60,7 +72,12 @@ def append(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]
     if not archive or "/" in archive or not event:
         raise UsageError(f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.")
     facts = {"event": event, "archive": archive, "by": _who(), **facts}
-    return _append_object(store, facts) if urls.is_url(store) else _append_file(store, facts)
+    entry = _append_object(store, facts) if urls.is_url(store) else _append_file(store, facts)
+    note_change(
+        f"Line {entry['seq']} of the ledger of {urls.redact_url(store)} was written: {event} of {archive}. `ckpttool audit list "
+        f"{shlex.quote(urls.redact_url(store))}` shows what is there; the same command again does what is missing."
+    )
+    return entry
 
 
 def refuse_unwritable(store: str) -> list[dict[str, Any]]:
@@ -349,7 +366,7 @@ def _opened(store: str, flags: int) -> Iterator[int]:
     except FileNotFoundError:
         raise
     except OSError as e:
-        kind = Unsafe if e.errno in (errno.ELOOP, errno.EISDIR) else CkpttoolError
+        kind = Unsafe if e.errno in (errno.ELOOP, errno.EISDIR) else kind_of_failure(e)
         raise kind(f"{path} cannot be opened: {e.strerror}.") from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -388,7 +405,7 @@ def _append_file(store: str, facts: dict[str, Any]) -> dict[str, Any]:
     except FileNotFoundError:
         raise Corrupt(f"{store}: no such folder.") from None
     except OSError as e:
-        raise CkpttoolError(f"{path}: {e.strerror}. The entry was not written.") from None
+        raise kind_of_failure(e)(f"{path}: {e.strerror}. The entry was not written.") from None
 
 
 def _last(fd: int, size: int, what: str) -> dict[str, Any] | None:

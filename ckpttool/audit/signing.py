@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .. import bounded_json
-from ..errors import Corrupt, Differs, Unsupported, UsageError
+from ..errors import Corrupt, Differs, Unsupported, UsageError, kind_of_failure
 from ..extras import missing
 from ..printable import printable
 
@@ -294,7 +294,7 @@ def _read(file: str) -> bytes:
         with open(file, "rb") as f:
             return f.read(1 << 20)
     except OSError as e:
-        raise UsageError(f"{file} cannot be read: {e.strerror}.") from None
+        raise kind_of_failure(e, UsageError)(f"{file} cannot be read: {e.strerror}.") from None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ __all__ = ["clean"]
 @about(
     ("What interrupted runs left in this folder", "ckpttool clean . --dry-run"),
     ("Remove what a run with this destination left", "ckpttool clean dcp3"),
-    exits=(0, 1, 2, 130),
+    exits=(0, 1, 2, 14, 130),
     meaning={1: "something of yours could not be removed"},
 )
 def clean(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import os
@@ -16,7 +17,18 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ..errors import EXIT_CODES, CkpttoolError, CommandLine, Interrupted, NoSpace, UsageError, as_flags, what_changed
+from ..errors import (
+    EXIT_CODES,
+    CkpttoolError,
+    CommandLine,
+    Interrupted,
+    NoSpace,
+    UsageError,
+    as_flags,
+    kind_of_failure,
+    note_change,
+    what_changed,
+)
 from .adapter import app as adapter_app
 from .audit import app as audit_app
 from .clean import clean
@@ -119,6 +131,8 @@ def _flags(command: Any) -> frozenset[str]:
     return frozenset(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
 
 
+#: What asks us to end.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _stopped = 0  # how many signals have asked us to end
 
 
@@ -132,8 +146,9 @@ def main() -> None:
     """Entry point: runs a command and turns what it raises into a line on stderr and an exit code."""
     global _stopped
     _stopped = 0
+    note_change("")
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, _stop)
         sys.unraisablehook = _unraisable
@@ -233,15 +248,22 @@ def _status(program: Any) -> int:
 
 
 def _exit(status: int) -> NoReturn:
-    """End with this status; so does a signal from here on, at once."""
+    """End with this status; a signal from here on ends us with it at once."""
 
     def end(signum: int, frame: Any) -> None:
         os._exit(status)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         if signal.getsignal(number) is _stop:
             signal.signal(number, end)
+    atexit.register(_ignore_signals)
     sys.exit(status)
+
+
+def _ignore_signals() -> None:
+    """After the last thread has ended: Python puts the handlers of the system back, which would end us with another status."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _lost(e: OSError) -> None:
@@ -263,9 +285,7 @@ def _refused(e: OSError) -> CkpttoolError:
     except OSError:
         return UsageError("The current folder was removed. Change to another one, or give absolute paths.")
     name = os.fsdecode(e.filename) if isinstance(e.filename, (str, bytes)) else "the system"
-    kind = (
-        NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE) else CkpttoolError
-    )
+    kind = NoSpace if e.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE) else kind_of_failure(e)
     return kind(f"{name}: {e.strerror or e}" + (f" (errno {e.errno})." if e.errno else "."))
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import UsageError
+from ..errors import UsageError, kind_of_failure
 from ..printable import printable
 from .help import READING, about
 from .terminal import (  # fmt: skip
@@ -285,7 +285,7 @@ def resume_verify(
         try:
             os.makedirs(report, exist_ok=True)
         except OSError as e:
-            raise UsageError(f"--report {report}: {e.strerror or e}.") from None
+            raise kind_of_failure(e, UsageError)(f"--report {report}: {e.strerror or e}.") from None
     if metrics is not None and not os.path.isdir(os.path.dirname(os.path.abspath(metrics))):
         raise UsageError(
             f"--metrics {metrics}: this folder does not exist: {os.path.dirname(os.path.abspath(metrics))}."

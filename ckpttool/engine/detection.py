@@ -20,7 +20,7 @@ from itertools import takewhile
 from typing import Any
 
 from .. import layouts
-from ..errors import CkpttoolError, NotRecognised, UsageError, argument
+from ..errors import CkpttoolError, NotPermitted, NotRecognised, UsageError, argument
 from ..layouts import Layout, Place
 from ..printable import printable
 from ..storage import remote, urls
@@ -123,6 +123,10 @@ def detect(where: Place) -> Layout:
             raise
         found = below(where.source)
         if not found.checkpoints:
+            if (closed := _closed(where.source)) is not None:
+                raise NotPermitted(
+                    f"{closed} cannot be listed: Permission denied. What it holds is not known."
+                ) from None
             raise
         if all(
             c.step is None and c.epoch is None for c in found.checkpoints
@@ -139,6 +143,14 @@ def detect(where: Place) -> Layout:
             )
         error.below = found
         raise error from None
+
+
+def _closed(source: Source) -> str | None:
+    """A folder here, or this one, that this user may not look into; None where there is none."""
+    if not source.local:
+        return None
+    folders = [source.root, *(os.path.join(source.root, n) for n in source.list() if source.glance(n)[0])]
+    return next((f for f in folders if not os.access(f, os.R_OK | os.X_OK)), None)
 
 
 def _count(found: Checkpoints) -> str:

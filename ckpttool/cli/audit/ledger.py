@@ -25,7 +25,7 @@ __all__ = ["add", "show", "verify"]
         "Nor the last ones cut off: the head that somebody wrote down is still there",
         "ckpttool audit ledger verify store --head 2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
     ),
-    exits=(0, 1, 2, 3, 4, 5, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 5, 7, 8, 9, 14, 130),
     meaning={4: "missing or damaged", 5: "the head is not in it"},
 )
 def verify(
@@ -53,7 +53,7 @@ def verify(
 
 @about(
     ("An archive that was copied here", "ckpttool audit ledger add store/step3.tar.zst"),
-    exits=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 14, 130),
 )
 def add(archive: ArchivePath, as_json: Json = False) -> None:
     """Add an archive that is missing from the ledger of its store; print its line if it is there."""
@@ -65,7 +65,7 @@ def add(archive: ArchivePath, as_json: Json = False) -> None:
 @about(
     ("Every line", "ckpttool audit ledger show store"),
     ("For a script", "ckpttool audit ledger show store --json"),
-    exits=(0, 1, 2, 3, 4, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 7, 8, 9, 14, 130),
 )
 def show(store: Store, as_json: Json = False) -> None:
     """Check a store's ledger and print it."""

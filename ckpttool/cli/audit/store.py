@@ -25,7 +25,7 @@ __all__ = ["hold", "list_", "prune", "release"]
 @about(
     ("A folder", "ckpttool audit list store"),
     ("A bucket, for a script", "ckpttool audit list s3://models-archive/llama --json"),
-    exits=(0, 1, 2, 3, 4, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 7, 8, 9, 14, 130),
 )
 def list_(store: Store, as_json: Json = False) -> None:
     """List the archives of a store with state, date, retention, holds, signer and last check."""
@@ -78,7 +78,7 @@ def _short(signer: str) -> str:
         "ckpttool audit prune store --keep-last 2 --keep-within 90d --keep-every 1000 --dry-run",
     ),
     ("Keep the newest two of every run", "ckpttool audit prune store --keep-last 2"),
-    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 14, 130),
     meaning={4: "the ledger is missing or damaged; nothing was deleted"},
 )
 def prune(
@@ -123,7 +123,7 @@ def prune(
 
 @about(
     ("Until the case is closed", "ckpttool audit hold store/step3.tar.zst 'case 2026-114'"),
-    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 14, 130),
 )
 def hold(
     archive: ArchivePath,
@@ -138,7 +138,7 @@ def hold(
 
 @about(
     ("The case is closed", "ckpttool audit release store/step3.tar.zst 'case closed'"),
-    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 14, 130),
 )
 def release(
     archive: ArchivePath,
