@@ -227,7 +227,7 @@ def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) 
 _FLAGS = {
     "max_memory_bytes": "--max-memory", "threads": "--jobs", "max_shard_bytes": "--max-shard-size", "pull_request": "--pr",
     "member_bytes": "--member-size", "key": "--sign-key", "certificate": "--sign-cert", "chain": "--cert-chain",
-    "hold": "--legal-hold",
+    "hold": "--legal-hold", "identities": "--identity", "certificates": "--cert",
 }  # fmt: skip
 
 
@@ -242,8 +242,8 @@ class CommandLine:
         """Its options."""
         return self._flags
 
-    def owner(self, flag: str) -> str:
-        """A command that has an option which this one lacks."""
+    def owner(self, flag: str) -> str | None:
+        """A command that has an option which this one lacks; None where only Python has it."""
         return "ckpttool convert"
 
 
@@ -303,6 +303,9 @@ def argument(name: str, value: object = None, of: str | None = None) -> str:
             text += (
                 f" {','.join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value}"
             )
-        return text if flag in (_command.flags or (flag,)) else f"{text} of `{_command.owner(flag)}`"
+        if flag in (_command.flags or (flag,)):
+            return text
+        if (owner := _command.owner(flag)) is not None:
+            return f"{text} of `{owner}`"
     said = name if value is None else f"{name}={value!r}"
     return f"{of}({said})" if of else said

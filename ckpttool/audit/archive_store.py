@@ -17,7 +17,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..engine.fill import silent
-from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteError, UsageError, kind_of_failure
+from ..errors import (
+    CkpttoolError,
+    Corrupt,
+    DestinationExists,
+    Differs,
+    RemoteError,
+    UsageError,
+    argument,
+    kind_of_failure,
+)
 from ..storage import objects, remote, urls
 from ..storage.source import Source
 from . import ledger, sidecar
@@ -331,7 +340,9 @@ def refuse_protected(archive: str) -> None:
     row = row_of(name, look(store, name)[1], History.of(store))
     why = f"it is not a valid archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
     if why:
-        raise DestinationExists(f"{urls.redact_url(archive)} is not replaced, not even with --force: {why}.")
+        raise DestinationExists(
+            f"{urls.redact_url(archive)} is not replaced, not even with {argument('force', True)}: {why}."
+        )
 
 
 def why_protected(row: Row, now: datetime) -> str:

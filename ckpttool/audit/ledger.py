@@ -41,6 +41,7 @@ from ..errors import (
     Unsafe,
     Unsupported,
     UsageError,
+    argument,
     kind_of_failure,
     note_change,
 )
@@ -92,7 +93,7 @@ def refuse_unwritable(store: str) -> list[dict[str, Any]]:
     if urls.is_url(store):
         if not store.startswith("s3://"):
             raise Unsupported(
-                f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use --no-ledger, and keep the hashes elsewhere."
+                f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use {argument('no_ledger', True)}, and keep the hashes elsewhere."
             )
         return read(store)
     try:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from ..bounded_json import parse
-from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, kind_of_failure
+from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument, kind_of_failure
 from ..storage import urls
 from ..storage.source import Source
 
@@ -83,7 +83,9 @@ def read(source: Source, file: str) -> dict[str, Any]:
     """
     what = f"{source.root}/{name(file)}"
     if not source.exists(name(file)):
-        raise UsageError(f"{what} is missing; it says what is in {file}. To look inside, pass --identity.")
+        raise UsageError(
+            f"{what} is missing; it says what is in {file}. To look inside, pass {argument('identities')}."
+        )
     parsed = parse(source.read_all(name(file), 256 << 20), what)
     parts = ("archive", "ciphertext")
     if (

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .. import bounded_json
-from ..errors import Corrupt, Differs, Unsupported, UsageError, kind_of_failure
+from ..errors import Corrupt, Differs, Unsupported, UsageError, argument, kind_of_failure
 from ..extras import missing
 from ..printable import printable
 
@@ -229,7 +229,7 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
 
     if public_key is None:
         given = "with a key, not with a certificate" if certificates else "with a key"
-        raise UsageError(f"the archive was signed {given} (EC key SHA256:{hint}); give --public-key.")
+        raise UsageError(f"the archive was signed {given} (EC key SHA256:{hint}); give {argument('public_key')}.")
     pem = _read(public_key)
     try:
         found = serialization.load_pem_public_key(pem)
@@ -247,7 +247,9 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
 
 def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
     if not certificates:  # the library would trust whoever has a web site
-        raise UsageError("the archive was signed with a certificate; give --cert, the root that you trust.")
+        raise UsageError(
+            f"the archive was signed with a certificate; give {argument('certificates')}, the root that you trust."
+        )
     for file in certificates:
         _certificates(file)
     config.use_certificate_verifier(certificate_chain=certificates)

@@ -109,13 +109,10 @@ class _Command(CommandLine):
             if (below := getattr(found, "commands", {}).get(word)) is None:
                 break
             found = below
-        return _flags(found)
+        return flags_of(found)
 
-    def owner(self, flag: str) -> str:
-        """The first command that has an option, as it is typed."""
-        return next(
-            (f"ckpttool {name}" for name, command in commands() if flag in _flags(command)), "ckpttool in Python"
-        )
+    def owner(self, flag: str) -> str | None:
+        return next((f"ckpttool {name}" for name, command in commands() if flag in flags_of(command)), None)
 
 
 def commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
@@ -127,7 +124,8 @@ def commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
             yield above + name, found
 
 
-def _flags(command: Any) -> frozenset[str]:
+def flags_of(command: Any) -> frozenset[str]:
+    """The options of a command."""
     return frozenset(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
 
 
