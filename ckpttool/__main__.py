@@ -1,8 +1,17 @@
-"""`python -m ckpttool`, without the current folder on the path, where Python puts it first for `-m`: a folder that somebody else has
-filled may hold a torch.py. A ckpttool.py in it is found before this file; `python -P -m ckpttool` and `ckpttool` leave the folder out."""
+"""The program: `ckpttool` and `python -m ckpttool`. Until its modules are imported, a signal ends it here, with a word.
+
+Python puts the current folder first on the path for `-m`, and a folder that somebody else has filled may hold a torch.py, so it is
+removed. A ckpttool.py in it is found before this file; `python -P -m ckpttool` and `ckpttool` leave the folder out.
+"""
+
+from __future__ import annotations
 
 import os
+import signal
 import sys
+from typing import Any, NoReturn
+
+__all__ = ["main"]
 
 try:
     if not sys.flags.safe_path and sys.path[0] == os.getcwd():
@@ -10,6 +19,24 @@ try:
 except FileNotFoundError:  # the folder was removed, and Python left it out
     pass
 
-from .cli.main import main
 
-main()
+def _stop(signum: int, frame: Any) -> NoReturn:
+    text = "interrupted; nothing was changed."
+    if "--json" in sys.argv:
+        os.write(1, f'{{"error": {{"kind": "Interrupted", "exit_code": 130, "message": "{text}"}}}}\n'.encode())
+    os.write(2, f"error: {text}\n".encode())
+    os._exit(130)
+
+
+def main() -> None:
+    """`cli.main.main`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _stop)
+    from .cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@
     ├── ContinuityFailed         10     training does not go on as before
     ├── GateFailed               11     a threshold given by the user was not met
     ├── RankLost                 13     a rank of a job was killed, or makes no progress
+    ├── NotPermitted             14     the system does not let this user read or write there
     └── Interrupted             130     stopped by a signal; the next run continues
 
 x: what a run has written so far is of no use after such an error and is removed (`keeps_work` is False). After any other
@@ -30,13 +31,16 @@ caller knows it: `argument("world_size", 0)` is `world_size=0` in Python, and `-
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import errno
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+
+from .printable import printable, printable_lines
 
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "DoesNotFit", "GateFailed",
-    "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
-    "Unsupported", "UsageError", "argument", "as_flags", "flags_are_named", "kind_of",
+    "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotPermitted", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
+    "Unsupported", "UsageError", "argument", "as_flags", "flags_are_named", "kind_of", "kind_of_failure", "note_change", "what_changed",
 ]  # fmt: skip
 
 
@@ -44,10 +48,24 @@ class CkpttoolError(Exception):
     """Anything ckpttool refuses or fails to do.
 
     `keeps_work`: whether what a run has written so far can still become the destination, so that the next run continues.
+
+    Its text is safe to print, whatever names are in it: one line, with escapes for what does not print (`args[0]` has it as it was made).
+    `listing` are lines of ours below it.
     """
 
     exit_code = 1
     keeps_work = True
+
+    def __init__(self, *text: object, listing: str = "") -> None:
+        super().__init__(*text)
+        self.listing = listing
+
+    def __str__(self) -> str:
+        return printable(super().__str__()) + (f"\n{printable_lines(self.listing)}" if self.listing else "")
+
+    def add_note(self, note: str, /) -> None:
+        """A note, which Python prints below the text; safe to print, too."""
+        super().add_note(printable(note))
 
 
 class UsageError(CkpttoolError, ValueError):
@@ -160,6 +178,12 @@ class RankLost(CkpttoolError):
     exit_code = 13
 
 
+class NotPermitted(CkpttoolError):
+    """The system does not let this user read or write there. It says nothing about the checkpoint."""
+
+    exit_code = 14
+
+
 class Interrupted(CkpttoolError):
     """Stopped by a signal; the next run continues."""
 
@@ -182,6 +206,7 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (11, "gate failed"),
     (12, "checkpoint does not fit the job"),
     (13, "rank lost or hung"),
+    (14, "permission denied"),
     (130, "interrupted (resumable)"),
 )
 
@@ -191,30 +216,69 @@ def kind_of(e: CkpttoolError) -> str:
     return next(c.__name__ for c in type(e).__mro__ if c.__name__ in __all__)
 
 
+def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) -> type[CkpttoolError]:
+    """The class of the error for a failed system call: what is not permitted, and a full disk, are no fault of the file."""
+    if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return NotPermitted
+    return NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
+
+
 #: Arguments whose option is not their name with dashes.
 _FLAGS = {
     "max_memory_bytes": "--max-memory", "threads": "--jobs", "max_shard_bytes": "--max-shard-size", "pull_request": "--pr",
     "member_bytes": "--member-size", "key": "--sign-key", "certificate": "--sign-cert", "chain": "--cert-chain",
-    "hold": "--legal-hold",
+    "hold": "--legal-hold", "identities": "--identity", "certificates": "--cert",
 }  # fmt: skip
 
-_flags = False
+
+class CommandLine:
+    """The command that a process runs. `flags` are the options that it has; () where that is not known."""
+
+    def __init__(self, flags: Collection[str] = ()) -> None:
+        self._flags = flags
+
+    @property
+    def flags(self) -> Collection[str]:
+        """Its options."""
+        return self._flags
+
+    def owner(self, flag: str) -> str | None:
+        """A command that has an option which this one lacks; None where only Python has it."""
+        return "ckpttool convert"
+
+
+_command: CommandLine | None = None
 
 
 @contextmanager
-def as_flags() -> Iterator[None]:
-    """Messages made inside name options as the command line does; the process is one program then."""
-    global _flags
-    before, _flags = _flags, True
+def as_flags(command: CommandLine | None = None) -> Iterator[None]:
+    """Messages made inside name options as the command line does; the process is one program then. An option that `command` lacks is
+    named with a command that has it."""
+    global _command
+    before, _command = _command, command or CommandLine()
     try:
         yield
     finally:
-        _flags = before
+        _command = before
 
 
-def flags_are_named() -> bool:
-    """Whether `as_flags` is in effect, for those who start processes whose messages are shown too."""
-    return _flags
+def flags_are_named() -> list[str] | None:
+    """None where `as_flags` is not in effect, otherwise the options of the command: for those who start processes whose messages are shown too."""
+    return None if _command is None else list(_command.flags)
+
+
+_changed = ""
+
+
+def note_change(what: str) -> None:
+    """Keep in mind what a run has changed for good: an interrupt that comes later says it."""
+    global _changed
+    _changed = what
+
+
+def what_changed() -> str:
+    """What was given to `note_change` last; "" if nothing was."""
+    return _changed
 
 
 def argument(name: str, value: object = None, of: str | None = None) -> str:
@@ -226,14 +290,22 @@ def argument(name: str, value: object = None, of: str | None = None) -> str:
     ...     argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
     ('--world-size 0', '--drop', '--wrap', '--only model,optim')
 
+    The command line may be one of a command that lacks it. Then it says whose option it is: "--drop of `ckpttool convert`".
+
     Args:
         value: None for the name alone, True for an option that is a switch.
         of: the dataclass that it is a field of, where it belongs to one layout.
     """
-    if _flags:
+    if _command is not None:
         flag = _FLAGS.get(name) or "--" + name.replace("_", "-")
-        if value is None or value is True:
-            return flag
-        return f"{flag} {','.join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value}"
+        text = flag
+        if value is not None and value is not True:
+            text += (
+                f" {','.join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value}"
+            )
+        if flag in (_command.flags or (flag,)):
+            return text
+        if (owner := _command.owner(flag)) is not None:
+            return f"{text} of `{owner}`"
     said = name if value is None else f"{name}={value!r}"
     return f"{of}({said})" if of else said

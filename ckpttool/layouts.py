@@ -29,7 +29,7 @@ from .index.names import COMPONENTS, CanonicalState, own_tree
 from .index.optimizer_names import Orders
 from .index.param_groups import Groups
 from .storage import remote, urls
-from .storage.source import Source
+from .storage.source import Source, read_error
 
 __all__ = [
     "Layout", "LayoutWarning", "ModelHints", "Place", "ReadOptions", "ReferenceModel", "Saves", "WriteOptions", "checkpoint_of", "detect", "find",
@@ -427,6 +427,12 @@ def place(path: str | os.PathLike[str]) -> Place:
         return Place(Source(text), None)
     if os.path.exists(text):
         return Place(Source(os.path.dirname(text)), os.path.basename(text))
+    try:
+        os.stat(text)
+    except PermissionError as e:
+        raise read_error(e, text) from None
+    except (OSError, ValueError):
+        pass
     raise NotRecognised(f"{os.fspath(path)}: no such file or folder.{_missing_hint(os.fspath(path))}")
 
 
@@ -512,7 +518,7 @@ def detect(where: Place) -> Layout:
     if where.file:
         head = where.source.read(where.file, 0, min(where.source.size(where.file), other_files.HEAD_BYTES))
         other_files.refuse_format(head, path)
-    raise NotRecognised(f"{path} is not a checkpoint that ckpttool knows. It looked for:\n{_reasons(answers)}")
+    raise NotRecognised(f"{path} is not a checkpoint that ckpttool knows. It looked for:", listing=_reasons(answers))
 
 
 def _reasons(answers: Iterable[tuple[Layout, bool, str]]) -> str:

@@ -22,6 +22,7 @@ from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.layouts import ModelHints
+from ckpttool.printable import printable
 
 from ._ranks import (
     Files,
@@ -113,7 +114,7 @@ def layout_of(
         return layout, slices
     asked = names()
     if asked is None:
-        raise Unsupported(_three_ways(files, flats))
+        raise _undescribed(files, flats)
     known, where = asked
     slices = _slices(plain, own, known.shapes)
     uop = bool(slices)
@@ -123,7 +124,7 @@ def layout_of(
             shapes={**known.shapes, **{a: known.shapes[b] for a, b in tied.items() if b in known.shapes}}
         )
         if not uop or not slices <= known.shapes.keys():
-            raise Unsupported(_three_ways(files, flats))
+            raise _undescribed(files, flats)
     order = list(plain) if uop else [n for n in known.shapes if n not in plain]
     unknown = [n for n in slices if n not in known.shapes]
     if unknown:
@@ -286,14 +287,14 @@ def model_names_of(
     return None
 
 
-def _three_ways(files: Files, flats: Iterable[str]) -> str:
-    name = os.path.basename(files.source.root)
-    return (
+def _undescribed(files: Files, flats: Iterable[str]) -> Unsupported:
+    name = printable(os.path.basename(files.source.root))
+    return Unsupported(
         f"{files.source.root} holds flat parameters of {flat_layout.listed(flats)}, but does not say which parameters they contain. "
-        "Describe them in one of three ways:\n"
-        f"  ckpttool convert {name} OUT --to dcp --like model.pt           any other checkpoint of the same model\n"
+        "Describe them in one of three ways:",
+        listing=f"  ckpttool convert {name} OUT --to dcp --like model.pt           any other checkpoint of the same model\n"
         f"  ckpttool convert {name} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n"
-        f"  ckpttool convert {name} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in the job"
+        f"  ckpttool convert {name} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in the job",
     )
 
 

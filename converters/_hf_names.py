@@ -40,7 +40,7 @@ def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: li
     for name, kept in tied.items():
         if name not in tensors and kept in tensors:
             tensors[name] = replace(tensors[kept], path=("model", name))
-            notes.append(f'"{name}" is tied to "{kept}" (config.json); both names are kept')
+            notes.append(f'"{name}" is tied to "{kept}" (config.json) and read under both names')
     return tensors
 
 

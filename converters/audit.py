@@ -68,7 +68,7 @@ def mount(where: Place) -> Place:
         return where
     if file.endswith(ENCRYPTED):
         raise UsageError(
-            f"{source.root}/{file} is encrypted. `ckpttool audit restore --identity FILE` and `audit verify --identity "
+            f"{source.root}/{file} is encrypted. `ckpttool audit restore --identity FILE` and `ckpttool audit verify --identity "
             "FILE` read it."
         )
     return Place(Archive(source, file), None)

@@ -18,7 +18,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..engine.fill import silent
-from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteError, UsageError
+from ..errors import (
+    CkpttoolError,
+    Corrupt,
+    DestinationExists,
+    Differs,
+    RemoteError,
+    UsageError,
+    argument,
+    kind_of_failure,
+)
 from ..storage import objects, remote, urls
 from ..storage.retries import Denied
 from ..storage.source import Source
@@ -475,7 +484,7 @@ def _refuse_protected(store: str, name: str, history: History) -> None:
     why = f"it is not a valid archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
     if why:
         where = f"{urls.redact_url(store).rstrip('/')}/{name}" if urls.is_url(store) else os.path.join(store, name)
-        raise DestinationExists(f"{where} is not replaced, not even with --force: {why}.")
+        raise DestinationExists(f"{where} is not replaced, not even with {argument('force', True)}: {why}.")
 
 
 def _split(archive: str) -> tuple[str, str]:
@@ -515,4 +524,4 @@ def remove_file(store: str, name: str) -> None:
     except FileNotFoundError:
         pass  # gone is gone
     except OSError as e:
-        raise CkpttoolError(f"{os.path.join(store, name)}: {e.strerror}.") from None
+        raise kind_of_failure(e)(f"{os.path.join(store, name)}: {e.strerror}.") from None

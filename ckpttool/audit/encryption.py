@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import CkpttoolError, Corrupt, UsageError
+from ..errors import CkpttoolError, Corrupt, UsageError, kind_of_failure
 from ..extras import missing
 from ..storage.source import Source
 
@@ -412,7 +412,8 @@ def _read(file: str, kind: str) -> bytes:
             return f.read(1 << 20)
     except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) else e
-        raise UsageError(f"the {kind} file {file[:80]!a} cannot be read: {reason}.") from None
+        kind_of = kind_of_failure(e, UsageError) if isinstance(e, OSError) else UsageError
+        raise kind_of(f"the {kind} file {file[:80]!r} cannot be read: {reason}.") from None
 
 
 def _secret(text: str) -> bool:

@@ -17,7 +17,7 @@ from ..engine.conversion import ConvertResult, RunOptions, convert_with
 from ..engine.fill import Progress, silent
 from ..engine.opening import CheckpointPath, OpenOptions
 from ..engine.planning import WriteRequest
-from ..errors import CkpttoolError
+from ..errors import CkpttoolError, Interrupted
 from ..layouts import Place, place
 from ..storage import remote, urls
 from . import ledger, sidecar
@@ -123,6 +123,10 @@ def export_with(
             entry = ledger.append(folder, "export", name, **facts)
     except (CkpttoolError, OSError) as e:
         raise _unrecorded(e, dst, recorded) from e
+    except KeyboardInterrupt:
+        if entry is None and (in_ledger or not recorded):
+            raise _unrecorded(Interrupted("interrupted."), dst, recorded) from None
+        raise
     return Exported(result, known, entry)
 
 

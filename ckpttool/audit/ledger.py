@@ -24,6 +24,7 @@ import getpass
 import json
 import os
 import re
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,19 @@ from itertools import pairwise
 from typing import Any
 
 from ..bounded_json import parse
-from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
+from ..errors import (
+    CkpttoolError,
+    Corrupt,
+    Differs,
+    NoSpace,
+    RemoteError,
+    Unsafe,
+    Unsupported,
+    UsageError,
+    argument,
+    kind_of_failure,
+    note_change,
+)
 from ..storage import objects, urls
 from .retention import stamp, time_of
 
@@ -116,10 +129,17 @@ class Turn:
             raise UsageError(f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.")
         facts = {"event": event, "archive": archive, "by": _who(), **facts}
         if self._fd is None:
-            return _append_object(self.store, facts, following)
-        if following is not None:
-            facts |= following(self.read())
-        return _append_file(self.store, self._fd, facts)
+            entry = _append_object(self.store, facts, following)
+        else:
+            if following is not None:
+                facts |= following(self.read())
+            entry = _append_file(self.store, self._fd, facts)
+        where = urls.redact_url(self.store)
+        note_change(
+            f"Line {entry['seq']} of the ledger of {where} was written: {event} of {archive}. `ckpttool audit list {shlex.quote(where)}` "
+            "shows what is there; the same command again does what is missing."
+        )
+        return entry
 
 
 def in_time(entry: Mapping[str, Any]) -> bool:
@@ -153,7 +173,7 @@ def refuse_unwritable(store: str) -> list[dict[str, Any]]:
     if urls.is_url(store):
         if not store.startswith("s3://"):
             raise Unsupported(
-                f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use --no-ledger, and keep the hashes elsewhere."
+                f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use {argument('no_ledger', True)}, and keep the hashes elsewhere."
             )
         return read(store)
     try:
@@ -427,7 +447,7 @@ def _opened(store: str, flags: int) -> Iterator[int]:
     except FileNotFoundError:
         raise
     except OSError as e:
-        kind = Unsafe if e.errno in (errno.ELOOP, errno.EISDIR) else CkpttoolError
+        kind = Unsafe if e.errno in (errno.ELOOP, errno.EISDIR) else kind_of_failure(e)
         raise kind(f"{path} cannot be opened: {e.strerror}.") from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -463,7 +483,7 @@ def _append_file(store: str, fd: int, facts: dict[str, Any]) -> dict[str, Any]:
                 os.close(folder)
         return entry
     except OSError as e:
-        raise CkpttoolError(f"{path}: {e.strerror}. The entry was not written.") from None
+        raise kind_of_failure(e)(f"{path}: {e.strerror}. The entry was not written.") from None
 
 
 def _last(fd: int, size: int, what: str) -> dict[str, Any] | None:

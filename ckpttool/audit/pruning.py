@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError
+from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument
 from ..storage import remote, urls
 from ..storage.retries import Denied
 from ..storage.source import Source
@@ -74,18 +74,22 @@ def prune(
             archives; nothing was deleted.
     """
     if keep_last is None and keep_within is None and keep_every is None:
-        raise UsageError("Say what to keep: --keep-last N, --keep-within 90d, --keep-every STEPS, or several of them.")
+        raise UsageError(
+            f"Say what to keep: {argument('keep_last')}, {argument('keep_within')}, {argument('keep_every')}, or several of them."
+        )
     if any(n is not None and n < 1 for n in (keep_last, keep_every)) or (
         keep_within is not None and keep_within <= timedelta(0)
     ):
-        raise UsageError("--keep-last, --keep-within and --keep-every must be greater than zero.")
+        raise UsageError(
+            f"{argument('keep_last')}, {argument('keep_within')} and {argument('keep_every')} must be greater than zero."
+        )
     now = (now or datetime.now(UTC)).astimezone(UTC)
     history = History.of(store)
     names = archive_names(store)
     if names and history.lines is None and not no_ledger:
         raise Corrupt(
             f"{urls.redact_url(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows which are "
-            "under a legal hold; without it, one of those could be deleted. Restore the ledger, or pass --no-ledger if there never "
+            f"under a legal hold; without it, one of those could be deleted. Restore the ledger, or pass {argument('no_ledger', True)} if there never "
             "was one."
         )
     seen = {name: look(store, name) for name in names}
@@ -125,7 +129,9 @@ def _not_judged(row: Row, now: datetime) -> str:
     made = created_at(row.facts)
     if made is None:
         return (
-            "it has no date (it was exported with --reproducible)" if not row.facts.created else "its date is invalid"
+            f"it has no date (it was exported with {argument('reproducible', True)})"
+            if not row.facts.created
+            else "its date is invalid"
         )
     if made > now:
         return f"it was exported in the future, at {row.facts.created}; it is {stamp(now)}"
@@ -165,7 +171,7 @@ def _unrecorded(row: Row, no_ledger: bool) -> str:
     if row.ledger == "unknown" and not no_ledger:
         return (
             f"{row.warnings[0]}, so it may be under a hold that is recorded elsewhere. `ckpttool audit ledger add` "
-            "records it; --no-ledger "
+            f"records it; {argument('no_ledger', True)} "
             "deletes it as it is"
         )
     return ""

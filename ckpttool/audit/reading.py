@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from ..engine.fill import Progress, silent
 from ..errors import CkpttoolError
+from ..printable import printable
 from ..storage.source import Source
 from . import byte_planes, plan, tarball
 from . import manifest as records
@@ -52,7 +53,7 @@ class Finding:
         if self.start is not None:
             where.append(f"bytes {self.start}..{self.end}")
         if self.tensor is not None:
-            where.append(f'"{self.tensor}"' if self.tensor.isprintable() else ascii(self.tensor))
+            where.append(f'"{printable(self.tensor)}"')
         if self.tensor_start is not None:
             where.append(f"its bytes {self.tensor_start}..{self.tensor_end}")
         if self.file_start is not None:

@@ -18,7 +18,6 @@ ledger records them, too; a hold in either one counts.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from ..bounded_json import parse
-from ..errors import CkpttoolError, Corrupt, NoSpace, RemoteError, UsageError
+from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument, kind_of_failure
 from ..storage import urls
 from ..storage.source import Source
 
@@ -84,7 +83,9 @@ def read(source: Source, file: str) -> dict[str, Any]:
     """
     what = f"{source.root}/{name(file)}"
     if not source.exists(name(file)):
-        raise UsageError(f"{what} is missing; it says what is in {file}. To look inside, pass --identity.")
+        raise UsageError(
+            f"{what} is missing; it says what is in {file}. To look inside, pass {argument('identities')}."
+        )
     parsed = parse(source.read_all(name(file), 256 << 20), what)
     parts = ("archive", "ciphertext")
     if (
@@ -176,5 +177,4 @@ def put(folder: str, name: str, data: bytes) -> None:
     except OSError as e:
         with contextlib.suppress(OSError):
             os.unlink(part)
-        kind = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else CkpttoolError
-        raise kind(f"{path} cannot be written: {e.strerror}.") from e
+        raise kind_of_failure(e)(f"{path} cannot be written: {e.strerror}.") from e

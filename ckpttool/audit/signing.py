@@ -32,8 +32,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from .. import bounded_json
-from ..errors import Corrupt, Differs, Unsupported, UsageError
+from ..errors import Corrupt, Differs, Unsupported, UsageError, argument, kind_of_failure
 from ..extras import missing
+from ..printable import printable
 
 __all__ = ["describe", "sign", "verify"]
 
@@ -185,7 +186,7 @@ def _who(material: dict[str, Any]) -> str:
         return fingerprint
     except ValueError as e:
         raise Corrupt(f"{SIGNATURE} holds a certificate that cannot be read ({e}).") from None
-    return _clean(text)
+    return printable(text)
 
 
 def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
@@ -210,17 +211,13 @@ def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | 
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(ascii(n)[1:-1][:200] for n in sorted(names)[:5])
+    shown = ", ".join(printable(n)[:200] for n in sorted(names)[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _reason(e: Exception) -> str:
     """The library's error, in a line; a wrong signature has no message."""
-    return _clean(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
-
-
-def _clean(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return printable(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
 
 
 # ------------------------------------------------------------------------------------------------------------- keys
@@ -232,7 +229,7 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
 
     if public_key is None:
         given = "with a key, not with a certificate" if certificates else "with a key"
-        raise UsageError(f"the archive was signed {given} (EC key SHA256:{hint}); give --public-key.")
+        raise UsageError(f"the archive was signed {given} (EC key SHA256:{hint}); give {argument('public_key')}.")
     pem = _read(public_key)
     try:
         found = serialization.load_pem_public_key(pem)
@@ -250,7 +247,9 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
 
 def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
     if not certificates:  # the library would trust whoever has a web site
-        raise UsageError("the archive was signed with a certificate; give --cert, the root that you trust.")
+        raise UsageError(
+            f"the archive was signed with a certificate; give {argument('certificates')}, the root that you trust."
+        )
     for file in certificates:
         _certificates(file)
     config.use_certificate_verifier(certificate_chain=certificates)
@@ -297,7 +296,7 @@ def _read(file: str) -> bytes:
         with open(file, "rb") as f:
             return f.read(1 << 20)
     except OSError as e:
-        raise UsageError(f"{file} cannot be read: {e.strerror}.") from None
+        raise kind_of_failure(e, UsageError)(f"{file} cannot be read: {e.strerror}.") from None
 
 
 @contextmanager

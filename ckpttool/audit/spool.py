@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 
-from ..errors import Corrupt, NoSpace
+from ..errors import Corrupt, NoSpace, argument
 from ..storage.destination import write_error
 from ..storage.source import Identity, Source
 from . import encryption
@@ -41,7 +41,7 @@ class Spool(Source):
                 done += os.write(self._fd, data[done:])
             except OSError as e:
                 raise NoSpace(
-                    f"{self.root}: the plain bytes of {self.name} do not fit ({e.strerror}); choose a larger --scratch."
+                    f"{self.root}: the plain bytes of {self.name} do not fit ({e.strerror}); choose a larger {argument('scratch')}."
                 ) from e
         self._end += len(data)
 

@@ -19,7 +19,7 @@ from ..engine.diff import diff
 from ..engine.executors import Workers, WorkersSpec
 from ..engine.fill import Progress, silent
 from ..engine.parallel_digests import for_reading
-from ..errors import CkpttoolError, Corrupt, Differs
+from ..errors import CkpttoolError, Corrupt, Differs, argument
 from ..layouts import Place, ReadOptions, find
 from ..storage.source import Source
 from . import plan, signing
@@ -164,7 +164,9 @@ def _signature(archive: Archive, out: Verdict, public_key: str | None, certifica
         return
     bundle = archive.read_all(plan.SIGNATURE, 16 << 20)
     if not asked:
-        out.signature = f"{signing.describe(bundle)}, not checked (give --public-key or --cert)"
+        out.signature = (
+            f"{signing.describe(bundle)}, not checked (give {argument('public_key')} or {argument('certificates')})"
+        )
         return
     out.signature = "good: " + signing.verify(
         bundle, archive.signed_files(), public_key=public_key, certificates=certificates

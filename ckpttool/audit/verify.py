@@ -71,7 +71,7 @@ def verify(
         recorded = ledger.records(lines or [])
         if by_ledger and file not in recorded:
             raise UsageError(
-                f"--deep: {unread or f'{store} has no ledger with an export of {file}'}; give --against or --root."
+                f"{argument('deep', True)}: {unread or f'{store} has no ledger with an export of {file}'}; give {argument('against')} or {argument('root')}."
             )
     except CkpttoolError:
         source.close()
@@ -83,7 +83,7 @@ def verify(
         if file.endswith(ENCRYPTED):
             if not identities:
                 if public_key or certificates or against:
-                    raise UsageError(f"{path} is encrypted: give --identity to look inside.")
+                    raise UsageError(f"{path} is encrypted: give {argument('identities')} to look inside.")
                 found = _ciphertext(source, file, root, quick, progress)
                 if workers not in (None, 1, "1"):
                     found.warnings.append("workers were not used: one process hashes the ciphertext")
@@ -118,7 +118,7 @@ def _digest_of(text: str) -> str:
     kind, _, digits = text.strip().lower().rpartition(":")
     if kind not in ("", "blake3", "sha256") or not re.fullmatch(r"[0-9a-f]{64}", digits):
         raise UsageError(
-            f"--root {text!r}: give the 64 digits of a Merkle root, or sha256: and those of MANIFEST.json."
+            f"{argument('root')} {text!r}: give the 64 digits of a Merkle root, or sha256: and those of MANIFEST.json."
         )
     return f"{kind}:{digits}" if kind else digits
 
@@ -178,7 +178,7 @@ def _ciphertext(source: Source, file: str, root: str | None, quick: bool, progre
     if not out.findings and have != want:
         out.findings.append(Finding(f"the file has {have['bytes']} bytes, by its sidecar {want['bytes']}"))
     out.ciphertext_sha256 = have["sha256"]
-    out.signature = "in the ciphertext, not checked (give --identity)" if known.get("signed") else "none"
+    out.signature = f"in the ciphertext, not checked (give {argument('identities')})" if known.get("signed") else "none"
     out.manifest_sha256, out.created = known.get("manifest_sha256"), known.get("created")
     said_root = out.manifest_sha256 if (root or "").startswith("sha256:") else known.get("merkle_root")
     if root is not None and root.rpartition(":")[2] != said_root:

@@ -13,7 +13,7 @@ from .terminal import (  # fmt: skip
     Quiet,
     note,
     print_json,
-    printable,
+    say,
 )
 
 __all__ = ["clean"]
@@ -22,7 +22,7 @@ __all__ = ["clean"]
 @about(
     ("What interrupted runs left in this folder", "ckpttool clean . --dry-run"),
     ("Remove what a run with this destination left", "ckpttool clean dcp3"),
-    exits=(0, 1, 2, 130),
+    exits=(0, 1, 2, 14, 130),
     meaning={1: "something of yours could not be removed"},
 )
 def clean(
@@ -53,11 +53,11 @@ def clean(
         return
     would = "would be " if dry_run else ""
     for old, target in done.put_back:
-        print(f"{would}put back {printable(target)}, from {printable(old)}")
+        say(f"{would}put back {target}, from {old}")
     for p, n in done.removed:
-        print(f"{would}removed {printable(p)}" + (f"  {human(n)}" if n else ""))
+        say(f"{would}removed {p}" + (f"  {human(n)}" if n else ""))
     for p, why in done.kept:
-        note(f"kept {printable(p)}: {printable(why)}", quiet)
+        note(f"kept {p}: {why}", quiet)
     if not done.removed and not done.put_back and not done.kept:
         note("nothing was left there", quiet)
     if done.failed:

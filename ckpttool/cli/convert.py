@@ -48,8 +48,8 @@ from .terminal import (  # fmt: skip
     note,
     peak,
     print_json,
-    printable,
     ranks,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def convert(
         quiet,
     )
     for component, root in done.digest.items():
-        print(f"digest {component:10s} blake3:{root}")
+        say(f"digest {component:10s} blake3:{root}")
 
 
 def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
@@ -269,9 +269,9 @@ def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
         of.setdefault(how, []).append(name)
     for how, names in of.items():
         entries = "1 entry" if len(names) == 1 else f"{len(names):,} entries"
-        note(f"changed: {entries}, first {printable(names[0])}: {how}", quiet)
+        note(f"changed: {entries}, first {names[0]}: {how}", quiet)
         for name in names if verbose else ():
-            note(f"  {printable(name)}", quiet)
+            note(f"  {name}", quiet)
 
 
 def _print_plan(found: DryRun, verbose: bool) -> None:
@@ -279,20 +279,20 @@ def _print_plan(found: DryRun, verbose: bool) -> None:
 
     world = f" for {ranks(found.world_size)}" if found.world_size else ""
     room = "" if found.free_bytes is None else f", {human(found.free_bytes)} free there"
-    print(
+    say(
         f"{found.layout_from} -> {found.layout_to}{world}: {found.tensors:,} tensors, about "
         f"{human(found.written_bytes)}{room}"
     )
-    print(
+    say(
         f"reads {human(found.read_bytes)}, writes {human(found.written_bytes)}: about {_duration(found.seconds)} if the disks do "
         f"{human(found.bytes_per_second)}/s; memory: at most {human(found.memory_bytes)}{_of_workers(found)}"
     )
     for file in found.files[:40]:
-        print(f"  {file['name']:44s} {human(file['bytes']):>12s}")
+        say(f"  {file['name']:44s} {human(file['bytes']):>12s}")
     if len(found.files) > 40:
-        print(f"  ... {len(found.files) - 40} more files")
+        say(f"  ... {len(found.files) - 40} more files")
     for text in found.notes:
-        print(f"note: {text}")
+        say(f"note: {text}")
     sys.stdout.flush()
     left_behind([(d["name"], d["bytes"], d["why"]) for d in found.dropped], False, verbose)
 

@@ -24,7 +24,7 @@ from .terminal import (  # fmt: skip
     newest_of,
     not_read,
     print_json,
-    printable,
+    say,
 )
 
 __all__ = ["diff"]
@@ -70,7 +70,7 @@ def diff(
         print_json(found.to_json())
     else:
         for path, rows in ((a, found.not_read_a), (b, found.not_read_b)):
-            not_read(rows, quiet, f"{printable(path)}: ")
+            not_read(rows, quiet, f"{path}: ")
         _print_difference(found)
     if not found.equal:
         raise typer.Exit(5)
@@ -79,30 +79,28 @@ def diff(
 def _print_difference(d: Any) -> None:
     for name, adapter in (("A", d.adapter_a), ("B", d.adapter_b)):
         if adapter:
-            print(f"{name} holds an adapter only: {adapter}")
+            say(f"{name} holds an adapter only: {adapter}")
     for title, names in (("only in A", d.only_in_a), ("only in B", d.only_in_b)):
         for n in names[:20]:
-            print(f"{title}: {n}")
+            say(f"{title}: {n}")
         if len(names) > 20:
-            print(f"{title}: ... {len(names) - 20} more")
+            say(f"{title}: ... {len(names) - 20} more")
     for n, (x, y) in d.shapes.items():
-        print(f"shape: {n}: {list(x)} | {list(y)}")
+        say(f"shape: {n}: {list(x)} | {list(y)}")
     for n, (x, y) in list(d.dtypes.items())[:20]:
-        print(f"dtype: {n}: {x} | {y}")
+        say(f"dtype: {n}: {x} | {y}")
     if len(d.dtypes) > 20:
-        print(f"dtype: ... {len(d.dtypes) - 20} more")
+        say(f"dtype: ... {len(d.dtypes) - 20} more")
     for n, (x, y) in d.values.items():
-        print(f"value: {n}: {x} | {y}")
+        say(f"value: {n}: {x} | {y}")
     for t in d.data[:50]:
         ulp = f", {t.max_ulp} ulp" if t.max_ulp is not None else ""
         nan = f", {t.nan_mismatch} NaN on one side only" if t.nan_mismatch else ""
-        print(
+        say(
             f"data: {t.name}: {t.differing:,} of {t.elements:,} elements differ, max abs {t.max_abs:.3g}, max rel "
             f"{t.max_rel:.3g}{ulp}{nan}, first at {list(t.first)}, worst at {list(t.worst)}"
         )
     if len(d.data) > 50:
-        print(f"data: ... {len(d.data) - 50} more tensors")
+        say(f"data: ... {len(d.data) - 50} more tensors")
     close = f" ({d.within_tolerance} within the tolerance)" if d.within_tolerance else ""
-    print(
-        f"{'equal' if d.equal else 'different'}: {d.tensors:,} tensors in both, {len(d.data)} with other values{close}"
-    )
+    say(f"{'equal' if d.equal else 'different'}: {d.tensors:,} tensors in both, {len(d.data)} with other values{close}")

@@ -27,6 +27,7 @@ from .terminal import (  # fmt: skip
     newest_of,
     not_read,
     print_json,
+    say,
 )
 
 __all__ = ["digest"]
@@ -75,6 +76,6 @@ def digest(
         return
     not_read(found.not_read, quiet)
     for component, root in found.digest.items():
-        print(f"blake3:{root}  {component}")
+        say(f"blake3:{root}  {component}")
     for name, value in found.tensors.items() if tensors else ():
-        print(f"blake3:{value}  {name}")
+        say(f"blake3:{value}  {name}")

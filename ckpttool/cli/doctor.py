@@ -21,7 +21,7 @@ from .terminal import (
     comma,
     newest_of,
     print_json,
-    printable,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -103,19 +103,19 @@ def _print(found: Diagnosis, verbose: bool) -> None:
     state = (
         "damaged" if not found.sound else "sound" if found.fits is not False else "sound, but it does not fit --like"
     )
-    print(f"{printable(found.path)}: {state}")
+    say(f"{found.path}: {state}")
     for f in found.findings:
-        print(f"  {f.kind}: {printable(f.text)}")
+        say(f"  {f.kind}: {f.text}")
     if found.layout is not None:
         lost = f", {len(found.missing):,} lost" if found.missing else ""
         made = f", {len(found.rebuilt):,} can be rebuilt" if found.rebuilt else ""
-        print(f"{found.layout}: {found.exact:,} tensors are whole, {human(found.exact_bytes)}{made}{lost}")
+        say(f"{found.layout}: {found.exact:,} tensors are whole, {human(found.exact_bytes)}{made}{lost}")
     elif not found.sound:
-        print("nothing of it can be read")
+        say("nothing of it can be read")
     names = list(found.missing.items())
     for name, why in names if verbose else names[:_SHOWN]:
-        print(f"  lost: {printable(name)}: {printable(why)}")
+        say(f"  lost: {name}: {why}")
     if len(names) > _SHOWN and not verbose:
-        print(f"  ... {len(names) - _SHOWN:,} more; -v names them")
+        say(f"  ... {len(names) - _SHOWN:,} more; -v names them")
     for line in found.next:
-        print(f"next: {printable(line)}")
+        say(f"next: {line}")

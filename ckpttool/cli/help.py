@@ -19,7 +19,7 @@ from ..errors import EXIT_CODES
 __all__ = ["READING", "WRITING", "About", "App", "Command", "about", "about_of", "only_what_runs"]
 
 #: Exit codes of every command that reads a checkpoint.
-READING = (0, 1, 2, 3, 4, 7, 8, 9, 130)
+READING = (0, 1, 2, 3, 4, 7, 8, 9, 14, 130)
 
 #: Prefix of the titles of panels with layout options, which come last.
 WRITING = "Writing "

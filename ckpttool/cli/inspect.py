@@ -26,6 +26,7 @@ from .terminal import (  # fmt: skip
     draw,
     newest_of,
     print_json,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ def inspect(
             raise
         if as_json:
             print_json(e.below.to_json())
-        else:
-            print(_folder(e.below))
+            return
+        for line in _folder(e.below):
+            say(line)
         return
     with found as opened:
         if name_map is not None or tensor is not None:
@@ -110,10 +112,10 @@ def inspect(
                 print_json(rows)
                 return
             for r in rows:
-                print(f"{r['name']}  {r['dtype']} {r['shape']}  {look.human(r['bytes'])}, {r['chunks']} chunks")
+                say(f"{r['name']}  {r['dtype']} {r['shape']}  {look.human(r['bytes'])}, {r['chunks']} chunks")
                 for c in r["where"]:
                     spans = ", ".join(f"{a}:{a + n}" for a, n in zip(c["start"], c["shape"], strict=True))
-                    print(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")
+                    say(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")
             return
         s = look.summarise(opened.checkpoint, path, opened.source, opened.only)
         if as_json:
@@ -123,15 +125,15 @@ def inspect(
         draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))
 
 
-def _folder(found: Checkpoints) -> str:
-    """The checkpoints below a folder, and what to do with them."""
+def _folder(found: Checkpoints) -> list[str]:
+    """The lines about the checkpoints below a folder, and what to do with them."""
     n, answer = len(found.checkpoints), found.newest
-    lines = [f"{found.path}: {'1 checkpoint' if n == 1 else f'{n} checkpoints'} below it", str(found)]
+    lines = [f"{found.path}: {'1 checkpoint' if n == 1 else f'{n} checkpoints'} below it", *str(found).split("\n")]
     if len(answer) == 1:
         lines.append(f"next: give the path of one, or --latest for {answer[0].path}")
     else:
         lines.append("next: give the path of one")
-    return "\n".join(lines)
+    return lines
 
 
 def _no_match(pattern: str, names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from .help import about
 from .terminal import (  # fmt: skip
     Json,
     print_json,
+    say,
 )
 
 __all__ = ["layouts"]
@@ -44,4 +45,4 @@ def layouts(as_json: Json = False) -> None:
     for r in rows:
         verbs = "read, write" if r.writes else "read"
         holds = r.holds if isinstance(r.holds, str) else ", ".join(r.holds)
-        print(f"{r.name:{name}s}  {r.title:{title}s}  {verbs:11s}  holds {holds}")
+        say(f"{r.name:{name}s}  {r.title:{title}s}  {verbs:11s}  holds {holds}")

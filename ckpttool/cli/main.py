@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import os
 import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ..errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError, as_flags
+from ..errors import (
+    EXIT_CODES,
+    CkpttoolError,
+    CommandLine,
+    Interrupted,
+    NoSpace,
+    UsageError,
+    as_flags,
+    kind_of_failure,
+    note_change,
+    what_changed,
+)
 from .adapter import app as adapter_app
 from .audit import app as audit_app
 from .clean import clean
@@ -29,7 +44,7 @@ from .maps import maps
 from .pull import pull
 from .push import push
 from .resume_verify import resume_verify
-from .terminal import OutputLost, note, print_json, printable, refuse_empty, streams
+from .terminal import OutputLost, note, print_json, refuse_empty, say, streams
 from .verify import verify
 
 __all__ = ["app", "main"]
@@ -62,7 +77,7 @@ def _version(show: bool) -> None:
     if show:
         from .._version import __version__
 
-        print(f"ckpttool {__version__}")
+        say(f"ckpttool {__version__}")
         raise typer.Exit
 
 
@@ -81,40 +96,113 @@ def _root(
     pass
 
 
+class _Command(CommandLine):
+    """The command that the arguments name, and whose options the others are."""
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+
+    @cached_property
+    def flags(self) -> frozenset[str]:
+        found = self._program
+        for word in sys.argv[1:]:
+            if (below := getattr(found, "commands", {}).get(word)) is None:
+                break
+            found = below
+        return flags_of(found)
+
+    def owner(self, flag: str) -> str | None:
+        return next((f"ckpttool {name}" for name, command in commands() if flag in flags_of(command)), None)
+
+
+def commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
+    """(its words, the command) of every command."""
+    for name, found in getattr(group or typer.main.get_command(app), "commands", {}).items():
+        if hasattr(found, "commands"):
+            yield from commands(found, f"{above}{name} ")
+        else:
+            yield above + name, found
+
+
+def flags_of(command: Any) -> frozenset[str]:
+    """The options of a command."""
+    return frozenset(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
+
+
+#: What asks us to end.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_stopped = 0  # how many signals have asked us to end
+
+
 def _stop(signum: int, frame: Any) -> None:
+    global _stopped
+    _stopped += 1
     raise KeyboardInterrupt
 
 
 def main() -> None:
     """Entry point: runs a command and turns what it raises into a line on stderr and an exit code."""
-    signal.signal(signal.SIGTERM, _stop)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, _stop)
-    streams()
-    warnings.showwarning = _show
-    gc.disable()  # a large index is millions of objects that live until the end; looking for cycles is half of the time
+    global _stopped
+    _stopped = 0
+    note_change("")
     try:
-        with as_flags():
-            _run()
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, _stop)
+        sys.unraisablehook = _unraisable
+        streams()
+        warnings.showwarning = _show
+        gc.disable()  # a large index is millions of objects that live until the end; looking for cycles is half of the time
+        _run_and_explain()
+    except KeyboardInterrupt:  # before anything was begun, or another one while an error was printed
+        _end(Interrupted(_interrupted()))
+
+
+def _run_and_explain() -> None:
+    try:
+        _run()
     except OutputLost as e:
         _lost(e.error)
     except CkpttoolError as e:
-        _fail(e, e.exit_code)
+        _end(e)
     except KeyboardInterrupt:
-        _fail(Interrupted("interrupted; nothing was changed."), 130)
+        _end(Interrupted(_interrupted()))
     except MemoryError:
-        _fail(NoSpace("not enough memory."), 8)
+        _end(NoSpace("not enough memory."))
     except OSError as e:
-        found = _refused(e)
-        _fail(found, found.exit_code)
+        _end(_refused(e))
     except Exception as e:  # a fault of ours: no traceback unless asked for, but say where it was
+        if _stopped:  # a library has made another error of the interrupt
+            _end(Interrupted(_interrupted()))
         if os.environ.get("CKPTTOOL_DEBUG"):
             raise
         import traceback
 
         where = traceback.extract_tb(e.__traceback__)[-1]
         text = f"unexpected {type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})."
-        _fail(CkpttoolError(f"{text} This is a bug of ckpttool; CKPTTOOL_DEBUG=1 shows the traceback to report."), 1)
+        _end(CkpttoolError(f"{text} This is a bug of ckpttool; CKPTTOOL_DEBUG=1 shows the traceback to report."))
+
+
+def _interrupted() -> str:
+    """What an interrupt that no command has handled leaves behind."""
+    if done := what_changed():
+        return f"interrupted. {done}"
+    if _stopped > 1:
+        return (
+            "interrupted twice. No destination was changed; what was being written may be left beside it: the same command goes on from that or "
+            "removes it, and `ckpttool clean` removes it, too."
+        )
+    return "interrupted; nothing was changed."
+
+
+def _unraisable(what: Any) -> None:
+    """An interrupt in a finalizer, where Python can raise nothing, comes again a moment later; anything else as usual."""
+    if what.exc_type is KeyboardInterrupt:
+        again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(what)
 
 
 _usual = warnings.showwarning
@@ -123,7 +211,7 @@ _usual = warnings.showwarning
 def _show(message: Warning | str, category: type[Warning], *more: Any, **where: Any) -> None:
     """Print a warning of ckpttool in one line, and warnings of other packages as usual."""
     if category.__module__.startswith("ckpttool."):
-        note(f"warning: {printable(str(message))}")
+        note(f"warning: {message}")
     else:
         _usual(message, category, *more, **where)
 
@@ -132,33 +220,60 @@ def _run() -> None:
     refuse_empty(sys.argv[1:])
     program = typer.main.get_command(only_what_runs(app, sys.argv[1:]))
     try:
-        sys.exit(_status(program) if "--json" in sys.argv else program())
+        with as_flags(_Command(program)):
+            status = _status(program)
     finally:
         sys.stdout.flush()  # here, where a failure has a handler
+    _exit(status)
 
 
 def _status(program: Any) -> int:
-    """The exit status of a command line. Its mistakes are raised, so that `--json` prints them as JSON too."""
+    """The exit status of a command line. Its mistakes are raised as errors of ours; typer would print them raw, and end silently when it
+    is interrupted."""
     try:
         status = program(standalone_mode=False)
     except Exception as e:
         if not hasattr(e, "format_message"):  # click's own class differs between versions of typer
             raise
-        raise UsageError(e.format_message()) from None
-    return status if isinstance(status, int) else 0
+        error = UsageError(e.format_message())
+        if (ctx := getattr(e, "ctx", None)) is not None:
+            error.add_note(f"{' '.join(ctx.get_usage().split())}; `{ctx.command_path} -h` explains it.")
+        raise error from None
+    status = status if isinstance(status, int) else 0
+    if status == 130 and _stopped:
+        raise KeyboardInterrupt  # typer has made an exit of it
+    return status
+
+
+def _exit(status: int) -> NoReturn:
+    """End with this status; a signal from here on ends us with it at once."""
+
+    def end(signum: int, frame: Any) -> None:
+        os._exit(status)
+
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, end)
+    atexit.register(_ignore_signals)
+    sys.exit(status)
+
+
+def _ignore_signals() -> None:
+    """After the last thread has ended: Python puts the handlers of the system back, which would end us with another status."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _lost(e: OSError) -> None:
     """Exit after standard output failed. It is redirected to /dev/null, so that Python does not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if isinstance(e, BrokenPipeError):
-        sys.exit(141)  # as a program that SIGPIPE ends: whoever read our output has enough
-    print(
+        _exit(141)  # as a program that SIGPIPE ends: whoever read our output has enough
+    note(
         f"error: standard output: {e.strerror}. What was printed is incomplete; a checkpoint that this command wrote is not "
-        "affected.",
-        file=sys.stderr,
+        "affected."
     )
-    sys.exit(_refused(e).exit_code)
+    _exit(_refused(e).exit_code)
 
 
 def _refused(e: OSError) -> CkpttoolError:
@@ -168,23 +283,21 @@ def _refused(e: OSError) -> CkpttoolError:
     except OSError:
         return UsageError("The current folder was removed. Change to another one, or give absolute paths.")
     name = os.fsdecode(e.filename) if isinstance(e.filename, (str, bytes)) else "the system"
-    kind = (
-        NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE) else CkpttoolError
-    )
+    kind = NoSpace if e.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE) else kind_of_failure(e)
     return kind(f"{name}: {e.strerror or e}" + (f" (errno {e.errno})." if e.errno else "."))
 
 
-def _fail(e: CkpttoolError, code: int) -> None:
+def _end(e: CkpttoolError) -> NoReturn:
+    """Print an error and exit."""
     if "--json" in sys.argv:
         with suppress(OutputLost):
-            print_json({"error": {"kind": type(e).__name__, "exit_code": code, "message": str(e)}})
+            print_json({"error": {"kind": type(e).__name__, "exit_code": e.exit_code, "message": str(e)}})
             sys.stdout.flush()
-    # names from files do not draw on the screen, nor make lines of their own; what NotRecognised lists are ours
-    lines = str(e).split("\n") if isinstance(e, NotRecognised) else [str(e)]
-    print("error: " + "\n".join(map(printable, lines)), file=sys.stderr)
+    for line in f"error: {e}".split("\n"):  # an error of several lines is a list of ours
+        note(line)
     for text in getattr(e, "__notes__", ()):
-        print("note: " + printable(text), file=sys.stderr)
-    sys.exit(code)
+        note(f"note: {text}")
+    _exit(e.exit_code)
 
 
 if __name__ == "__main__":

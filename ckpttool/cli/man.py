@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
 from typing import Any
 
 import typer
 
 from .._version import __version__
 from .help import about_of
-from .main import app
+from .main import app, commands
 
 __all__ = ["page"]
 
@@ -25,17 +25,9 @@ def page() -> str:
         *_about(program),
         ".SH COMMANDS",
     ]  # fmt: skip
-    for name, command in _commands(program):
+    for name, command in commands(program):
         lines += _command(name, command)
     return "\n".join(lines) + "\n"
-
-
-def _commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, found in group.commands.items():
-        if hasattr(found, "commands"):
-            yield from _commands(found, f"{above}{name} ")
-        else:
-            yield above + name, found
 
 
 def _command(name: str, command: Any) -> list[str]:
@@ -70,4 +62,4 @@ def _text(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.stdout.write(page())

@@ -11,6 +11,7 @@ from .help import about
 from .terminal import (  # fmt: skip
     Json,
     print_json,
+    say,
 )
 
 __all__ = ["maps"]
@@ -44,10 +45,14 @@ def maps(
     rows = [MapRow(m.name, *m.sides, list(m.models), m.about) for m in found]
     if name is not None:
         text = known.text_of(name)
-        print_json({**asdict(rows[0]), "text": text}) if as_json else print(text, end="")
+        if as_json:
+            print_json({**asdict(rows[0]), "text": text})
+            return
+        for line in text.splitlines():
+            say(line)
         return
     if as_json:
         print_json([asdict(r) for r in rows])
         return
     for r in rows:
-        print(f"{r.name:28s} {r.left} <-> {r.right}: {', '.join(r.models)}")
+        say(f"{r.name:28s} {r.left} <-> {r.right}: {', '.join(r.models)}")

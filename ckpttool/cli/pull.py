@@ -34,6 +34,7 @@ from .terminal import (  # fmt: skip
     peak,
     print_json,
     ranks,
+    say,
 )
 
 __all__ = ["pull"]
@@ -114,6 +115,6 @@ def pull(
         f"{seconds:.1f} s, {peak()}, read back and equal{equal}",
         quiet,
     )
-    print(f"commit {done.commit}")
+    say(f"commit {done.commit}")
     for component, root in result.digest.items():
-        print(f"digest {component:10s} blake3:{root}")
+        say(f"digest {component:10s} blake3:{root}")

@@ -35,6 +35,7 @@ from .terminal import (  # fmt: skip
     note,
     peak,
     print_json,
+    say,
 )
 
 __all__ = ["push"]
@@ -137,20 +138,18 @@ def push(
     where = done.url + (f"@{done.revision}" if done.revision else "")
     if dry_run:
         new = "new, " if done.created else ""
-        print(
-            f"{done.layout_from} -> {where} ({new}{kind}): {len(done.files)} files, {human(sum(done.files.values()))}"
-        )
+        say(f"{done.layout_from} -> {where} ({new}{kind}): {len(done.files)} files, {human(sum(done.files.values()))}")
         for name, size in sorted(done.files.items()):
-            print(f"  {name:44s} {human(size):>12s}" + ("  there already" if name in done.there else ""))
-        print("  and README.md, ckpttool.json; nothing was sent.")
+            say(f"  {name:44s} {human(size):>12s}" + ("  there already" if name in done.there else ""))
+        say("  and README.md, ckpttool.json; nothing was sent.")
         return
     if done.commit is None:
-        print(f"{where} ({kind}) has all {len(done.files)} files already; nothing was sent, no commit made.")
+        say(f"{where} ({kind}) has all {len(done.files)} files already; nothing was sent, no commit made.")
     else:
         sent = f"{len(done.sent)} files sent ({human(sum(done.sent.values()))})"
         there = f", {len(done.there)} there already" if done.there else ""
         note(f"{done.layout_from} -> {where} ({kind}): {sent}{there} in {seconds:.1f} s, {peak()}", quiet)
         note(f"the Hub has the hash of every one of the {len(done.files)} files", quiet)
-        print(f"commit {done.commit}  {done.page}")
+        say(f"commit {done.commit}  {done.page}")
     for component, root in done.digest.items():
-        print(f"digest {component:10s} blake3:{root}")
+        say(f"digest {component:10s} blake3:{root}")

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import UsageError
+from ..errors import UsageError, kind_of_failure
+from ..printable import printable
 from .help import READING, about
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
@@ -26,8 +27,10 @@ from .terminal import (  # fmt: skip
     Tag,
     Wrap,
     comma,
+    console,
     draw,
     newest_of,
+    note,
     print_json,
 )
 
@@ -285,7 +288,7 @@ def resume_verify(
         try:
             os.makedirs(report, exist_ok=True)
         except OSError as e:
-            raise UsageError(f"--report {report}: {e.strerror or e}.") from None
+            raise kind_of_failure(e, UsageError)(f"--report {report}: {e.strerror or e}.") from None
     if metrics is not None and not os.path.isdir(os.path.dirname(os.path.abspath(metrics))):
         raise UsageError(
             f"--metrics {metrics}: this folder does not exist: {os.path.dirname(os.path.abspath(metrics))}."
@@ -341,14 +344,14 @@ class _Telling:
         if self.quiet:
             return
         if not sys.stderr.isatty():
-            print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
+            note(f"[{time.monotonic() - self.began:6.1f} s] {text}")
             return
         if self.status is None:
-            from rich.console import Console
-
-            self.status = Console(stderr=True).status(text)
+            self.status = console(stderr=True).status("")
             self.status.start()
-        self.status.update(text)
+        from rich.text import Text
+
+        self.status.update(Text(printable(text)))
 
     def close(self) -> None:
         """Take the line off the screen."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import codecs
 import io
-import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Annotated, Any, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
 from ..errors import UsageError
+from ..printable import printable, printable_json, printable_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.segment import Segment
 
 __all__ = [
     "AllowEqualRanks",
@@ -50,6 +54,7 @@ __all__ = [
     "bytes_of",
     "cast_rules",
     "comma",
+    "console",
     "draw",
     "left_behind",
     "newest_of",
@@ -57,9 +62,9 @@ __all__ = [
     "note",
     "peak",
     "print_json",
-    "printable",
     "ranks",
     "refuse_empty",
+    "say",
     "streams",
 ]  # fmt: skip
 
@@ -235,9 +240,9 @@ def newest_of(path: str, latest: bool, quiet: bool = False) -> str:
     from ..engine.detection import latest as look
 
     found, newer = look(path)
-    note(f"latest: {printable(found)}", quiet)
+    note(f"latest: {found}", quiet)
     if newer:
-        note(f"note: {printable(newer)}", quiet)
+        note(f"note: {newer}", quiet)
     return found
 
 
@@ -320,15 +325,10 @@ class Meter:
         elif now - self.said >= 10:
             rate = done / (now - self.began)
             left = (total - done) / rate if rate else 0
-            print(
-                f"{what} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left, {peak()}",
-                file=sys.stderr,
-                flush=True,
-            )
+            note(f"{what} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left, {peak()}")
             self.said = now
 
     def _start(self, what: str, total: int) -> None:
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -340,7 +340,7 @@ class Meter:
 
         bar = Progress(
             TextColumn("{task.description:8s}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[memory]}"), console=Console(stderr=True), transient=True,
+            TimeRemainingColumn(), TextColumn("{task.fields[memory]}"), console=console(stderr=True), transient=True,
         )  # fmt: skip
         self.task = bar.add_task(what, total=max(1, total), memory="")
         bar.start()
@@ -362,7 +362,10 @@ class OutputLost(Exception):
 
 
 class Stdout:
-    """Standard output; its failures raise OutputLost, unlike those of the files that a command works on."""
+    """Standard output; its failures raise OutputLost, unlike those of the files that a command works on.
+
+    Whatever is written has escapes for what does not print, but for line ends; `drawn` are controls of the terminal, by rich.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -373,6 +376,10 @@ class Stdout:
         Raises:
             OutputLost: it failed.
         """
+        return self.drawn(printable_lines(text))
+
+    def drawn(self, text: str) -> int:
+        """`write` of a text as it is."""
         try:
             return self._file.write(text)
         except OSError as e:
@@ -390,13 +397,17 @@ class Stdout:
 
 
 class Stderr:
-    """Standard error, whose failures are ignored: a full log or a closed terminal must not end a conversion."""
+    """Standard error, whose failures are ignored: a full log or a closed terminal must not end a conversion. Otherwise as `Stdout`."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
         """Like the method of a text file."""
+        return self.drawn(printable_lines(text))
+
+    def drawn(self, text: str) -> int:
+        """`write` of a text as it is."""
         with suppress(OSError):
             return self._file.write(text)
         return len(text)
@@ -405,6 +416,16 @@ class Stderr:
         """Like the method of a text file."""
         with suppress(OSError):
             self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _Drawn:
+    """A `Stdout` or `Stderr` whose `write` is `drawn`."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self.write = file, getattr(file, "drawn", file.write)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -443,10 +464,15 @@ def peak() -> str:
     return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
 
 
+def say(text: str = "") -> None:
+    """A line on stdout. Names in it cannot make lines of their own, nor control the terminal."""
+    print(printable(text))  # noqa: T201
+
+
 def note(text: str, quiet: bool = False) -> None:
-    """A line for people, on stderr."""
+    """A line for people, on stderr; otherwise as `say`."""
     if not quiet:
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool = False) -> None:
@@ -472,7 +498,7 @@ def left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool 
         entries = "1 entry" if len(rows) == 1 else f"{len(rows)} entries"
         note(f"left behind: {entries}: {parts}: {why}{more}", quiet)
     for name, nbytes, why in rows if verbose else ():
-        note(f"  {printable(name)}, {human(nbytes)}: {why}", quiet)
+        note(f"  {name}, {human(nbytes)}: {why}", quiet)
 
 
 def not_read(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
@@ -486,13 +512,7 @@ def not_read(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
 
 def print_json(data: Any) -> None:
     """Data, on stdout."""
-    text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
-    print(text.encode("utf-8", "backslashreplace").decode())  # bytes of a name that are not UTF-8 become JSON escapes
-
-
-def printable(text: str) -> str:
-    """A text from a file, made safe to print: characters that are not printable become escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    print(printable_json(data, default=str))  # noqa: T201
 
 
 def ranks(n: int) -> str:
@@ -502,8 +522,19 @@ def ranks(n: int) -> str:
 
 def draw(*renderables: Any) -> None:
     """Tables and trees, on stdout."""
-    from rich.console import Console
-
-    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+    screen = console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
     for r in renderables:
-        console.print(r)
+        screen.print(r)
+
+
+def console(stderr: bool = False, **options: Any) -> Console:
+    """A `rich.console.Console` on stdout or stderr. What it is given cannot control the terminal; what rich adds can."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Safe(Console):
+        def render(self, *given: Any, **more: Any) -> Iterator[Segment]:
+            for text, style, control in super().render(*given, **more):
+                yield Segment(text if control else printable_lines(text), style, control)
+
+    return Safe(file=cast("TextIO", _Drawn(sys.stderr if stderr else sys.stdout)), **options)

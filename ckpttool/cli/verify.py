@@ -27,7 +27,7 @@ from .terminal import (  # fmt: skip
     not_read,
     note,
     print_json,
-    printable,
+    say,
 )
 
 __all__ = ["verify"]
@@ -83,26 +83,26 @@ def verify(
     from ..engine.inspect import human
 
     not_read(found.not_read, quiet)
-    print(f"{found.layout}: {found.tensors:,} tensors, {human(found.bytes)}: structure ok")
+    say(f"{found.layout}: {found.tensors:,} tensors, {human(found.bytes)}: structure ok")
     for text in found.notes:
         note(f"note: {text}", quiet)
     if found.salvage is not None:
         lost, made = found.salvage["missing"], found.salvage["rebuilt"]
-        print(f"salvaged: {found.salvage['exact']:,} tensors are exact, {len(made):,} rebuilt, {len(lost):,} missing")
+        say(f"salvaged: {found.salvage['exact']:,} tensors are exact, {len(made):,} rebuilt, {len(lost):,} missing")
         for word, names in (("rebuilt", made), ("missing", lost)):
             for name, why in list(names.items())[:_SHOWN]:
-                print(f"  {word}: {printable(name)}: {printable(why)}")
+                say(f"  {word}: {name}: {why}")
             if len(names) > _SHOWN:
-                print(f"  ... {len(names) - _SHOWN:,} more; --json lists them")
+                say(f"  ... {len(names) - _SHOWN:,} more; --json lists them")
     if found.data is not None:
         covered = found.crc32_covered_bytes
         told = f", {human(covered)} covered by CRC32s of the files themselves" if covered else ""
-        print(f"data ok: every byte read{told}")
+        say(f"data ok: every byte read{told}")
         if found.recorded == "equal":
-            print("equal to the digests that were recorded when it was written")
+            say("equal to the digests that were recorded when it was written")
         if found.numbers == "ok":
-            print("numbers ok: masters are those of the weights, and no average of squares is below 0")
+            say("numbers ok: masters are those of the weights, and no average of squares is below 0")
         for component, root in (found.digest or {}).items():
-            print(f"digest {component:10s} blake3:{root}")
+            say(f"digest {component:10s} blake3:{root}")
     if found.against is not None:
-        print(f"equal to {found.against['path']}: {', '.join(found.against['components'])}")
+        say(f"equal to {found.against['path']}: {', '.join(found.against['components'])}")

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import CkpttoolError
+from ..errors import CkpttoolError, argument
 from ..formats import safetensors_header
 from ..huggingface import encodings, model_names
 from ..index.checkpoint import without_random_states
@@ -219,7 +219,7 @@ def tied_weights(at: Examined, digests: Mapping[str, str] | None = None) -> list
         return []
     text = (
         f'config.json ties "{embedding}" and "{head}", but they are not equal ({odd}): from_pretrained keeps the first and drops the '
-        "second. Which of them is right cannot be known from the files; --untie writes both"
+        f"second. Which of them is right cannot be known from the files; {argument('untie', True)} writes both"
     )
     command = ["ckpttool", "convert", at.path, f"{at.path.rstrip('/')}-untied", "--to", "hf", "--untie"]
     return [

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..errors import CkpttoolError, Interrupted, UsageError, argument
+from ..errors import CkpttoolError, Interrupted, UsageError, argument, note_change, what_changed
 from ..index.draft import Draft
 from ..storage import urls
 from ..storage.buffers import IOBudget
@@ -199,6 +199,7 @@ def convert_with(
 ) -> ConvertResult:
     """`convert`."""
     serve_if_worker(running.workers)
+    note_change("")
     dst = normal_destination(dst)
     reading = absolute(reading)
     refuse_source(src, dst)
@@ -207,6 +208,11 @@ def convert_with(
     refuse_destination(dst, where, running.force)
     try:
         return _convert(src, dst, where, reading, writing, running, said)
+    except KeyboardInterrupt:
+        e = Interrupted(f"interrupted. {what_changed() or f'{where} is untouched, and nothing of it was written yet.'}")
+        for text in said:
+            e.add_note(text)
+        raise e from None
     except CkpttoolError as e:
         for text in said:
             e.add_note(text)
@@ -261,8 +267,7 @@ def _convert(
                 with for_reading(running.workers, dst, draft.nbytes) as workers:
                     read_back(dst, target, draft, digests, reading.config, progress, budget, workers)
         except KeyboardInterrupt:
-            destination.release()
-            raise Interrupted(f"interrupted. {destination.again}") from None
+            raise Interrupted(f"interrupted. {destination.stop()}") from None
         except BaseException as e:
             if not isinstance(e, CkpttoolError) or e.keeps_work or destination.in_place:
                 destination.release()  # the next run goes on from here

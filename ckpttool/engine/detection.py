@@ -20,9 +20,10 @@ from itertools import takewhile
 from typing import Any
 
 from .. import layouts
-from ..errors import CkpttoolError, NotRecognised, UsageError, argument
+from ..errors import CkpttoolError, NotPermitted, NotRecognised, UsageError, argument
 from ..formats import other_files
 from ..layouts import Layout, Place
+from ..printable import printable
 from ..storage import remote, urls
 from ..storage.source import Source
 from .unread_files import human, kind_of
@@ -86,8 +87,8 @@ class Checkpoints:
         rows = [
             (
                 f"step {c.step:,}" if c.step is not None else f"epoch {c.epoch}" if c.epoch is not None else "",
-                _printable(c.name), c.layout + (f" ({c.trainer})" if c.trainer else ""), human(c.bytes),
-                "newest complete" if c.newest else "weights only" if c.weights_only else "" if c.complete else f"incomplete: {_printable(c.lacks)}",
+                printable(c.name), c.layout + (f" ({c.trainer})" if c.trainer else ""), human(c.bytes),
+                "newest complete" if c.newest else "weights only" if c.weights_only else "" if c.complete else f"incomplete: {printable(c.lacks)}",
             )
             for c in self.checkpoints
         ]  # fmt: skip
@@ -98,10 +99,6 @@ class Checkpoints:
         if self.left_out:
             lines.append(f"  {self.left_out} more folders were not looked into")
         return "\n".join(lines)
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 # ------------------------------------------------------------------------------------------------------- one place
@@ -129,17 +126,24 @@ def detect(where: Place) -> Layout:
             raise
         found = below(where.source)
         if not found.checkpoints:
+            if (closed := _closed(where.source)) is not None:
+                raise NotPermitted(
+                    f"{closed} cannot be listed: Permission denied. What it holds is not known."
+                ) from None
             _refuse_foreign(where.source, None)
             raise
         if all(
             c.step is None and c.epoch is None for c in found.checkpoints
         ):  # no run: what was looked for matters too
-            error = NotRecognised(f"{e}\n{_count(found)} below it; give the path of one:\n{found}")
+            error = NotRecognised(
+                *e.args, listing=f"{e.listing}\n{_count(found)} below it; give the path of one:\n{found}"
+            )
         else:
             answer = found.newest
             hint = f" The newest complete one is {answer[0].path}." if len(answer) == 1 else ""
             error = NotRecognised(
-                f"{found.path} is not a checkpoint itself; {_count(found)} below it. Give the path of one.{hint}\n{found}"
+                f"{found.path} is not a checkpoint itself; {_count(found)} below it. Give the path of one.{hint}",
+                listing=str(found),
             )
         error.below = found
         raise error from None
@@ -182,6 +186,14 @@ def _refuse_foreign(source: Source, file: str | None) -> None:
         here = source.list(folder) if folder else names
         files = [n for n in here if not source.glance(f"{folder}/{n}" if folder else n)[0]]
         other_files.refuse_checkpoint(files, here, _shown(source, folder))
+
+
+def _closed(source: Source) -> str | None:
+    """A folder here, or this one, that this user may not look into; None where there is none."""
+    if not source.local:
+        return None
+    folders = [source.root, *(os.path.join(source.root, n) for n in source.list() if source.glance(n)[0])]
+    return next((f for f in folders if not os.access(f, os.R_OK | os.X_OK)), None)
 
 
 def _count(found: Checkpoints) -> str:
@@ -600,10 +612,12 @@ def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
         return os.fspath(path), ""
     if len(answer) > 1:
         raise NotRecognised(
-            f"Several runs lie below {found.path}, so that none of their checkpoints is the newest. Give the folder of one:\n{found}"
+            f"Several runs lie below {found.path}, so that none of their checkpoints is the newest. Give the folder of one:",
+            listing=str(found),
         )
     if found.checkpoints:
         raise NotRecognised(
-            f"No checkpoint below {found.path} is complete and newer than the others. Give the path of one:\n{found}"
+            f"No checkpoint below {found.path} is complete and newer than the others. Give the path of one:",
+            listing=str(found),
         )
     raise NotRecognised(f"No checkpoint is in {found.path} or in its folders, two levels down.")

@@ -13,8 +13,9 @@ from .executors import named
 from .opening import CheckpointPath, OpenOptions
 from .parallel_fill import why_one_process
 from .part_requests import job_of
-from .planning import Plan, WriteRequest, plan_with
+from .planning import Plan, WriteRequest, caster, plan_with
 from .tensor_digests import reporting
+from .verification import held_by
 
 __all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "dry_run_with"]
 
@@ -72,17 +73,18 @@ def dry_run_with(
         free = check_destination(src, dst, planned, running.force)
         budget = io_budget(running.max_memory_bytes, running.threads, opened.source)
         read = sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
+        held = held_by(opened.checkpoint, draft, caster(writing.dtype, writing.cast or {}))
         each = most_memory_bytes(budget, opened.source)
         if urls.is_url(os.fspath(dst)):
             each += upload.SIZES.in_flight_bytes + upload.SIZES.buffered_bytes
         workers, memory, notes = _workers(src, os.fspath(dst), reading, writing, running, planned, each)
         return DryRun(
             source=opened.source.root, destination=os.fspath(dst), layout_from=opened.layout.name, layout_to=planned.target.name,
-            world_size=draft.checkpoint.world_size, tensors=len(draft.checkpoint.tensors), source_bytes=opened.checkpoint.nbytes,
+            world_size=draft.checkpoint.world_size, tensors=len(held), source_bytes=opened.checkpoint.nbytes,
             read_bytes=read, written_bytes=draft.nbytes, free_bytes=free,
             memory_bytes=memory, workers=workers, seconds=round((read + draft.nbytes) / ASSUMED_BYTES_PER_SECOND, 3),
             bytes_per_second=ASSUMED_BYTES_PER_SECOND, files=[{"name": f.name, "bytes": f.size} for f in draft.files],
-            dropped=[{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in draft.dropped],
+            dropped=[{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in planned.account.dropped],
             notes=[*opened.checkpoint.notes, *draft.notes, *notes], not_read=[r.to_json() for r in opened.checkpoint.unread],
         )  # fmt: skip
 

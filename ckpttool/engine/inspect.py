@@ -19,6 +19,7 @@ from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state
 from ..index.composites import MARK, composites, described, unwrapped_note
 from ..index.names import step_count
 from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
+from ..printable import printable
 from ..storage import urls
 from ..storage.source import Source
 from .next_steps import next_step
@@ -316,7 +317,7 @@ def screen(s: Summary) -> RenderableType:
     ]
     for fact in facts:
         if fact:
-            head.append(f" · {fact}")
+            head.append(f" · {printable(str(fact))}")
     head.append(f" · {s.tensors:,} tensors, {human(s.bytes)}")
     head.append(f" · {s.files:,} file{'s' if s.files != 1 else ''}, {human(s.file_bytes)} on disk")
     parts: list[RenderableType] = [head]
@@ -328,14 +329,16 @@ def screen(s: Summary) -> RenderableType:
             style="default",
         )
         if len(a["names"]) > 1:
-            line.append(f", called {', '.join(a['names'])}", style="default")
-        line.append(f", base model {a['base_model']}" if a["base_model"] else "", style="default")
+            line.append(printable(f", called {', '.join(a['names'])}"), style="default")
+        line.append(printable(f", base model {a['base_model']}") if a["base_model"] else "", style="default")
         parts.append(line)
     if s.encoding:
         e = s.encoding
         if e["weights"]:
-            parts.append(Text.assemble(("encoded ", "bold"), encodings.line(e["weights"], e["of"], e["schemes"])))
-        parts += [Text.assemble(("-", "yellow"), " ", text) for text in e["faults"]]
+            parts.append(
+                Text.assemble(("encoded ", "bold"), printable(encodings.line(e["weights"], e["of"], e["schemes"])))
+            )
+        parts += [Text.assemble(("-", "yellow"), " ", printable(text)) for text in e["faults"]]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title, right in (("", False), ("tensors", True), ("elements", True), ("bytes", True), ("dtypes", False)):
         table.add_column(title, justify="right" if right else "left")
@@ -345,7 +348,7 @@ def screen(s: Summary) -> RenderableType:
         dtypes = ", ".join(f"{k}" + (f" {human(v)}" if len(c["dtypes"]) > 1 else "") for k, v in c["dtypes"].items())
         bar = "█" * max(1, round(24 * c["bytes"] / total)) if c["bytes"] else ""
         table.add_row(
-            f"[bold]{name}[/]", f"{c['tensors']:,}" if c["tensors"] else "", _count(c["elements"]) if c["tensors"] else "",
+            Text(printable(name), "bold"), f"{c['tensors']:,}" if c["tensors"] else "", _count(c["elements"]) if c["tensors"] else "",
             human(c["bytes"]) if c["tensors"] else "", dtypes or f"{c['values']} value{'s' if c['values'] != 1 else ''}",
             f"[cyan]{bar}[/]",
         )  # fmt: skip
@@ -353,9 +356,9 @@ def screen(s: Summary) -> RenderableType:
     if s.optimizer:
         o = s.optimizer
         line = Text("optimizer ", style="bold")
-        line.append(f"{o['kind']}, ", style="default")
+        line.append(printable(f"{o['kind']}, "), style="default")
         line.append(
-            "; ".join(f"{k} of {v['parameters']} parameters" for k, v in o["slots"].items()) or "no state",
+            printable("; ".join(f"{k} of {v['parameters']} parameters" for k, v in o["slots"].items())) or "no state",
             style="default",
         )
         parts.append(line)
@@ -363,12 +366,12 @@ def screen(s: Summary) -> RenderableType:
             shown = ", ".join(
                 f"{k} {g[k]}" for k in ("lr", "weight_decay", "betas", "momentum", "eps") if g.get(k) is not None
             )
-            parts.append(Text(f"  group {i}: {g.get('parameters', '?')} parameters, {shown}"))
+            parts.append(Text(printable(f"  group {i}: {g.get('parameters', '?')} parameters, {shown}")))
     for text in s.missing:
-        parts.append(Text.assemble(("-", "yellow"), " ", text))
+        parts.append(Text.assemble(("-", "yellow"), " ", printable(text)))
     for text in s.notes:
-        parts.append(Text.assemble(("note", "blue"), " ", text))
-    parts.append(Text.assemble(("next", "green"), " ", s.next))
+        parts.append(Text.assemble(("note", "blue"), " ", printable(text)))
+    parts.append(Text.assemble(("next", "green"), " ", printable(s.next)))
     return Group(*parts)
 
 
@@ -421,13 +424,15 @@ def _grow(node: Any, x: dict[str, Any]) -> None:
             if re.fullmatch(r"\d+", key):
                 while j < len(items) and items[j][0].isdigit() and _shape_of(items[j][1]) == _shape_of(value):
                     j += 1
-            label = f"[cyan]{escape(key)}[/]" + (f" .. [cyan]{items[j - 1][0]}[/] ({j - i} alike)" if j - i > 1 else "")
+            label = f"[cyan]{escape(printable(key))}[/]" + (
+                f" .. [cyan]{items[j - 1][0]}[/] ({j - i} alike)" if j - i > 1 else ""
+            )
             _grow(node.add(label), value)
             i = j
             continue
         if isinstance(value, TensorEntry):
-            node.add(f"{escape(key)} [dim]{value.dtype} {list(value.shape)}[/]")
+            node.add(f"{escape(printable(key))} [dim]{value.dtype} {list(value.shape)}[/]")
         else:
             text = repr(value)
-            node.add(f"{escape(key)} [dim]= {escape(text if len(text) < 60 else text[:57] + '...')}[/]")
+            node.add(f"{escape(printable(key))} [dim]= {escape(text if len(text) < 60 else text[:57] + '...')}[/]")
         i += 1

@@ -88,7 +88,7 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
         reads = "reads it" if ckpt.config is not None else "needs a config.json beside it"
         return f"from_pretrained {reads}; for a training job: {out} --to dcp -n RANKS"
     if ckpt.layout == "audit":
-        return f"{out.replace('convert', 'audit restore', 1)} --to dcp -n RANKS"
+        return f"ckpttool audit restore {shlex.quote(path)} OUT --to dcp -n RANKS"
     if ckpt.layout == "full":
         return f"for a job of several ranks: {out} --to dcp -n RANKS; for transformers: {out} --to hf --config MODEL"
     return f"for transformers: {out} --to hf --config MODEL"

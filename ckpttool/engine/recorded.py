@@ -7,7 +7,6 @@ them in names, dtypes, shapes and digests, unless the user says that it should b
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from ..bounded_json import parse
 from ..errors import Corrupt, SourceChanged, Unreadable, Unsafe, argument
 from ..formats import values
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
+from ..printable import printable_json
 from ..storage.source import Source
 from . import unread_files
 from .conservation import written_values
@@ -190,4 +190,4 @@ def record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mapping[st
 
 def encoded(record: Mapping[str, Any]) -> bytes:
     """The bytes of ckpttool.json; a byte of a path that is not UTF-8 becomes a JSON escape."""
-    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return (printable_json(record) + "\n").encode()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..bounded_json import parse
-from ..errors import CkpttoolError, Corrupt, Unreadable, Unsupported
+from ..errors import CkpttoolError, Corrupt, NotPermitted, Unreadable, Unsupported
 from ..formats import cut_files, other_files, safetensors_header, zip_bytes
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Chunks, Salvage, TensorEntry
@@ -64,6 +64,8 @@ def problems(where: Place) -> list[Problem]:
     for name in [file] if file is not None else _files(source):
         try:
             found = _look(source, name)
+        except NotPermitted:  # no damage
+            raise
         except Unreadable as e:
             found = Problem(name, "damaged", f"cannot be read: {e}")
         except CkpttoolError as e:

@@ -30,6 +30,7 @@ from ..errors import CkpttoolError, Unsupported
 from ..huggingface import lora, model_files
 from ..index.checkpoint import Checkpoint, Unread
 from ..layouts import Saves
+from ..printable import printable
 from ..storage import remote
 from ..storage.siblings import parent_of
 from ..storage.source import Source
@@ -257,7 +258,7 @@ def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: 
                 continue
             is_folder, size = source.glance(entry)
             if is_folder == name.endswith("/") and (not is_folder or _holds_state(source, entry, found)):
-                yield Unread(_shown(above + name), _within(source, entry) if is_folder else size, *found)
+                yield Unread(printable(above + name), _within(source, entry) if is_folder else size, *found)
 
 
 def _holds_state(source: Source, folder: str, kind: tuple[str, str]) -> bool:
@@ -289,17 +290,12 @@ def kind_of(name: str) -> tuple[str, str] | None:
 
 
 def _row(name: str, size: int | None, what: str, component: str, held: set[str]) -> Unread:
-    return Unread(_shown(name), size, what, "" if component in held else component)
+    return Unread(printable(name), size, what, "" if component in held else component)
 
 
 def _within(source: Source, folder: str) -> int:
     """Bytes of the first files of a folder, as far as they are known."""
     return sum(source.glance(f"{folder}/{n}")[1] or 0 for n in source.list(folder)[:_MOST])
-
-
-def _shown(name: str) -> str:
-    """A name of a file as printable text that is UTF-8."""
-    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
 def _sum(rows: Iterable[Unread]) -> int:

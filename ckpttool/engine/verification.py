@@ -31,7 +31,7 @@ from .stream import Block, Reader, StreamJob
 from .tensor_digests import digests_in_values, reporting, tensor_digests
 from .value_digests import recorded_values, state_roots
 
-__all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "salvaged", "settled", "verify"]
+__all__ = ["DigestResult", "VerifyResult", "digest", "held_by", "read_back", "salvaged", "settled", "verify"]
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def settled(
         SourceChanged, Corrupt: it is not.
     """
     opened.source.assert_unchanged()
-    wanted = _wanted(opened.checkpoint, draft, caster(writing.dtype, writing.cast or {}))
+    wanted = held_by(opened.checkpoint, draft, caster(writing.dtype, writing.cast or {}))
     digests = _canonical(opened, draft, wanted, digests, progress, budget)
     _compare_recorded(opened, wanted, digests, progress, budget)
     for part in opened.inputs:
@@ -362,7 +362,7 @@ def _compare_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -
         raise other_digests(ckpt, wrong, len(found))
 
 
-def _wanted(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
+def held_by(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
     """The source's tensors that the destination holds, under whatever name, with the dtype they have there."""
     there = draft.checkpoint.tensors
     gone = {d.name for d in draft.dropped}

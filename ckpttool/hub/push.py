@@ -31,7 +31,7 @@ from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..engine.tensor_digests import reporting
-from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument
+from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument, note_change
 from ..index.names import step_count
 from ..storage.buffers import IOBudget
 from . import card, screening
@@ -351,6 +351,7 @@ class Push:
                 continue
             out.commit, pull = done
             self.made = out.commit
+            note_change(f"{self.repository.url} has the commit {self.made}.")
             out.page = pull or f"{self.repository.page}/commit/{out.commit}"
             out.sent = {f.name: f.size for f in files if f.name in sent}
             out.there = sorted(f.name for f in files if f.name not in sent)

@@ -29,6 +29,7 @@ from .. import layouts
 from ..engine import opening
 from ..errors import CkpttoolError, Corrupt
 from ..index.checkpoint import Checkpoint, Chunks, Extent, Record, TensorEntry
+from ..printable import printable
 from ..storage import urls
 from ..storage.source import Source
 from .collectives import broadcast, gathered, rank_and_world, together
@@ -61,7 +62,7 @@ def _looked_at(
         opened.expect_recorded(ignore_recorded_digests)
         if not ignore_recorded_digests:
             for text in opened.checkpoint.notes[before:]:
-                warnings.warn(f"{os.fspath(path)}: {text}", stacklevel=2)
+                warnings.warn(printable(f"{os.fspath(path)}: {text}"), stacklevel=2)
     except CkpttoolError as e:
         return opened, e
     except BaseException:

@@ -273,8 +273,8 @@ class _Observer:
         self._end(stall.error())
 
     def _end(self, e: RankLost) -> None:
-        print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)
+        print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)  # noqa: T201
         for note in getattr(e, "__notes__", ()):
-            print(f"note: {note}", file=sys.stderr)
+            print(f"note: {note}", file=sys.stderr)  # noqa: T201
         sys.stderr.flush()
         os._exit(e.exit_code)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from ..errors import UsageError, argument
+from ..errors import UsageError, argument, kind_of_failure
 from .batches import Rows
 from .probing import refused
 from .settings import Settings
@@ -75,7 +75,7 @@ def looked_over(job: str) -> None:
         with open(file, "rb") as f:
             tree = ast.parse(f.read(), file)
     except OSError as e:
-        raise UsageError(f"{said}: {file} cannot be read: {e.strerror or e}.") from None
+        raise kind_of_failure(e, UsageError)(f"{said}: {file} cannot be read: {e.strerror or e}.") from None
     except (SyntaxError, ValueError) as e:
         at = f", line {e.lineno}" if isinstance(e, SyntaxError) and e.lineno else ""
         raise UsageError(f"{said}: {file}{at} is not Python: {e.msg if isinstance(e, SyntaxError) else e}.") from None

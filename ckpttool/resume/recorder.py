@@ -24,6 +24,7 @@ from typing import Any
 
 from ..errors import UsageError, argument
 from ..live.collectives import gathered
+from ..printable import printable
 from .batches import digest_and_marks
 from .fingerprint import has_bits, in_memory, of_each_rank
 from .live_facts import (
@@ -369,9 +370,9 @@ def _warn(text: str) -> None:
     import warnings
 
     try:
-        warnings.warn(f"ckpttool.Recorder: {text}", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"ckpttool.Recorder: {printable(text)}", RuntimeWarning, stacklevel=5)
     except RuntimeWarning:  # the job has made errors of warnings
-        print(f"ckpttool.Recorder: {text}", file=sys.stderr)
+        print(f"ckpttool.Recorder: {printable(text)}", file=sys.stderr)  # noqa: T201
 
 
 def _append(path: str | os.PathLike[str], text: str) -> None:

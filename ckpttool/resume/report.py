@@ -9,13 +9,12 @@ no name can control a terminal or break a file.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
 from pathlib import Path
 
-from ..errors import NoSpace, UsageError
+from ..errors import UsageError, kind_of_failure, note_change
 from .junit import junit
 from .page import page
 from .prometheus import prometheus
@@ -73,6 +72,6 @@ def _put(path: Path, text: str, make: bool = True) -> Path:
         finally:
             draft.unlink(missing_ok=True)
     except OSError as e:
-        kind = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
-        raise kind(f"{path} cannot be written: {e.strerror or e}.") from None
+        raise kind_of_failure(e, UsageError)(f"{path} cannot be written: {e.strerror or e}.") from None
+    note_change(f"{path} was written.")
     return path

@@ -28,7 +28,7 @@ class Settings:
     `module_prefix` is what the names of the checkpoint begin with and those of the job's model do not.
     `scratch` is a folder for the save of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how
     many seconds a rank may make no progress. `dtypes` are those in which every tensor gets a fingerprint as well, since the
-    other side may have rounded it. `flags` is whether messages name options as the command line does.
+    other side may have rounded it. `flags` are the options of the command, None where messages name arguments of Python.
     """
 
     source: str
@@ -59,7 +59,7 @@ class Settings:
     scratch: str | None = None
     timeout: float = 600.0
     dtypes: list[str] = field(default_factory=list)
-    flags: bool = field(default_factory=flags_are_named)
+    flags: list[str] | None = field(default_factory=flags_are_named)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):

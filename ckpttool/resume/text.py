@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..printable import printable
+
 __all__ = [
     "LAYER", "changed", "clean", "component_of", "fqn_of", "is_step", "kinds", "layer_of", "listed", "middle", "number",
     "plural", "scope", "slot_of", "spoken",
@@ -30,7 +32,7 @@ def clean(text: object, word: int = 0) -> str:
 
     `word` > 0 shortens longer words in the middle, where tensor names differ least.
     """
-    out = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    out = printable(str(text))
     if word:
         out = re.sub(rf"\S{{{word + 1},}}", lambda m: middle(m[0], word), out)
     return out

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ..bounded_json import parse
-from ..errors import Corrupt, Unsafe, UsageError, argument
+from ..errors import Corrupt, Unsafe, UsageError, argument, kind_of_failure
 from .batches import marks_of
 
 __all__ = ["OF_BUILD", "SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "spelled", "to_json"]
@@ -177,7 +177,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
     try:
         lines = list(_lines(path))
     except OSError as e:
-        raise UsageError(f"{argument('reference', os.fspath(path))}: {e.strerror or e}.") from None
+        raise kind_of_failure(e, UsageError)(f"{argument('reference', os.fspath(path))}: {e.strerror or e}.") from None
     for number, record in lines:
         try:
             kind = record.pop("kind", "step")

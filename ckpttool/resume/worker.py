@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from ..engine.local_worker import end_with
 from ..engine.opening import OpenCheckpoint
-from ..errors import CkpttoolError, DoesNotFit, as_flags, kind_of
+from ..errors import CkpttoolError, CommandLine, DoesNotFit, as_flags, kind_of
 from ..index.checkpoint import joined
 from ..live.collectives import gathered
 from ..live.load import load_opened
@@ -310,7 +310,7 @@ def main(folder: str) -> None:
         _write(folder, f"beat-{rank}.json", written(beat))
 
     with (
-        as_flags() if runs[0].flags else nullcontext(),
+        nullcontext() if runs[0].flags is None else as_flags(CommandLine(runs[0].flags)),
         open(os.path.join(folder, f"stack-{rank}"), "a", encoding="utf-8") as stacks,
         beating(rank, runs[0].timeout, publish, stacks),
     ):

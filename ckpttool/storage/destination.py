@@ -8,10 +8,11 @@ begins anew.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import CkpttoolError, NoSpace
+from ..errors import CkpttoolError, NoSpace, NotPermitted, kind_of_failure
 from .source import short_of
 
 if TYPE_CHECKING:
@@ -158,6 +159,9 @@ class Destination(Protocol):
     def release(self) -> None:
         """Stop writing, and keep what the next run can go on from."""
 
+    def stop(self) -> str:
+        """After an interruption: keep what the next run can go on from, remove the rest, and say what is there."""
+
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -172,5 +176,11 @@ def write_error(e: OSError, path: str, outcome: str = "The destination is untouc
     if (what := short_of(e)) is not None:
         return NoSpace(
             f"{path}: {e.strerror}: {what}. {outcome} Fix that or write elsewhere, then run the same command again."
+        )
+    if kind_of_failure(e) is NotPermitted:
+        folder = os.path.dirname(os.path.abspath(path))
+        what = path if os.access(folder, os.W_OK | os.X_OK) else f"the folder {folder}"
+        return NotPermitted(
+            f"{what} is not writable: {e.strerror}. {outcome} Write elsewhere, or have its owner allow it."
         )
     return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). {outcome}")

@@ -19,7 +19,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import CkpttoolError, DestinationExists, NoSpace, RemoteError, Unreadable, Unsafe, UsageError, argument
+from ..errors import (
+    CkpttoolError,
+    DestinationExists,
+    NoSpace,
+    RemoteError,
+    Unreadable,
+    Unsafe,
+    UsageError,
+    argument,
+    note_change,
+)
 from . import partial
 from .destination import write_error
 from .local_file import LocalFile, WriterPool
@@ -63,6 +73,8 @@ class LocalDestination:
             refuse_target(self.target, is_file, force)
             self._prepare(need_bytes)
         except BaseException as e:
+            if self._folder >= 0 and not self._kept:
+                self._clear()
             self.release()
             if isinstance(e, OSError):
                 raise write_error(e, e.filename or self.folder) from e
@@ -91,12 +103,7 @@ class LocalDestination:
                 )
         self._enter(found or self._new_folder(mine))
         have = sum(e.stat().st_blocks * 512 for e in _walk(self.tree))
-        try:
-            refuse_full(self.parent, need_bytes, have)
-        except NoSpace:
-            if not self.earlier.done and not self.filled:
-                self._clear()
-            raise
+        refuse_full(self.parent, need_bytes, have)
         if not found:
             self.begin_anew()
 
@@ -160,10 +167,10 @@ class LocalDestination:
     def outcome(self) -> str:
         """What an error left at the destination."""
         if self.in_place:
-            return (
-                f"The new checkpoint is in place at {self.target} and complete. What was left beside it is removed by "
-                f"`{partial.command(self.target)}`."
-            )
+            left = ""
+            if os.path.lexists(self.folder):
+                left = f" What was left beside it is removed by `{partial.command(self.target)}`."
+            return f"The new checkpoint is in place at {self.target} and complete.{left}"
         return "The destination is untouched."
 
     @property
@@ -171,10 +178,23 @@ class LocalDestination:
         """What is there after an interruption, and what to do."""
         if self.in_place:
             return self.outcome
-        earlier = partial.earlier_run(partial.read_journal(self.folder), self.plan)
-        if (earlier is None or not earlier.done) and not self.filled:
+        if not self._kept:
             return f"{self.target} is untouched. Too little was copied to be kept: the same command starts over."
         return f"{self.target} is untouched. Run the same command again to continue, or remove {self.folder}."
+
+    @property
+    def _kept(self) -> bool:
+        """Whether there is something that the next run can go on from."""
+        earlier = partial.earlier_run(partial.read_journal(self.folder), self.plan)
+        return (earlier is not None and earlier.done > 0) or bool(self.filled)
+
+    def stop(self) -> str:
+        """After an interruption: keep what the next run can go on from, remove the rest, and say what is there."""
+        if self.in_place or not self._kept:
+            self.abandon()
+        else:
+            self.release()
+        return self.again
 
     def explain(self, e: CkpttoolError) -> None:
         """Say how to continue after an error of the source, which knows nothing of the destination."""
@@ -297,6 +317,7 @@ class LocalDestination:
                 self._rename_twice(built)
         elif not partial.rename2(built, self.target, 1, self._folder):  # NOREPLACE
             os.rename(built, self.target, src_dir_fd=self._folder)
+        note_change(f"The new checkpoint is in place at {self.target} and complete.")
 
     def _rename_twice(self, built: str) -> None:
         """Where two names cannot be exchanged there is an instant without a destination; what ends us then (an error here, a

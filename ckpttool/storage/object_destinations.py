@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..errors import CkpttoolError
+from ..errors import CkpttoolError, note_change
 from ..index.draft import Draft
 from . import urls
 from .destination import DestinationFile
@@ -79,6 +79,11 @@ class _Uploaded:
             )
         return f"{self.place} is untouched. Run the same command again; it starts over, and removes the parts that were sent."
 
+    def stop(self) -> str:
+        """After an interruption: keep what the next run can go on from, remove the rest, and say what is there."""
+        self.release()
+        return self.again
+
     def explain(self, e: CkpttoolError) -> None:
         """Say that the new checkpoint is in place although its read-back failed, or how to continue."""
         if self.in_place:
@@ -130,6 +135,7 @@ class _Uploaded:
         """What was sent is there, whole."""
         self.upload.commit()
         self.in_place = True
+        note_change(self.outcome)
 
     def abandon(self) -> None:
         """Remove what was sent."""

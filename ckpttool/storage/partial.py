@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import CkpttoolError, DestinationExists, Locked, UsageError
+from ..errors import DestinationExists, Locked, UsageError, kind_of_failure, note_change
 from .lock import keep_ours, open_lock, our_uid, take_lock, try_lock, unlock, user
 
 __all__ = [
@@ -312,8 +312,10 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
             besides += _inside(target)
         for beside in besides:
             _clean(beside, dry_run, out)
+            if (out.removed or out.put_back) and not dry_run:
+                note_change("Some of what was left is removed already; the same command again removes the rest.")
     except OSError as e:
-        raise CkpttoolError(f"{e.filename or target}: {e.strerror}.") from e
+        raise kind_of_failure(e)(f"{e.filename or target}: {e.strerror}.") from e
     return out
 
 

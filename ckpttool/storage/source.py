@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import CkpttoolError, Corrupt, NoSpace, SourceChanged, Unreadable, Unsafe
+from ..errors import CkpttoolError, Corrupt, NoSpace, NotPermitted, SourceChanged, Unreadable, Unsafe, kind_of_failure
 
 __all__ = ["FileBytes", "ReadAt", "Source", "raise_file_limit", "read_error", "short_of"]
 
@@ -59,6 +59,10 @@ def read_error(e: OSError, path: str) -> CkpttoolError:
     """The error for a failed system call on a file that is being read."""
     if (what := short_of(e)) is not None:
         return NoSpace(f"{path} cannot be read: {what}. Fix that, then run the same command again.")
+    if kind_of_failure(e) is NotPermitted:
+        return NotPermitted(
+            f"{path} cannot be read: {e.strerror}. Whoever owns it can allow it; nothing is known about what it holds."
+        )
     return Unreadable(f"{path} cannot be read: {e.strerror}.")
 
 
@@ -106,7 +110,8 @@ class Source:
             if isinstance(e, OSError) and short_of(e):
                 raise read_error(e, os.path.join(self.root, folder)) from e
             if not folder:
-                raise Corrupt(f"{self.root} cannot be listed: {getattr(e, 'strerror', e)}.") from e
+                kind = kind_of_failure(e, Corrupt) if isinstance(e, OSError) else Corrupt
+                raise kind(f"{self.root} cannot be listed: {getattr(e, 'strerror', e)}.") from e
             return []
 
     def exists(self, name: str) -> bool:
@@ -132,7 +137,7 @@ class Source:
 
         Raises:
             Unsafe: the file lies outside the folder, or is not a regular file.
-            Corrupt: it is missing or cannot be read. NoSpace: too many files are open.
+            Corrupt: it is missing. Unreadable, NotPermitted: it cannot be read. NoSpace: too many files are open.
         """
         with self._lock:
             if (name, flags) in self._open:

@@ -420,6 +420,30 @@ def test_a_dry_run_counts_the_memory_of_every_worker(tmp_path: Path) -> None:
     assert re.search(r"memory: at most \d+\.\d MB in all, \d+\.\d MB in each of 4 processes", shown)
 
 
+@pytest.mark.parametrize(
+    "to", ["dcp", "full", "hf", "zero3", "zero1", "universal", "fsdp1", "audit", "torch_checkpointing"]
+)
+@pytest.mark.parametrize("source", ["fsdp2_w2_groups", "fsdp2_w3_tied_bf16", "hf_tied", "fsdp1_w2_tied"])
+def test_a_dry_run_counts_what_the_run_counts_and_no_two_notes_contradict_each_other(
+    tmp_path: Path, source: str, to: str
+) -> None:
+    out = tmp_path / {"full": "x.pt", "audit": "x.tar.zst"}.get(to, "x")
+    ranks = [] if to in ("hf", "full", "audit", "universal") else ["-n", 2]
+    words = ["convert", FIXTURES / source / "ckpt", out, "--to", to, "--drop", *ranks, "--json"]
+    plan, done = run(*words, "--dry-run"), run(*words)
+    if plan.returncode:
+        assert (plan.returncode, plan.stdout) == (done.returncode, done.stdout)
+        return
+    a, b = json.loads(plan.stdout), json.loads(done.stdout)
+    same = ("tensors", "dropped", "world_size", "source_bytes", "not_read")
+    assert {k: a[k] for k in same} == {k: b[k] for k in same}
+    said: dict[str, set[str]] = {}
+    for text in b["notes"]:
+        for name in re.findall('"([^"]+)"', text):
+            said.setdefault(name, set()).update(w for w in ("both names are kept", "written once") if w in text)
+    assert all(len(words) < 2 for words in said.values()), b["notes"]
+
+
 def test_dry_run_writes_nothing_and_names_the_files(tmp_path: Path) -> None:
     done = run("convert", GROUPS, tmp_path / "out", "--to", "hf", "--dry-run")
     assert done.returncode == 0

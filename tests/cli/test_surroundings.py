@@ -333,3 +333,52 @@ def test_a_folder_whose_other_files_could_not_be_listed_is_a_note(small: Path, m
     monkeypatch.setattr(unread_files, "_around", denied)
     with ckpttool.open(small / "in.pt") as opened:
         assert any("could not be listed" in n and "Permission denied" in n for n in opened.checkpoint.notes)
+
+
+# ----------------------------------------------------------------------------------------------------- permissions
+
+
+def _without_override() -> None:
+    """Root without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, so that permissions hold; any other user as it is."""
+    import ctypes
+
+    for capability in (1, 2):
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+@pytest.mark.parametrize(
+    ("closed", "mode", "line", "said"),
+    [
+        ("in.pt", 0o000, "verify in.pt", b"in.pt cannot be read: Permission denied."),
+        ("in.pt", 0o000, "doctor in.pt", b"in.pt cannot be read: Permission denied."),
+        ("in.pt", 0o000, "inspect in.pt --json", b"in.pt cannot be read: Permission denied."),
+        ("runs/ckpt/__0_0.distcp", 0o000, "verify runs/ckpt", b"__0_0.distcp cannot be read: Permission denied."),
+        ("runs/ckpt/__0_0.distcp", 0o000, "doctor runs/ckpt", b"__0_0.distcp cannot be read: Permission denied."),
+        ("runs/ckpt/__0_0.distcp", 0o000, "convert runs/ckpt x.pt", b"__0_0.distcp cannot be read: Permission denied."),
+        ("runs/ckpt", 0o000, "inspect runs", b"runs/ckpt cannot be listed: Permission denied."),
+        ("runs/ckpt", 0o000, "inspect runs/ckpt", b"runs/ckpt cannot be listed: Permission denied."),
+        ("runs", 0o000, "inspect runs/ckpt", b"runs/ckpt cannot be read: Permission denied."),
+        ("full", 0o555, "convert in.pt full/out --to dcp -n 1", b"the folder {full} is not writable: Permission denied. The destination is untouched."),
+        ("full", 0o555, "convert in.pt full/out.pt --json", b"the folder {full} is not writable: Permission denied."),
+        ("full", 0o555, "audit export in.pt full/a.tar.zst", b"Permission denied."),
+    ],
+)  # fmt: skip
+def test_what_is_not_permitted_is_exit_14_and_no_damage(
+    tmp_path: Path, small: Path, closed: str, mode: int, line: str, said: bytes
+) -> None:
+    shutil.copy(small / "in.pt", tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "full").mkdir()
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "runs" / "ckpt", to="dcp", world_size=2)
+    there = sorted(p for p in tmp_path.rglob("*"))
+    (tmp_path / closed).chmod(mode)
+    try:
+        done = subprocess.run(
+            f"{CKPTTOOL} {line}", shell=True, cwd=tmp_path, capture_output=True, preexec_fn=_without_override
+        )
+    finally:
+        (tmp_path / closed).chmod(0o755)
+    assert done.returncode == 14, done
+    assert said.replace(b"{full}", os.fsencode(tmp_path / "full")) in done.stderr, done.stderr
+    assert b'"exit_code": 14' in done.stdout if "--json" in line else done.stdout == b""
+    assert sorted(p for p in tmp_path.rglob("*")) == there

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..terminal import Meter, left_behind, note, peak, print_json, ranks
+from ..terminal import Meter, left_behind, note, peak, print_json, ranks, say
 
 if TYPE_CHECKING:
     from ...engine.conversion import ConvertResult
@@ -56,4 +56,4 @@ def run(call: Callable[[Meter], ConvertResult], *, as_json: bool, quiet: bool, v
         quiet,
     )
     for component, root in done.digest.items():
-        print(f"digest {component:10s} blake3:{root}")
+        say(f"digest {component:10s} blake3:{root}")

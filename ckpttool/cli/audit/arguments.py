@@ -9,6 +9,7 @@ import typer
 
 from ..terminal import (  # fmt: skip
     print_json,
+    say,
 )
 
 __all__ = [
@@ -56,4 +57,4 @@ def print_entry(entry: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(entry)
         return
-    print(f"ledger      line {entry['seq']}, sha256:{entry['hash']}")
+    say(f"ledger      line {entry['seq']}, sha256:{entry['hash']}")

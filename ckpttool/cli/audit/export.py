@@ -36,6 +36,7 @@ from ..terminal import (  # fmt: skip
     note,
     peak,
     print_json,
+    say,
 )
 from .arguments import Jobs, NoLedger, threads_of
 
@@ -196,5 +197,5 @@ def export(
         + (", read back and equal" if done.result.verified else ", not read back"),
         quiet,
     )
-    print(f"merkle-root blake3:{f.merkle_root}")
-    print(f"manifest    sha256:{f.manifest_sha256}")
+    say(f"merkle-root blake3:{f.merkle_root}")
+    say(f"manifest    sha256:{f.manifest_sha256}")

@@ -13,7 +13,7 @@ from ..terminal import (  # fmt: skip
     Json,
     note,
     print_json,
-    printable,
+    say,
 )
 from .arguments import ArchivePath, FailIfMissing, Store, print_entry
 
@@ -29,7 +29,7 @@ __all__ = ["add", "show", "verify"]
         "Nor the last ones cut off: the head that somebody wrote down is still there",
         "ckpttool audit ledger verify store --head 2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
     ),
-    exits=(0, 1, 2, 3, 4, 5, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 5, 7, 8, 9, 14, 130),
     meaning={4: "missing or damaged", 5: "the head is not in it, or, with --fail-if-missing, an archive is missing"},
 )
 def verify(
@@ -64,13 +64,13 @@ def _print(found: dict[str, Any], gone: list[Row]) -> None:
             f"({b['before']}): the clock of a machine was wrong."
         )
     for r in gone:
-        note(f"warning: {printable(f'{r.name}: {r.warnings[0]}')}.")
-    print(f"head        sha256:{found['head']}")
+        note(f"warning: {r.name}: {r.warnings[0]}.")
+    say(f"head        sha256:{found['head']}")
 
 
 @about(
     ("An archive that was copied here", "ckpttool audit ledger add store/step3.tar.zst"),
-    exits=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 14, 130),
 )
 def add(archive: ArchivePath, as_json: Json = False) -> None:
     """Add an archive that is missing from the ledger of its store; print its line if it is there."""
@@ -82,7 +82,7 @@ def add(archive: ArchivePath, as_json: Json = False) -> None:
 @about(
     ("Every line", "ckpttool audit ledger show store"),
     ("For a script", "ckpttool audit ledger show store --json"),
-    exits=(0, 1, 2, 3, 4, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 7, 8, 9, 14, 130),
 )
 def show(store: Store, as_json: Json = False) -> None:
     """Check a store's ledger and print it."""
@@ -94,4 +94,4 @@ def show(store: Store, as_json: Json = False) -> None:
         return
     for e in rows:
         said = e.get("reason") or e.get("why") or e.get("merkle_root") or ""
-        print(printable(f"{e['seq']:5d}  {e['time']}  {e['event']:13s} {e['archive']}  {e['by']}  {said}"))
+        say(f"{e['seq']:5d}  {e['time']}  {e['event']:13s} {e['archive']}  {e['by']}  {said}")

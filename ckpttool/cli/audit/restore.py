@@ -31,6 +31,7 @@ from ..terminal import (  # fmt: skip
     peak,
     print_json,
     ranks,
+    say,
 )
 from .arguments import ArchivePath, Identity, Jobs, Scratch, threads_of
 
@@ -109,4 +110,4 @@ def restore(
         quiet,
     )
     for component, digest in done.digest.items():
-        print(f"digest {component:10s} blake3:{digest}")
+        say(f"digest {component:10s} blake3:{digest}")

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...errors import Differs
+from ...printable import printable
 from ..help import about
 from ..terminal import (  # fmt: skip
     Json,
     draw,
     note,
     print_json,
-    printable,
+    say,
 )
 from .arguments import ArchivePath, FailIfMissing, Store, print_entry
 
@@ -29,7 +30,7 @@ __all__ = ["hold", "list_", "prune", "release"]
 @about(
     ("A folder", "ckpttool audit list store"),
     ("A bucket, for a script", "ckpttool audit list s3://models-archive/llama --json"),
-    exits=(0, 1, 2, 3, 4, 5, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 5, 7, 8, 9, 14, 130),
     meaning={5: "an archive is missing, with --fail-if-missing"},
 )
 def list_(store: Store, fail_if_missing: FailIfMissing = False, as_json: Json = False) -> None:
@@ -77,7 +78,7 @@ def _print(store: str, rows: Sequence[Row]) -> None:
     draw(table)
     for r in rows:
         for text in r.warnings:
-            note(f"warning: {printable(f'{r.name}: {text}').rstrip('.')}.")
+            note(f"warning: {f'{r.name}: {text}'.rstrip('.')}.")
 
 
 def _short(signer: str) -> str:
@@ -91,7 +92,7 @@ def _short(signer: str) -> str:
         "ckpttool audit prune store --keep-last 2 --keep-within 90d --keep-every 1000 --dry-run",
     ),
     ("Keep the newest two of every run", "ckpttool audit prune store --keep-last 2"),
-    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 14, 130),
     meaning={4: "the ledger is missing or damaged; nothing was deleted"},
 )
 def prune(
@@ -123,11 +124,11 @@ def prune(
         print_json({"dry_run": dry_run, **asdict(done)})
         return
     for name in done.deleted:
-        print(f"{'would delete' if dry_run else 'deleted':13s}{printable(name)}")
+        say(f"{'would delete' if dry_run else 'deleted':13s}{name}")
     for name, why in done.kept.items():
-        print(f"{'kept':13s}{printable(name)}: {printable(', '.join(why))}")
+        say(f"{'kept':13s}{name}: {', '.join(why)}")
     for name, reason in done.refused.items():
-        print(f"{'refused':13s}{printable(name)}: {printable(reason)}")
+        say(f"{'refused':13s}{name}: {reason}")
     note(
         f"{len(done.deleted)} archive{'s' * (len(done.deleted) != 1)}, {human(done.freed)}"
         + (" would be freed; nothing was touched" if dry_run else " freed")
@@ -136,7 +137,7 @@ def prune(
 
 @about(
     ("Until the case is closed", "ckpttool audit hold store/step3.tar.zst 'case 2026-114'"),
-    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 14, 130),
 )
 def hold(
     archive: ArchivePath,
@@ -151,7 +152,7 @@ def hold(
 
 @about(
     ("The case is closed", "ckpttool audit release store/step3.tar.zst 'case closed'"),
-    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 130),
+    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 14, 130),
 )
 def release(
     archive: ArchivePath,

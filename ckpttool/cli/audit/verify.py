@@ -17,7 +17,7 @@ from ..terminal import (  # fmt: skip
     note,
     peak,
     print_json,
-    printable,
+    say,
 )
 from .arguments import ArchivePath, Identity, Jobs, NoLedger, Scratch, threads_of
 
@@ -94,9 +94,9 @@ def verify(
     for text in found.warnings:
         note(f"warning: {text}.")
     for f in found.findings[:40]:
-        print(f"wrong: {printable(str(f))}")
+        say(f"wrong: {f}")
     if len(found.findings) > 40:
-        print(f"... {len(found.findings) - 40} more")
+        say(f"... {len(found.findings) - 40} more")
     if found.findings:
         raise Corrupt(found.trouble())
     from ...engine.inspect import human
@@ -107,7 +107,7 @@ def verify(
     }  # fmt: skip
     said = f"{found.tensors:,} tensors, {human(found.tensor_bytes)}" if found.merkle_root else human(found.file_bytes)
     note(f"{found.path}: sound ({what[found.depth]}); {said}; {seconds:.1f} s, {peak()}", quiet)
-    print(f"signature   {found.signature}")
-    print(f"ledger      {printable(found.ledger or 'none beside it to compare with')}")
+    say(f"signature   {found.signature}")
+    say(f"ledger      {found.ledger or 'none beside it to compare with'}")
     if found.merkle_root:
-        print(f"merkle-root blake3:{found.merkle_root}")
+        say(f"merkle-root blake3:{found.merkle_root}")

@@ -1,0 +1,129 @@
+"""A message recommends no option that the command lacks: neither where it is made by `argument`, nor where it is written out."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ckpttool_here
+
+import ckpttool
+from ckpttool import errors
+from ckpttool.cli.main import commands, flags_of
+from ckpttool.errors import CommandLine, argument, as_flags
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FLAGS = {name: flags_of(command) for name, command in commands()}
+EVERY = frozenset().union(*FLAGS.values())
+
+#: Options of other programs, after their names; and of the layouts' own options, whose help texts name each other.
+_OTHERS = re.compile(r"\b(hf|git|dask|ray|srun|tar|python -m \S+|lfs)\s[^`;]*$")
+
+
+def texts(path: Path) -> Iterator[str]:
+    """The strings of a module that are no docstrings; what an f-string puts in is {}, and {out} a command line of convert."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside: set[int] = set()
+    for n in ast.walk(tree):
+        if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant):
+            inside.add(id(n.value))
+        if isinstance(n, ast.JoinedStr):
+            inside |= {id(v) for v in ast.walk(n) if v is not n}
+    for n in ast.walk(tree):
+        if id(n) in inside:
+            continue
+        if isinstance(n, ast.JoinedStr):
+            parts = [
+                v.value if isinstance(v, ast.Constant) else "ckpttool convert" if _is_out(v) else "{}" for v in n.values
+            ]
+            yield "".join(map(str, parts))
+        elif isinstance(n, ast.Constant) and isinstance(n.value, str):
+            yield n.value
+
+
+def _is_out(x: ast.AST) -> bool:
+    """Whether it is `{out}`, which is a command line of convert in `engine.next_steps`."""
+    return isinstance(x, ast.FormattedValue) and isinstance(x.value, ast.Name) and x.value.id == "out"
+
+
+def lacking(text: str) -> list[str]:
+    """Options in a text that the command before them does not have, or that no command is named for."""
+    out = []
+    for m in re.finditer(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text):
+        before = text[: m.start()]
+        if (
+            re.fullmatch(r"\s*--[a-z-]+( [A-Z]+|=\{\})?", text)
+            or text.startswith("With --")
+            or "that of --config" in text
+        ):
+            # a word of a command line; the help of an option
+            wanted = m[0] in EVERY or m[0] == "--include"
+        elif _OTHERS.search(before):
+            wanted = True
+        else:
+            named = re.findall(r"ckpttool ((?:audit ledger|audit|adapter)? ?[a-z-]+)", before)
+            wanted = bool(named) and m[0] in FLAGS.get(named[-1].strip(), ())
+        if not wanted:
+            out.append(m[0])
+    return out
+
+
+def test_the_scan_finds_what_it_should() -> None:
+    assert lacking("give --config, or leave it out") == ["--config"]
+    assert lacking("write `ckpttool diff A B --drop`") == ["--drop"]
+    assert lacking("write `ckpttool convert A B --drop`; `hf repos settings x --public`") == []
+
+
+@pytest.mark.parametrize("folder", ["ckpttool", "converters"])
+def test_no_module_but_the_commands_writes_an_option_without_its_command(folder: str) -> None:
+    found = {}
+    for path in sorted((REPOSITORY / folder).rglob("*.py")):
+        if "cli" in path.parts or path.name in ("errors.py", "__main__.py", "manifest.py"):
+            continue
+        if odd := [(flag, text[-80:]) for text in texts(path) for flag in lacking(text)]:
+            found[path.name] = odd
+    assert found == {}
+
+
+def test_every_name_that_messages_give_to_argument_is_an_option_or_an_argument_of_the_recorder() -> None:
+    names: set[str] = set()
+    for path in [*(REPOSITORY / "ckpttool").rglob("*.py"), *(REPOSITORY / "converters").rglob("*.py")]:
+        for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(n, ast.Call)
+                and getattr(n.func, "id", "") == "argument"
+                and isinstance(n.args[0], ast.Constant)
+            ):
+                names.add(str(n.args[0].value))
+    odd = {n for n in names if (errors._FLAGS.get(n) or "--" + n.replace("_", "-")) not in EVERY}
+    assert odd == {"extra", "optimizer", "probe"}
+
+
+def test_an_option_that_the_command_lacks_is_named_with_one_that_has_it() -> None:
+    class Of(CommandLine):
+        def owner(self, flag: str) -> str | None:
+            return next((f"ckpttool {n}" for n, flags in FLAGS.items() if flag in flags), None)
+
+    for name, flags in FLAGS.items():
+        with as_flags(Of(flags)):
+            assert argument("json", True) == "--json" if "--json" in flags else True
+            assert argument("drop", True) == ("--drop" if "--drop" in flags else "--drop of `ckpttool convert`"), name
+            assert argument("world_size", 3).startswith("--world-size 3")
+            assert argument("probe", 3) == "probe=3"
+
+
+def test_a_command_says_whose_option_it_recommends(tmp_path: Path) -> None:
+    """Two saves of DeepSpeed in one folder without `latest`: verify has the option that chooses one, diff does not."""
+    torch.save({"model": {"w": torch.randn(4, 64)}}, tmp_path / "s.pt")
+    ckpttool.convert(tmp_path / "s.pt", tmp_path / "zero", to="zero3", world_size=1)
+    (tmp_path / "zero" / "latest").unlink()
+    (save,) = (p for p in (tmp_path / "zero").iterdir() if p.is_dir())
+    shutil.copytree(save, tmp_path / "zero" / "global_step7")
+    done = [ckpttool_here("verify", tmp_path / "zero"), ckpttool_here("diff", tmp_path / "zero", tmp_path / "s.pt")]
+    assert "Choose one with --tag." in done[0].stderr
+    assert "Choose one with --tag of `ckpttool convert`." in done[1].stderr
