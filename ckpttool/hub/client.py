@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..errors import CkpttoolError, RemoteError, UsageError, argument
 from ..storage import remote, retries, urls
+from ..storage.answer_limits import LIMITS, Question, Stalled, asking, everywhere
+from ..storage.hub_limits import bound_hub_client
 
 __all__ = [
     "Conflict",
@@ -108,21 +110,30 @@ class Repository:
         """Its address for a browser."""
         return f"{urls.redact_url(self.api.endpoint)}/{self.repo_id}"
 
-    def ask(self, call: Callable[[], T], tries: int = _TRIES) -> T:
-        """The result of a call of huggingface_hub, with retries.
+    def ask(self, call: Callable[[], T], tries: int = _TRIES, *, writes: bool = False) -> T:
+        """The result of a call of huggingface_hub, with retries; its answers are bounded (storage/answer_limits.py).
+
+        Args:
+            writes: something is sent, so an answer may take long.
 
         Raises:
             Conflict, TransientError, RemoteError: with what to do. CkpttoolError: as raised inside the call.
         """
+        bound_hub_client()
+        question, stalls = Question(self.url, writes=writes), 0
         for k in range(tries):
+            question.begin()
             try:
-                with silence():
+                with silence(), everywhere(question) if writes else asking(question):
                     return call()
             except Exception as e:
                 if isinstance(e, _FAULTS) and _is_ours(e):
                     raise
                 error = self._error_of(e)
-            if not isinstance(error, TransientError) or k + 1 == tries:
+            if isinstance(error, Stalled):
+                stalls += 1
+            again = isinstance(error, TransientError) or (isinstance(error, Stalled) and stalls < LIMITS.stalls)
+            if not again or k + 1 == tries:
                 raise error from None
             time.sleep(_WAIT * 2**k)
         raise AssertionError
@@ -179,21 +190,48 @@ class Repository:
     def look(self, revision: str | None = None) -> RepositoryState | None:
         """The repository at a revision; None if there is none that the token may see."""
         try:
-            found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision))
+            found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision, expand=["private", "sha"]))
         except retries.NotFound:
             return None
-        commit = str(found.sha)
-        listed = self.ask(lambda: list(self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit)))
-        files = {
-            f.path: RemoteFile(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id)
-            for f in listed
-            if hasattr(f, "blob_id")
-        }
+        commit, files = remote.commit_of(found, self.url), {}
+        for f in self.ask(lambda: self._listed(commit)):
+            files[f.path] = self._file(f)
         return RepositoryState(bool(found.private), commit, files)
+
+    def _listed(self, commit: str) -> list[Any]:
+        """The files of a commit as the Hub lists them, with their names checked."""
+        found: dict[str, Any] = {}
+        for f in self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit):
+            if not hasattr(f, "blob_id"):
+                continue
+            name = urls.inside(str(f.path), self.url)
+            if name in found or len(found) >= LIMITS.names:
+                many = f"{name!r} twice" if name in found else f"more than {LIMITS.names:,} files"
+                raise RemoteError(f"{self.url}: the Hub lists {many}. Check HF_ENDPOINT.")
+            found[name] = f
+        return list(found.values())
+
+    def _file(self, f: Any) -> RemoteFile:
+        """A file as the Hub lists it.
+
+        Raises:
+            RemoteError: what it says is of another type.
+        """
+        out = RemoteFile(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id)
+        if (
+            not isinstance(out.size, int)
+            or out.size < 0
+            or not isinstance(out.oid, str)
+            or not isinstance(out.sha256, str | None)
+        ):
+            raise RemoteError(
+                f"{self.url}: the Hub lists {str(f.path)[:200]!r} without a size and hashes. Check HF_ENDPOINT."
+            )
+        return out
 
     def private(self) -> bool:
         """Whether it is private now."""
-        return bool(self.ask(lambda: self.api.repo_info(self.repo_id)).private)
+        return bool(self.ask(lambda: self.api.repo_info(self.repo_id, expand=["private"])).private)
 
     def branches(self) -> set[str]:
         """Names of its branches."""
@@ -212,7 +250,7 @@ class Repository:
             found = self.ask(lambda part=part: self.api.get_paths_info(self.repo_id, part, revision=commit))  # type: ignore[misc]
             for f in found:
                 if hasattr(f, "blob_id"):
-                    out[f.path] = RemoteFile(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id)
+                    out[f.path] = self._file(f)
         return out
 
     # ------------------------------------------------------------------------------------------------------- actions
@@ -260,6 +298,7 @@ class Repository:
                 self.repo_id, adds, revision=revision, create_pr=pull, num_threads=jobs, gitignore_content=""
             ),
             tries=3,
+            writes=True,
         )
         return adds
 
@@ -284,6 +323,7 @@ class Repository:
                 parent_commit=parent,
             ),
             tries=1,
+            writes=True,
         )
         return str(done.oid), done.pr_url
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, Unsafe, Unsupported, argument
+from ..storage.answer_limits import Question, everywhere
+from ..storage.hub_limits import bound_hub_client
 from ..storage.source import Source
 
 __all__ = [
@@ -80,8 +82,10 @@ def fetched(model: str, patterns: list[str]) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
+    bound_hub_client()
     try:
-        return snapshot_download(model, allow_patterns=patterns)
+        with everywhere(Question(f"hf://{model}", downloads=True)):
+            return snapshot_download(model, allow_patterns=patterns)
     except (RepositoryNotFoundError, HFValidationError):
         raise Unsupported(
             f"{what}, and no model of that name on the Hub, or the token may not see it. Check the path or the model id."

@@ -11,10 +11,12 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 from ..errors import DestinationExists, RemoteError, Unsupported, UsageError, argument
+from .answer_limits import Question, current
+from .listings import pages
 from .remote import filesystem_for
 from .retries import POLICY, Conflict, Denied, NotFound, with_retries
 from .urls import redact_url
@@ -31,6 +33,7 @@ __all__ = [
     "taken",
 ]
 
+_WRITES = frozenset({"upload_part", "put_object", "complete_multipart_upload"})
 # How stores say that a bucket has no object lock.
 NO_LOCK = re.compile(r"object ?lock|lock configuration|NotImplemented|MethodNotAllowed", re.IGNORECASE)
 
@@ -59,28 +62,39 @@ class S3Object:
             client = await self.fs.get_s3(self.bucket)
             if body is not None:
                 body.seek(0)
-            answer: dict[str, Any] = await getattr(client, method)(Bucket=self.bucket, **kwargs)
+            asked = getattr(client, method)(Bucket=self.bucket, **kwargs)
+            question = current()
+            answer: dict[str, Any] = await (_watched(asked, body, question) if question and question.writes else asked)
             if read_body:
                 async with answer["Body"] as stream:
                     answer["Body"] = await stream.read()
             return answer
 
-        return with_retries(self.url, lambda: sync(self.fs.loop, call))
+        return with_retries(self.url, lambda: sync(self.fs.loop, call), writes=method in _WRITES)
+
+    def pages(self, method: str, following: Mapping[str, str], **kwargs: Any) -> Iterator[dict[str, Any]]:
+        """The answers to a request that lists; `following` {argument for the next page: the name of its value in an answer}.
+
+        Raises:
+            RemoteError: or one of its subclasses in retries.py; the listing has no end.
+        """
+        return pages(
+            self.url,
+            lambda more: self.request(method, **kwargs, **more),
+            lambda page: {k: page[name] for k, name in following.items()} if page.get("IsTruncated") else None,
+        )
 
     def unfinished(self, prefix: str, ours: Callable[[str], bool]) -> list[tuple[str, str]]:
         """(key, id) of uploads that were never finished, of keys with that prefix that are `ours`; none if the store does not
         allow listing them."""
         found: list[tuple[str, str]] = []
-        more: dict[str, Any] = {}
+        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         try:
-            while True:
-                answer = self.request("list_multipart_uploads", Prefix=prefix, **more)
-                found += [(old["Key"], old["UploadId"]) for old in answer.get("Uploads", []) if ours(old["Key"])]
-                if not answer.get("IsTruncated"):
-                    return found
-                more = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+            for page in self.pages("list_multipart_uploads", following, Prefix=prefix):
+                found += [(old["Key"], old["UploadId"]) for old in page.get("Uploads", []) if ours(old["Key"])]
         except RemoteError:
             return []
+        return found
 
     def put_part(self, upload: str, number: int, body: IO[bytes]) -> dict[str, Any]:
         """Send a part of an upload; what completes it with this part.
@@ -98,14 +112,12 @@ class S3Object:
             NotFound: the upload was completed or aborted.
         """
         out: dict[int, dict[str, Any]] = {}
-        more: dict[str, Any] = {}
-        while True:
-            answer = self.request("list_parts", Key=key or self.key, UploadId=upload, **more)
-            for row in answer.get("Parts", []):
+        for page in self.pages(
+            "list_parts", {"PartNumberMarker": "NextPartNumberMarker"}, Key=key or self.key, UploadId=upload
+        ):
+            for row in page.get("Parts", []):
                 out[row["PartNumber"]] = {**_part(row["PartNumber"], row), "Size": row["Size"]}
-            if not answer.get("IsTruncated"):
-                return out
-            more = {"PartNumberMarker": answer["NextPartNumberMarker"]}
+        return out
 
     def begun(self, upload: str, key: str | None = None) -> bool:
         """Whether the store has parts of an upload, as far as it says so."""
@@ -148,6 +160,22 @@ class S3Object:
                 self.abort(upload, key)
             except RemoteError:
                 pass
+
+
+async def _watched(asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, question: Question) -> dict[str, Any]:
+    """The answer to a request that sends something. It ends when in one period nothing of the body was sent, nor an answer came."""
+    import asyncio
+
+    task, before = asyncio.ensure_future(asked), -1
+    while True:
+        done, _ = await asyncio.wait({task}, timeout=question.stall_seconds)
+        if done:
+            return task.result()
+        now = body.tell() if body is not None else -1
+        if now == before:
+            task.cancel()
+            raise question.stalled()
+        before = now
 
 
 def _part(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,13 +229,9 @@ def remove(url: str) -> None:
 def _versions(at: S3Object) -> list[str]:
     """Versions of the object and marks of its deletion, the oldest first."""
     found: list[dict[str, Any]] = []
-    more: dict[str, Any] = {}
-    while True:
-        answer = at.request("list_object_versions", Prefix=at.key, **more)
-        found += [v for v in (*answer.get("Versions", []), *answer.get("DeleteMarkers", [])) if v["Key"] == at.key]
-        if not answer.get("IsTruncated"):
-            break
-        more = {"KeyMarker": answer["NextKeyMarker"], "VersionIdMarker": answer["NextVersionIdMarker"]}
+    following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
+    for page in at.pages("list_object_versions", following, Prefix=at.key):
+        found += [v for v in (*page.get("Versions", []), *page.get("DeleteMarkers", [])) if v["Key"] == at.key]
     return [v["VersionId"] for v in sorted(found, key=lambda v: (bool(v.get("IsLatest")), v["LastModified"]))]
 
 

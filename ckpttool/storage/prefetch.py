@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from ..errors import CkpttoolError
+from .answer_limits import Stalled
 
 __all__ = ["FetchSizes", "Prefetcher"]
 
@@ -119,6 +120,8 @@ class Prefetcher:
     def _try(self, span: list[Any]) -> bytes:
         try:
             return self._fetch(span[0], span[1], span[2] - span[1])
+        except Stalled:
+            raise  # to ask again would take as long again
         except CkpttoolError:
             return b""  # the read itself requests it again, and reports the error
 

@@ -10,19 +10,23 @@ No message contains credentials or signed queries (retries.py, urls.py).
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
 from ..extras import missing
+from .listings import entries
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redacted, with_retries
 from .source import Identity, Source
-from .urls import is_url, redact_url, scheme_of
+from .urls import inside, is_url, redact_url, scheme_of
 
-__all__ = ["RemoteSource", "filesystem_for", "open_source"]
+__all__ = ["RemoteSource", "commit_of", "filesystem_for", "open_source"]
 
 _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 # Fields by which stores identify the content of an object, the best first.
@@ -48,14 +52,13 @@ def filesystem_for(url: str) -> tuple[Any, str, str]:
     if scheme in ("http", "https"):
         url, _, query = url.partition("?")
     options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme in ("s3", "s3a"):
-        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
     gc.enable()  # the command line turns it off; clients of stores leave cycles that hold what they have read
     if scheme == "hf":
         options["skip_instance_cache"] = True  # it caches listings and misses for as long as it lives
     try:
         from fsspec.core import url_to_fs
 
+        options |= _bounds(scheme)
         fs, path = url_to_fs(url, **options)
     except ImportError:
         if scheme in _PACKAGE:
@@ -69,10 +72,29 @@ def filesystem_for(url: str) -> tuple[Any, str, str]:
     if scheme == "hf":
         import logging
 
+        from .hub_limits import bound_hub_client
+
+        bound_hub_client()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs its retries, with signed URLs
     if scheme in ("s3", "s3a"):
         fs.retries = 1  # its own retries would multiply with ours
     return fs, path.rstrip("/"), f"?{query}" if query else ""
+
+
+@cache
+def _bounds(scheme: str) -> dict[str, Any]:
+    """Arguments that make a file system's clients keep to answer_limits.py. They are made once: fsspec tells file systems apart by them."""
+    if scheme in ("s3", "s3a"):
+        if find_spec("s3fs") is None:
+            raise ImportError("s3fs")
+        from .aiohttp_limits import bounded_s3_session
+
+        return {"config_kwargs": {"retries": {"total_max_attempts": 1}, "http_session_cls": bounded_s3_session()}}
+    if scheme in ("http", "https", "gs", "gcs"):
+        from .aiohttp_limits import session_settings
+
+        return {"client_kwargs" if scheme in ("http", "https") else "session_kwargs": session_settings()}
+    return {}
 
 
 class RemoteSource(Source):
@@ -107,9 +129,7 @@ class RemoteSource(Source):
             return self._pinned
 
     def _path(self, name: str) -> str:
-        parts = name.split("/")
-        if any(p in ("", ".", "..") for p in parts) or "\0" in name or "\\" in name or "?versionId=" in name:
-            raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may name only objects below its own URL.")
+        inside(name, self.root)
         return f"{self._base()}/{quote(name) if self._web else name}{self._query}"
 
     def _url(self, name: str) -> str:
@@ -131,7 +151,7 @@ class RemoteSource(Source):
 
     def _identity_in(self, name: str, info: dict[str, Any]) -> Identity | None:
         """The five numbers of a file, here: a hash of the URL, a hash of the version that the store gives, the size, 0 and 0."""
-        if info.get("type") != "file" or not isinstance(info.get("size"), int):
+        if info.get("type") != "file" or not isinstance(info.get("size"), int) or info["size"] < 0:
             return None
         if self._web and str(info.get("url", "")).partition("?")[0].endswith("/"):
             return None  # the server redirected to the page of a folder
@@ -160,26 +180,18 @@ class RemoteSource(Source):
 
     def _ask_list(self, folder: str) -> dict[str, Identity | None]:
         try:
-            path = self._path(folder) if folder else self._base() + self._query
-            found: list[dict[str, Any]] = with_retries(self._url(folder), lambda: self._fs.ls(path, detail=True))
+            path = self._path(folder).removesuffix(self._query) if folder else self._base()
+            found = entries(self._fs, path, self._query, self._url(folder))
         except NotFound:
             return {}
-        head = path.removesuffix(self._query) + "/"
         out: dict[str, Identity | None] = {}
-        for info in found:
-            if not info["name"].startswith(head):
-                continue
-            name = info["name"].rstrip("/").removeprefix(head)
-            if self._web:
-                name = unquote(name.partition("?")[0].rstrip("/"))
-            if name and "/" not in name:
-                if info.get("type") == "file":
-                    size = info.get("size")
-                    self._files[f"{folder}/{name}" if folder else name] = size if isinstance(size, int) else None
-                versioned = any(
-                    info.get(k) for k in _STRONG
-                )  # else a listing may not say the same as info() of one object
-                out[name] = self._identity_in(f"{folder}/{name}" if folder else name, info) if versioned else None
+        for name, info in found.items():
+            below = f"{folder}/{name}" if folder else name
+            if info.get("type") == "file":
+                size = info.get("size")
+                self._files[below] = size if isinstance(size, int) else None
+            versioned = any(info.get(k) for k in _STRONG)  # else a listing may not say the same as info() of one object
+            out[name] = self._identity_in(below, info) if versioned else None
         return out
 
     def exists(self, name: str) -> bool:
@@ -271,7 +283,7 @@ class RemoteSource(Source):
         except RemoteError:
             self._same([name], sure=False)
             raise
-        if len(data) > n:
+        if len(data) > n:  # of a store whose answers are not bounded while they arrive
             raise RemoteError(
                 f"{self._url(name)}: the server ignores Range requests and sends the whole object. Download the file."
             )
@@ -342,13 +354,26 @@ def _at_commit(fs: Any, path: str) -> tuple[str, str | None]:
         return path, None
     if not hasattr(at, "repo_id"):  # a bucket
         return path, None
-    found = HfApi(endpoint=fs.endpoint, token=fs.token).repo_info(
-        at.repo_id, repo_type=at.repo_type, revision=at.revision
-    )
+    api: Any = HfApi(endpoint=fs.endpoint, token=fs.token)
+    found = api.repo_info(at.repo_id, repo_type=at.repo_type, revision=at.revision, expand=["sha"])
     kind = constants.REPO_TYPES_URL_PREFIXES.get(at.repo_type, "")
     if not found.sha:
         return path, None
-    return f"{kind}{at.repo_id}@{found.sha}/{at.path_in_repo}".rstrip("/"), found.sha
+    commit = commit_of(found, f"hf://{kind}{at.repo_id}")
+    return f"{kind}{at.repo_id}@{commit}/{at.path_in_repo}".rstrip("/"), commit
+
+
+def commit_of(found: Any, url: str) -> str:
+    """The commit that the Hub says a revision is.
+
+    Raises:
+        RemoteError: it is none.
+    """
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", str(found.sha)):
+        raise RemoteError(
+            f"{url}: the Hub calls {str(found.sha)[:80]!r} the commit of this revision, which is none. Check HF_ENDPOINT."
+        )
+    return str(found.sha)
 
 
 def _number(text: str) -> int:
@@ -361,27 +386,18 @@ _NO_VERSION = 0x141CFC9842C4B0E3  # _number("")
 
 
 def _of_web(fs: Any, url: str, start: int, end: int) -> bytes:
-    """Bytes [start, end) of the file at a URL.
-
-    Raises:
-        RemoteError: the server sends others.
-    """
+    """Bytes [start, end) of the file at a URL."""
     from fsspec.asyn import sync
 
-    async def call() -> Any:
+    async def call() -> bytes:
         session = await fs.set_session()
-        headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        async with session.get(fs.encode_url(url), headers={**fs.kwargs.get("headers", {}), **headers}) as answer:
+        headers = {**fs.kwargs.get("headers", {}), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        async with session.get(fs.encode_url(url), headers=headers) as answer:
             fs._raise_not_found_for_status(answer, url)
-            return answer.status, answer.headers.get("Content-Range", ""), await answer.read()
+            data: bytes = await answer.read()
+            return data
 
-    data: bytes
-    status, sent, data = sync(fs.loop, call)
-    if status == 206 and not sent.replace(" ", "").startswith(f"bytes{start}-"):
-        raise RemoteError(
-            f"{redact_url(url)}: requested bytes from {start} on, but the server sent {sent or 'others'!r}. A proxy or cache may be "
-            "broken; download the file by other means."
-        )
+    data: bytes = sync(fs.loop, call)
     return data
 
 

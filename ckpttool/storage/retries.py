@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeVar
 
 from ..errors import CkpttoolError, RemoteError
+from .answer_limits import LIMITS, Question, Stalled, asking
 
 __all__ = [
     "POLICY",
@@ -24,6 +27,7 @@ __all__ = [
     "NotFound",
     "RetryPolicy",
     "classify_error",
+    "of_ours",
     "redacted",
     "with_retries",
 ]
@@ -68,18 +72,30 @@ class Denied(RemoteError):
     """The store does not allow it."""
 
 
-def with_retries(url: str, call: Callable[[], T]) -> T:
-    """The result of a request, which is sent again after a temporary failure.
+def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
+    """The result of a request, which is sent again after a temporary failure; its answers are bounded (answer_limits.py).
+
+    Args:
+        writes: something is sent, so an answer may take long.
 
     Raises:
         RemoteError: or one of its subclasses above.
     """
+    question, stalls, outer = Question(url, writes=writes), 0, sys.exception()
     for k in range(POLICY.tries):
+        question.begin()
         try:
-            return call()
-        except (CkpttoolError, NotImplementedError):
+            with asking(question):
+                return call()
+        except NotImplementedError:
             raise
         except Exception as e:
+            ours = of_ours(e, outer)
+            if isinstance(ours, Stalled) and stalls + 1 < LIMITS.stalls:
+                stalls += 1
+                continue
+            if ours is not None:
+                raise ours from None
             kind, by = classify_error(e)
             if kind is None and k + 1 < POLICY.tries:
                 time.sleep(POLICY.first_wait_seconds * 2**k)
@@ -87,6 +103,15 @@ def with_retries(url: str, call: Callable[[], T]) -> T:
             error = _error_for(url, kind, redacted(by))
         raise error from None
     raise AssertionError
+
+
+def of_ours(e: BaseException, outer: BaseException | None = None) -> CkpttoolError | None:
+    """The error of errors.py among an exception and its causes: clients wrap what is raised while they read an answer.
+
+    Args:
+        outer: what was being handled when the call began; it is no cause.
+    """
+    return next((x for x in takewhile(lambda x: x is not outer, _chain(e)) if isinstance(x, CkpttoolError)), None)
 
 
 def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteError:

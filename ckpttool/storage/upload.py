@@ -396,7 +396,7 @@ class FileUpload:
             if "memory" in self.fs.protocol:  # shows files that are not whole
                 raise NotImplementedError
             self.file = with_retries(
-                self.url, lambda: self.fs.open(self.path, "wb", block_size=block_bytes, autocommit=False)
+                self.url, lambda: self.fs.open(self.path, "wb", block_size=block_bytes, autocommit=False), writes=True
             )
         except NotImplementedError:
             raise Unsupported(f"{self.url}: this kind of store is for reading only.") from None
@@ -416,16 +416,16 @@ class FileUpload:
                 taken = True
                 self.file.write(data)
 
-        with_retries(self.url, write)
+        with_retries(self.url, write, writes=True)
 
     def settle(self) -> None:
         if not self.file.closed:
-            with_retries(self.url, self.file.close)
+            with_retries(self.url, self.file.close, writes=True)
 
     def commit(self) -> None:
         self._free()
         self.settle()
-        with_retries(self.url, self.file.commit)
+        with_retries(self.url, self.file.commit, writes=True)
 
     def abort(self) -> None:
-        with_retries(self.url, self.file.discard)
+        with_retries(self.url, self.file.discard, writes=True)

@@ -6,10 +6,14 @@ import os
 import re
 from urllib.parse import unquote
 
-__all__ = ["UNFINISHED", "display_path", "is_url", "lower_scheme", "redact_url", "scheme_of", "split"]
+from ..errors import Unsafe
+
+__all__ = ["UNFINISHED", "display_path", "inside", "is_url", "lower_scheme", "redact_url", "scheme_of", "split"]
 
 #: An object that is in a folder while its files become visible, and stays there if that is interrupted.
 UNFINISHED = ".ckpttool-partial"
+
+_MOST_NAME_BYTES = 1024  # of S3 and GCS
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
@@ -50,3 +54,17 @@ def scheme_of(url: str) -> str | None:
     """The scheme of a URL in lower case; None of a path."""
     found = _URL.match(url)
     return found[1].lower() if found else None
+
+
+def inside(name: str, root: str) -> str:
+    """A name below a URL, if it is one: what a checkpoint, a listing or a Hub calls a file.
+
+    Raises:
+        Unsafe: it leads elsewhere, or no store has such a name.
+    """
+    parts = name.split("/")
+    if any(p in ("", ".", "..") for p in parts) or "\0" in name or "\\" in name or "?versionId=" in name:
+        raise Unsafe(f"{name[:200]!r} leads out of {root}; a checkpoint may name only objects below its own URL.")
+    if len(name.encode("utf-8", "replace")) > _MOST_NAME_BYTES:
+        raise Unsafe(f"{name[:80]!r}... in {root} has more than {_MOST_NAME_BYTES} bytes, which no store allows.")
+    return name

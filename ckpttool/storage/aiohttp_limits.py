@@ -1,0 +1,165 @@
+"""The limits of answer_limits.py for clients that use aiohttp: fsspec's HTTP, s3fs and gcsfs.
+
+The names of aiohttp that are used here are those of its documentation, except for one: aiobotocore makes its ClientSession in
+a method without a setting for it (`_get_session`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from .answer_limits import LIMITS, Question, current, permit_redirect
+
+__all__ = ["bounded_s3_session", "session_settings"]
+
+_MOST_XML_BYTES = 2 << 20  # a thousand keys of the longest kind; a parsed page takes thirty times as much memory
+# what a request to another server may carry: nothing that says who asks
+_HARMLESS = {"accept", "accept-encoding", "range", "user-agent", "if-match", "if-none-match", "if-modified-since"}
+
+
+class _Body:
+    """The body of an answer, as aiohttp's StreamReader, which ends with an error where more than `most` bytes arrive."""
+
+    def __init__(self, stream: Any, question: Question, most: int, counted: bool, ignored: bool) -> None:
+        self._stream, self._question, self._most, self._counted, self._ignored = (
+            stream,
+            question,
+            most,
+            counted,
+            ignored,
+        )
+        self._got = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def read(self, n: int = -1) -> bytes:
+        """As StreamReader's."""
+        if n >= 0:
+            return self._count(await self._stream.read(n))
+        pieces = []
+        while piece := await self.readany():
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def readany(self) -> bytes:
+        """As StreamReader's."""
+        return self._count(await self._stream.readany())
+
+    def _count(self, data: bytes) -> bytes:
+        self._got += len(data)
+        if self._counted:
+            self._question.read(len(data))
+        if self._got > self._most:
+            raise self._question.too_long(self._most, ignored=self._ignored)
+        return data
+
+
+class _Answer(aiohttp.ClientResponse):
+    """An answer whose headers and body have to arrive within the limits of the question that is asked."""
+
+    most: int | None = None
+    _progress: asyncio.TimerHandle | None = None
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        """As ClientResponse's."""
+        question = current()
+        if question is None:
+            return await super().start(connection)
+        try:
+            # what is sent has its own watch: `objects.S3Object.request`
+            async with asyncio.timeout(None if question.writes else question.stall_seconds):
+                await super().start(connection)
+        except TimeoutError:
+            raise question.stalled() from None
+        asked = self.request_info.headers.get("Range", "")
+        most = question.allowed(self.method, str(self.url), asked, self.status, self.headers, self.most)
+        ranged = bool(asked) and self.status < 300
+        stream = self.content
+        self.content = _Body(stream, question, most, not ranged, ranged and self.status == 200)  # type: ignore[assignment]
+        self._watch(stream, question, stream.total_bytes)
+        return self
+
+    def _watch(self, stream: Any, question: Question, before: int) -> None:
+        """Look again after some time whether more has arrived."""
+
+        if stream.is_eof():
+            return
+
+        def look() -> None:
+            if self.closed or stream.is_eof():
+                return
+            if stream.total_bytes - before < LIMITS.stall_bytes:
+                stream.set_exception(question.stalled())
+                self.close()
+                return
+            question.progress()
+            self._watch(stream, question, stream.total_bytes)
+
+        self._progress = asyncio.get_running_loop().call_later(question.stall_seconds, look)
+
+    def _response_eof(self) -> None:
+        if self._progress is not None:
+            self._progress.cancel()
+        super()._response_eof()
+
+
+class _PageOfXml(_Answer):
+    """An answer of S3."""
+
+    most = _MOST_XML_BYTES
+
+
+async def _before(session: Any, context: Any, params: aiohttp.TraceRequestStartParams) -> None:
+    if (question := current()) is not None:
+        question.request()
+
+
+async def _redirected(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
+    location = params.response.headers.get("Location") or params.response.headers.get("URI")
+    if location and not permit_redirect(params.method, str(params.response.url), location):
+        for name in set(params.headers) - {n for n in params.headers if n.lower() in _HARMLESS}:
+            params.headers.popall(name, None)
+
+
+def _tracing() -> list[aiohttp.TraceConfig]:
+    trace = aiohttp.TraceConfig()
+    trace.on_request_start.append(_before)
+    trace.on_request_redirect.append(_redirected)
+    return [trace]
+
+
+_TRACES = _tracing()  # one object: fsspec tells file systems apart by their arguments
+
+
+def session_settings() -> dict[str, Any]:
+    """Arguments of aiohttp.ClientSession."""
+    return {
+        "response_class": _Answer,
+        "trace_configs": _TRACES,
+        "auto_decompress": False,
+        "headers": {"Accept-Encoding": "identity"},
+        "timeout": aiohttp.ClientTimeout(total=None, sock_connect=LIMITS.stall_seconds),
+    }
+
+
+def bounded_s3_session() -> type:
+    """aiobotocore's session with these limits, for its `http_session_cls`."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class Bounded(AIOHTTPSession):  # type: ignore[misc]
+        """A session whose answers are bounded."""
+
+        async def _get_session(self, proxy_url: Any) -> Any:
+            session = await super()._get_session(proxy_url)
+            if session._response_class is not _PageOfXml:
+                session._response_class = _PageOfXml
+                session._trace_configs.extend(_TRACES)
+                for trace in _TRACES:
+                    trace.freeze()
+            return session
+
+    return Bounded

@@ -1,0 +1,231 @@
+"""How much of a server's answer is read, and how long it is waited for: one set of limits for S3, GCS, HTTP and the Hub.
+
+A `Question` is what with_retries or a page of a listing asks: all its tries and the requests that a client makes of it. The
+transports (aiohttp_limits.py, hub_limits.py) report every request and every answer to the question that is being asked, and
+read no more than it allows. Outside of a question they do nothing, so a program that uses the same clients keeps its own rules.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from urllib.parse import urljoin, urlsplit
+
+from ..errors import RemoteError, Unsafe
+
+__all__ = ["LIMITS", "Limits", "Question", "Stalled", "asking", "current", "everywhere", "permit_redirect"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """
+    Args:
+        stall_seconds: headers arrive within this time, and then `stall_bytes` of the body, or its end, in every such period.
+        stall_bytes: fewer bytes in a period are no progress.
+        stalls: tries of one question that may stall.
+        write_seconds: the same period where something was sent: a store checks and joins it before it answers.
+        question_seconds: no request of a question is sent later than this after the first, or after the last progress of a body.
+        wait_seconds: waits that the Hub may ask for when it limits requests, in all of one question.
+        answer_bytes: an answer to a request that names no range, such as a page of a listing.
+        question_bytes: all such answers to one question.
+        download_bytes: a whole file that huggingface_hub downloads (config and tokenizer files).
+        error_bytes: an answer that is an error or a redirect.
+        answers: answers to one question, and pages of one listing.
+        names: names in one listing.
+    """
+
+    stall_seconds: float = 15.0
+    stall_bytes: int = 16 << 10
+    stalls: int = 2
+    write_seconds: float = 300.0
+    question_seconds: float = 60.0
+    wait_seconds: float = 310.0
+    answer_bytes: int = 6 << 20
+    question_bytes: int = 16 << 20
+    download_bytes: int = 256 << 20
+    error_bytes: int = 64 << 10
+    answers: int = 1000
+    names: int = 100_000
+
+
+#: The limits of all requests of this process.
+LIMITS = Limits()
+
+
+class Stalled(RemoteError):
+    """A server makes no progress with its answer."""
+
+
+class Question:
+    """What one answer to `url` is read for; `writes`: something is sent, which may take long; `downloads`: whole files are fetched.
+
+    Raises (all methods):
+        RemoteError: the answer is beyond the limits; with why. Stalled: it makes no progress.
+    """
+
+    def __init__(self, url: str, *, writes: bool = False, downloads: bool = False) -> None:
+        self.url, self.writes, self.downloads = url, writes, downloads
+        self._until = time.monotonic() + LIMITS.question_seconds
+        self._waits = LIMITS.wait_seconds
+        self.begin()
+
+    def begin(self) -> None:
+        """The first request of a try comes next."""
+        self._asked: dict[str, int] = {}
+        self._left = LIMITS.question_bytes
+        self._stalled = False
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long an answer may take without progress."""
+        return LIMITS.write_seconds if self.writes else LIMITS.stall_seconds
+
+    def request(self) -> None:
+        """A request is about to be sent."""
+        if self._stalled:  # clients ask again in other words
+            raise self.stalled()
+        if not self.writes and time.monotonic() > self._until:
+            raise RemoteError(
+                f"{self.url}: the server has not given a whole answer in {LIMITS.question_seconds:.0f} seconds. Check the network and "
+                "the server, then run the same command again."
+            )
+
+    def progress(self) -> None:
+        """A body arrives."""
+        self._until = max(self._until, time.monotonic() + LIMITS.question_seconds)
+
+    def stalled(self) -> Stalled:
+        """The error for an answer without progress."""
+        self._stalled = True
+        return Stalled(
+            f"{self.url}: the server makes no progress: in {self.stall_seconds:g} seconds it sent neither a whole header nor "
+            f"{LIMITS.stall_bytes >> 10} KiB. Check the network and the server, then run the same command again."
+        )
+
+    def allowed(
+        self, method: str, url: str, asked: str, status: int, headers: Mapping[str, str], most: int | None = None
+    ) -> int:
+        """The bytes of a body that may be read.
+
+        Args:
+            asked: the Range header of the request, or "".
+            headers: of the answer; keys in any case.
+            most: a smaller limit than `answer_bytes`.
+        """
+        if status >= 300:
+            self._hold_back(status, headers)
+            return LIMITS.error_bytes
+        coding = headers.get("Content-Encoding", "").strip().lower()
+        if coding not in ("", "identity", "aws-chunked"):  # the last is a word that some stores keep from an upload
+            raise RemoteError(
+                f"{self.url}: the server sends it with the content encoding {coding[:40]!r}, which was not asked for. Turn the encoding off "
+                "there, or download the file."
+            )
+        if found := re.fullmatch(r"bytes=(\d+)-(\d+)", asked):
+            first, n = int(found[1]), int(found[2]) - int(found[1]) + 1
+            sent = headers.get("Content-Range", "")
+            if status == 206 and not sent.replace(" ", "").startswith(f"bytes{first}-"):
+                raise RemoteError(
+                    f"{self.url}: requested bytes from {first} on, but the server sent {sent[:80] or 'others'!r}. A proxy or cache may be "
+                    "broken; download the file by other means."
+                )
+            length = headers.get("Content-Length", "")
+            if method != "HEAD" and length.isdecimal() and int(length[:20]) > n:
+                raise self.too_long(n, ignored=status == 200)
+            return n
+        if method == "GET":
+            self._asked[url] = again = self._asked.get(url, 0) + 1
+            if again > 2 or len(self._asked) > LIMITS.answers:
+                raise RemoteError(
+                    f"{self.url}: the server's listing has no end: {again if again > 2 else LIMITS.answers} answers, and every one names another "
+                    "page. Check the server."
+                )
+        return min(most or LIMITS.answer_bytes, self._left)
+
+    def read(self, n: int) -> None:
+        """`n` bytes of an answer without a range were read."""
+        self._left = max(0, self._left - n)
+
+    def _hold_back(self, status: int, headers: Mapping[str, str]) -> None:
+        """Grant the time that a server wants us to wait."""
+        waits = re.findall(r"^\s*(\d+)\s*$", headers.get("Retry-After", "")) + re.findall(
+            r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
+        )
+        wait = max((int(w[:12]) for w in waits), default=0) if status >= 400 else 0
+        if wait > self._waits:
+            raise RemoteError(
+                f"{self.url}: the server limits requests (status {status}) and wants us to wait {wait:,} seconds. Run the same command "
+                "again later."
+            )
+        self._waits -= wait
+        self._until += wait
+
+    def too_long(self, most: int, *, ignored: bool = False) -> RemoteError:
+        """The error for a body of more than `most` bytes; `ignored`: the server sends all instead of a range."""
+        if ignored:
+            return RemoteError(
+                f"{self.url}: the server ignores Range requests and sends the whole object. Download the file."
+            )
+        return RemoteError(
+            f"{self.url}: the server sends more than the {most:,} bytes that an answer to this request may have. Check the server, or "
+            "download the file by other means."
+        )
+
+
+_CURRENT: ContextVar[Question | None] = ContextVar("ckpttool question", default=None)
+_everywhere: list[Question] = []
+
+
+def current() -> Question | None:
+    """The question that this thread or task asks; of others, that of `everywhere`."""
+    return _CURRENT.get() or (_everywhere[-1] if _everywhere else None)
+
+
+@contextmanager
+def asking(question: Question) -> Iterator[Question]:
+    """What this thread requests belongs to the question, and so does what it has an event loop do."""
+    token = _CURRENT.set(question)
+    try:
+        yield question
+    finally:
+        _CURRENT.reset(token)
+
+
+@contextmanager
+def everywhere(question: Question) -> Iterator[Question]:
+    """The same for all threads that ask no question of their own: huggingface_hub sends and downloads in threads."""
+    _everywhere.append(question)
+    try:
+        with asking(question):
+            yield question
+    finally:
+        _everywhere.remove(question)
+
+
+def permit_redirect(method: str, at: str, location: str) -> bool:
+    """Whether a redirect stays on the server.
+
+    Raises:
+        Unsafe: it leaves https, or wants what is sent to go elsewhere.
+    """
+    here = urlsplit(at)
+    try:
+        there = urlsplit(urljoin(at, location))
+        same = (here.scheme, here.hostname, here.port) == (there.scheme, there.hostname, there.port)
+    except ValueError:
+        raise Unsafe(f"{here.scheme}://{here.hostname}: the server redirects to what is no URL.") from None
+    if there.scheme not in ("http", "https") or (here.scheme == "https" and there.scheme != "https"):
+        raise Unsafe(
+            f"{here.scheme}://{here.hostname}: the server redirects to {there.scheme[:20]}://, where anybody could read and change what is "
+            "sent. Use the URL that it redirects to, if you trust it."
+        )
+    if not same and method not in ("GET", "HEAD"):
+        raise Unsafe(
+            f"{here.scheme}://{here.hostname}: the server wants what is sent to it to be sent to {there.hostname}. Use the URL of that server, "
+            "if you trust it."
+        )
+    return same

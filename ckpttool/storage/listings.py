@@ -1,0 +1,212 @@
+"""The names directly below one folder of a store, page by page: as the store lists them, checked, and never without an end.
+
+The clients' own `ls` collects all pages first, and follows a server that names another page for ever. Stores that fsspec knows
+besides S3, GCS, the Hub and web servers are asked through their `ls`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from html import unescape
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+from ..errors import RemoteError, Unsafe
+from .answer_limits import LIMITS
+from .retries import with_retries
+from .urls import inside
+
+__all__ = ["entries", "pages"]
+
+# every part of it takes time linear in the page
+_LINK = re.compile(
+    r"""\bhref\s*=\s*(?:"([^"<>]{1,4096})"|'([^'<>]{1,4096})')|(https?://[-\w@:%+.~#?&/=]{1,4096})""", re.IGNORECASE
+)
+
+
+def pages(
+    url: str,
+    ask: Callable[[dict[str, Any]], dict[str, Any]],
+    following: Callable[[dict[str, Any]], dict[str, Any] | None],
+) -> Iterator[dict[str, Any]]:
+    """The pages of a listing.
+
+    Args:
+        ask: the page that these arguments of a request bring; {} for the first.
+        following: the arguments for the page after one; None after the last.
+
+    Raises:
+        RemoteError: a page that was there comes back, or there are too many, or they take too long.
+    """
+    more: dict[str, Any] | None = {}
+    seen: set[str] = set()
+    until = time.monotonic() + LIMITS.question_seconds
+    while more is not None:
+        page = ask(more)
+        yield page
+        try:
+            more = following(page)
+        except KeyError as e:
+            raise RemoteError(
+                f"{url}: the server says that its listing has another page, and gives no {e} for it. Check the server."
+            ) from None
+        if more is not None and (repr(more) in seen or len(seen) >= LIMITS.answers):
+            again = (
+                "comes back to a page that was there" if repr(more) in seen else f"has more than {LIMITS.answers} pages"
+            )
+            raise RemoteError(f"{url}: the server's listing {again}, so it has no end. Check the server.")
+        if more is not None and time.monotonic() > until:
+            raise RemoteError(
+                f"{url}: the server's listing did not end in {LIMITS.question_seconds:.0f} seconds. Check the network and the server, then run "
+                "the same command again."
+            )
+        seen.add(repr(more))
+
+
+def entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str, Any]]:
+    """{name: what the store says of it, as fsspec's `info`} directly below a folder of a file system.
+
+    Raises:
+        Unsafe: a name leads elsewhere. RemoteError: a name comes twice, or there are too many; the store fails.
+    """
+    protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
+    out: dict[str, dict[str, Any]] = {}
+    if "http" in protocols:
+        for name in with_retries(url, lambda: _links(fs, path + query)):
+            out[name] = {"name": name, "type": "file", "size": None}
+            _few(out, url)
+        return out
+    found: Iterable[dict[str, Any]]
+    if "s3" in protocols:
+        found = _of_s3(fs, path, url)
+    elif "gs" in protocols:
+        found = _of_gcs(fs, path, url)
+    elif "hf" in protocols and hasattr(at := with_retries(url, lambda: fs.resolve_path(path)), "repo_id"):
+        found = with_retries(url, lambda: _of_hub(fs, path, at, url))
+    else:
+        found = with_retries(url, lambda: fs.ls(path, detail=True))
+    head = path + "/"
+    for info in found:
+        name = str(info["name"])
+        if name.rstrip("/") in (path, f"/{path}"):  # the mark of an empty folder; a file that is listed as a folder
+            continue
+        if not name.startswith(head):
+            raise Unsafe(f"{url}: the store lists {name[:200]!r}, which does not lie there. Check the store.")
+        name = name.removeprefix(head)
+        name = name[:-1] if info.get("type") == "directory" and name.endswith("/") else name
+        if "/" in name:
+            inside(name, url)
+            raise RemoteError(
+                f"{url}: the store lists {name[:200]!r}, which does not lie directly below. Check the store."
+            )
+        if inside(name, url) in out and {out[name].get("type"), info.get("type")} == {"file"}:
+            raise RemoteError(f"{url}: the store lists {name[:200]!r} twice. Check the store.")
+        if out.get(name, info).get("type") == info.get("type") or info.get("type") == "file":
+            out[name] = info
+        _few(out, url)
+    return out
+
+
+def _few(found: dict[str, Any], url: str) -> None:
+    if len(found) > LIMITS.names:
+        raise RemoteError(
+            f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder."
+        )
+
+
+def _of_s3(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
+    """Objects and common prefixes below a prefix of a bucket."""
+    bucket, _, key = path.partition("/")
+    where = {"Bucket": bucket, "Prefix": key + "/" if key else "", "Delimiter": "/"}
+    for page in pages(
+        url,
+        lambda more: with_retries(url, lambda: fs.call_s3("list_objects_v2", **where, **more, **fs.req_kw)),
+        lambda page: {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else None,
+    ):
+        for prefix in page.get("CommonPrefixes", []):
+            yield {"name": f"{bucket}/{prefix['Prefix']}", "type": "directory", "size": 0}
+        for row in page.get("Contents", []):
+            yield {
+                "name": f"{bucket}/{row['Key']}",
+                "type": "file",
+                "size": row.get("Size"),
+                "ETag": row.get("ETag"),
+                "LastModified": row.get("LastModified"),
+            }
+
+
+def _of_gcs(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
+    """The same of Google's store."""
+    bucket, _, key = path.partition("/")
+    where = {"delimiter": "/", "prefix": key + "/" if key else "", "maxResults": 1000}
+    for page in pages(
+        url,
+        lambda more: with_retries(url, lambda: fs.call("GET", "b/{}/o", bucket, json_out=True, **where, **more)),
+        lambda page: {"pageToken": page["nextPageToken"]} if page.get("nextPageToken") else None,
+    ):
+        for prefix in page.get("prefixes", []):
+            yield {"name": f"{bucket}/{prefix}", "type": "directory", "size": 0}
+        for row in page.get("items", []):
+            size = str(row.get("size"))
+            yield {
+                **row,
+                "name": f"{bucket}/{row['name']}",
+                "type": "file",
+                "size": int(size) if size.isdecimal() else None,
+            }
+
+
+def _of_hub(fs: Any, path: str, at: Any, url: str) -> list[dict[str, Any]]:
+    """Files and folders of a repository on the Hub."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    head = path.removesuffix(at.path_in_repo).rstrip("/")
+    out = []
+    listed = HfApi(endpoint=fs.endpoint, token=fs.token).list_repo_tree(
+        at.repo_id, at.path_in_repo, revision=at.revision, repo_type=at.repo_type
+    )
+    for entry in listed:
+        info: dict[str, Any] = {"name": f"{head}/{entry.path}", "type": "directory", "size": 0}
+        if isinstance(entry, RepoFile):
+            info |= {"type": "file", "size": entry.size, "blob_id": entry.blob_id}
+        out.append(info)
+        if len(out) > LIMITS.names:
+            raise RemoteError(
+                f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder."
+            )
+    return out
+
+
+def _links(fs: Any, url: str) -> list[str]:
+    """Names that the page of a folder links to, directly below it. A page is made for people, so what it links to besides is no error."""
+    from fsspec.asyn import sync
+
+    async def call() -> str:
+        session = await fs.set_session()
+        async with session.get(fs.encode_url(url), **fs.kwargs) as answer:
+            fs._raise_not_found_for_status(answer, url)
+            kind = answer.headers.get("Content-Type", "text/html").partition(";")[0]
+            return await answer.text(errors="ignore") if kind == "text/html" else ""
+
+    page: str = sync(fs.loop, call)
+    base = url.partition("?")[0].rstrip("/") + "/"
+    out: dict[str, None] = {}
+    for found in _LINK.finditer(page):
+        try:
+            link = urljoin(base, unescape(found[1] or found[2] or found[3])).partition("#")[0].partition("?")[0]
+        except ValueError:
+            continue
+        # a server may call itself http:// behind a proxy that speaks https
+        if link.partition("://")[2].startswith(base.partition("://")[2]):
+            name = unquote(link.partition("://")[2].removeprefix(base.partition("://")[2]).rstrip("/"))
+            try:
+                if name and "/" not in name:
+                    out[inside(name, url)] = None
+            except Unsafe:
+                continue
+        if len(out) > LIMITS.names:
+            break
+    return list(out)
