@@ -4,20 +4,19 @@ Python puts the current folder first on the path for `-m`, and a folder that som
 removed. A ckpttool.py in it is found before this file; `python -P -m ckpttool` and `ckpttool` leave the folder out.
 """
 
-from __future__ import annotations
-
 import os
-import signal
 import sys
-from typing import Any, NoReturn
 
-__all__ = ["main"]
-
-try:
+try:  # before anything is imported that Python has not imported itself
     if not sys.flags.safe_path and sys.path[0] == os.getcwd():
         del sys.path[0]
 except FileNotFoundError:  # the folder was removed, and Python left it out
     pass
+
+import signal
+from typing import Any, NoReturn
+
+__all__ = ["main"]
 
 
 def _stop(signum: int, frame: Any) -> NoReturn:
