@@ -1233,6 +1233,23 @@ def test_a_ciphertext_with_another_sidecar(tmp_path: Path) -> None:
         assert run("audit", "verify", path, "-q", "--no-ledger")[0] in REFUSALS
 
 
+def test_a_header_of_age_with_thousands_of_recipients(tmp_path: Path) -> None:
+    """pyrage's time grows with the square of their number: 15 s of CPU for a header of 1 MB."""
+    pyrage = pytest.importorskip("pyrage")
+    key, path = pyrage.x25519.Identity.generate(), tmp_path / "a.tar.zst.age"
+    (tmp_path / "key").write_text(f"{key}\n")
+    data = pyrage.encrypt(b"x" * 1000, [key.to_public()])
+    end = data.index(b"\n--- ")
+    path.write_bytes(data[:end] + (b"\n-> X25519 " + b"A" * 43 + b"\n" + b"A" * 43) * 10_000 + data[end:])
+    began = time.process_time()
+    said = refused("audit", "restore", path, tmp_path / "o.pt", "--to", "full", "--identity", tmp_path / "key", "-q")
+    assert "does not end within 262144 bytes" in said and time.process_time() - began < 2
+    (tmp_path / "all").write_text(f"{key.to_public()}\n" * 3_000)
+    state = state_of(tmp_path / "s.pt", 1, 1, 20)
+    code, said = run("audit", "export", state, tmp_path / "b.tar.zst.age", "--encrypt-to", tmp_path / "all", "-q")
+    assert code == 2 and "3000 recipients are too many" in said
+
+
 # ------------------------------------------------------------------------------------------------ replays
 
 
