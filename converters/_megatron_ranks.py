@@ -281,7 +281,7 @@ def _take_models(out: Ranks) -> None:
         out.older_names = True
         models = {n: [{classic(k): x for k, x in one.items()} for one in some] for n, some in models.items()}
     offsets = _offsets(out, models)
-    tied = out.geometry.args.get("untie_embeddings_and_output_weights") is False and out.geometry.pipeline > 1
+    tied = not out.geometry.args.get("untie_embeddings_and_output_weights", True) and out.geometry.pipeline > 1
     for chunk in range(len(models[out.ranks[0].number])):
         for r in out.ranks:
             _take_chunk(out, r, chunk, models[r.number][chunk], offsets, tied)

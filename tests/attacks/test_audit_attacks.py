@@ -46,7 +46,7 @@ from ckpttool.audit.verify import verify
 from ckpttool.cli.main import _fail, app
 from ckpttool.engine import fill
 from ckpttool.engine.opening import open as open_checkpoint
-from ckpttool.errors import CkpttoolError, Corrupt
+from ckpttool.errors import CkpttoolError, Corrupt, Unsafe
 from ckpttool.formats import values
 from ckpttool.formats.crc import crc32
 from ckpttool.index.checkpoint import Chunks, TensorEntry, Value, joined
@@ -304,6 +304,22 @@ def raw(name: str, kind: bytes, size: int = 0, link: str = "", **fields: Any) ->
     return Piece(name, info.tobuf(how), b"x" * size, tarball.padding(size))
 
 
+def summed_again(head: bytes) -> bytes:
+    """A tar header with the checksum of its bytes."""
+    return head[:148] + b"%06o\0 " % (sum(head) - sum(head[148:156]) + 8 * 32) + head[156:]
+
+
+def resized(head: bytes, size: bytes) -> bytes:
+    """A tar header with another size, as 12 bytes."""
+    return summed_again(head[:124] + size + head[136:])
+
+
+A_LONG_NAME = Piece(
+    "d", summed_again(tarball.header("././@LongLink", 11, TIME)[:156] + b"L" + tarball.header("././@LongLink", 11, TIME)[157:]), b"../../../x\0",
+    tarball.padding(11),
+)  # fmt: skip
+
+
 def before(name: str, *new: Piece) -> Kit:
     """Members put before another, or at the end."""
 
@@ -399,6 +415,13 @@ EVERYWHERE: dict[str, Callable[[], Kit]] = {
     "a file of an old tar": lambda: before("", raw("d", tarfile.AREGTYPE)),
     "a pax header": lambda: before(plan.VALUES, raw("d", b"0", 0, "", comment="hidden")),
     "a global pax header": lambda: before(plan.README, Piece("", tarfile.TarInfo.create_pax_global_header({"comment": "x"}), b"", b"")),
+    "a pax header that gives a record another name": lambda: before(plan.PROVENANCE, raw("d", b"0", 0, "", path="values.json")),
+    "a pax header of a sparse file": lambda: before(plan.VALUES, raw("d", b"0", 0, "", **{"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(1 << 40)})),
+    "a long name of GNU that leads out": lambda: before(plan.VALUES, A_LONG_NAME),
+    "a size below zero, in base 256": lambda: kit(pieces=lambda old: [p._replace(head=resized(p.head, b"\xff" * 11 + b"\0")) if p.name == plan.VALUES else p for p in old]),
+    "a size beyond any file, in base 256": lambda: kit(pieces=lambda old: [p._replace(head=resized(p.head, b"\x80" + b"\xff" * 11)) if p.name == plan.VALUES else p for p in old]),
+    "the size in another spelling": lambda: kit(pieces=lambda old: [p._replace(head=resized(p.head, b"\x80" + len(p.body).to_bytes(11, "big"))) if p.name == plan.VALUES else p for p in old]),
+    "a name that goes on behind a zero": lambda: kit(pieces=lambda old: [p._replace(head=summed_again(b"values.json\0../../x" + p.head[19:])) if p.name == plan.VALUES else p for p in old]),
     "a member that nothing lists": lambda: before(plan.MANIFEST, piece("more.bin", b"1")),
     "a data member that nothing lists": lambda: before(plan.VALUES, piece("tensors-00005.safetensors", b"1")),
     "members in another order": lambda: kit(pieces=lambda old: [*old[:-2], old[-1], old[-2]]),
@@ -637,6 +660,41 @@ def test_hints_of_the_provenance_change_nothing(name: str, tmp_path: Path) -> No
                 assert have == {n: (t.dtype, t.shape) for n, t in k.tensors.items()}
                 assert {n: opened.read(n) for n in have} == k.data
     assert set(os.listdir(tmp_path)) <= {"a.tar.zst", "out.pt", "out"}
+
+
+#: Those that are the same in every header; names, sizes and times are compared with the manifest.
+HEADER = {
+    "mode": (100, 8), "uid": (108, 8), "gid": (116, 8), "type": (156, 1), "link": (157, 100), "magic": (257, 8), "user": (265, 32),
+    "group": (297, 32), "major": (329, 8), "minor": (337, 8), "prefix": (345, 155), "rest": (500, 12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADER)
+def test_a_field_of_a_tar_header_has_one_spelling(name: str) -> None:
+    """Whatever else it says, with a right checksum."""
+    good = tarball.header(plan.VALUES, 1234, TIME)
+    at, n = HEADER[name]
+    rng = random.Random(name)
+    others = {
+        good[at : at + n].replace(b"\0", b" "),
+        good[at : at + n].lstrip(b"0"),
+        good[at : at + n - 1] + b"x",
+        bytes(n),
+        b" " * n,
+        b"\xff" * n,
+    }
+    others |= {
+        b"-1",
+        b"+1",
+        b"0x1",
+        b"../x",
+        b"7" * n,
+        b"\x80" + bytes(n),
+        *(bytes(rng.randrange(256) for _ in range(n)) for _ in range(200)),
+    }
+    for text in {text[:n].ljust(n, b"\0") for text in others} - {good[at : at + n]}:
+        with pytest.raises((Corrupt, Unsafe)):
+            tarball.entry(summed_again(good[:at] + text + good[at + n :]), "it")
 
 
 # ------------------------------------------------------------------------------------------------ the file itself
@@ -1231,6 +1289,23 @@ def test_a_ciphertext_with_another_sidecar(tmp_path: Path) -> None:
     ):
         beside.write_text(text)
         assert run("audit", "verify", path, "-q", "--no-ledger")[0] in REFUSALS
+
+
+def test_a_header_of_age_with_thousands_of_recipients(tmp_path: Path) -> None:
+    """pyrage's time grows with the square of their number: 15 s of CPU for a header of 1 MB."""
+    pyrage = pytest.importorskip("pyrage")
+    key, path = pyrage.x25519.Identity.generate(), tmp_path / "a.tar.zst.age"
+    (tmp_path / "key").write_text(f"{key}\n")
+    data = pyrage.encrypt(b"x" * 1000, [key.to_public()])
+    end = data.index(b"\n--- ")
+    path.write_bytes(data[:end] + (b"\n-> X25519 " + b"A" * 43 + b"\n" + b"A" * 43) * 10_000 + data[end:])
+    began = time.process_time()
+    said = refused("audit", "restore", path, tmp_path / "o.pt", "--to", "full", "--identity", tmp_path / "key", "-q")
+    assert "does not end within 262144 bytes" in said and time.process_time() - began < 2
+    (tmp_path / "all").write_text(f"{key.to_public()}\n" * 3_000)
+    state = state_of(tmp_path / "s.pt", 1, 1, 20)
+    code, said = run("audit", "export", state, tmp_path / "b.tar.zst.age", "--encrypt-to", tmp_path / "all", "-q")
+    assert code == 2 and "3000 recipients are too many" in said
 
 
 # ------------------------------------------------------------------------------------------------ replays

@@ -85,6 +85,19 @@ def test_arguments_of_millions_of_ranks_are_refused_at_once(unpacked: Unpack, tm
     assert time.process_time() - began < 2
 
 
+@pytest.mark.parametrize("x", [None, 0, ""])
+def test_an_argument_that_is_none_of_a_type_means_what_it_means_to_megatron(
+    x: Any, unpacked: Unpack, tmp_path: Path
+) -> None:
+    """`not args.untie_embeddings_and_output_weights`: the copy of the embedding on the last stage is no parameter of its own."""
+    source = changed(unpacked, "pp2_fp32", tmp_path / "a")
+    everywhere(source, argument("untie_embeddings_and_output_weights", x))
+    found = ckpttool.diff(unpacked("pp2_fp32") / "legacy" / source.name, source)
+    assert found.only_in_a == found.only_in_b == [] and list(found.values) == [
+        "extra.args.untie_embeddings_and_output_weights"
+    ]
+
+
 def test_a_gate_that_the_arguments_deny_is_refused(unpacked: Unpack, tmp_path: Path) -> None:
     source = everywhere(changed(unpacked, "tp2_plain", tmp_path), argument("swiglu", False))
     with pytest.raises(Unsupported, match=r"20 rows .* linear_fc2 10 columns, which are not one matrix without a gate"):
