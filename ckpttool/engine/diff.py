@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..errors import Differs
 from ..huggingface import lora
 from ..index import boxes
-from ..index.checkpoint import TensorEntry
-from .dtypes import numpy_dtype
+from ..index.checkpoint import NOT_TORCHS, PACKED, TensorEntry
+from .dtypes import numbers
 from .executors import WorkersSpec
 from .fill import Progress, silent
 from .map_choice import kept_text, under_other_names
@@ -100,7 +101,7 @@ def diff(
         progress: called with ("diff", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
 
     Raises:
-        CkpttoolError: one of the two cannot be read.
+        CkpttoolError: one of the two cannot be read. Differs: a tensor of six-bit numbers has other bytes, which are not looked into.
     """
     options = OpenOptions(
         only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap,
@@ -132,6 +133,8 @@ def diff(
             s, t = left.tensors[n], right.tensors[n]
             if s.shape != t.shape:
                 out.shapes[n] = (s.shape, t.shape)
+            elif s.dtype != t.dtype and (s.dtype in PACKED or t.dtype in PACKED):
+                out.shapes[n] = (_of_numbers(s), _of_numbers(t))
             else:
                 common.append(n)
             if s.dtype != t.dtype:
@@ -171,6 +174,11 @@ def _unequal(
     return [n for n in names if left[n].dtype != right[n].dtype or digests[0][n] != digests[1][n]]
 
 
+def _of_numbers(t: TensorEntry) -> tuple[int, ...]:
+    """The shape of a tensor whose elements hold several numbers, counted in numbers."""
+    return (*t.shape[:-1], t.shape[-1] * PACKED.get(t.dtype, 1)) if t.shape else ()
+
+
 def _text(x: Any) -> str:
     text = repr(x)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -186,7 +194,7 @@ def _data(
     streams = [_stream(x, names), _stream(y, names)]
     for name in names:
         s, t = left.tensors[name], right.tensors[name]
-        found = TensorDifference(name, s.numel)
+        found = TensorDifference(name, s.numel * PACKED.get(s.dtype, 1))
         close = True
         for first, p, q in side_by_side(streams, s, t):
             passed += len(p)
@@ -225,7 +233,14 @@ def _measure(
     """Add a piece to the numbers; returns whether all of it is within the tolerances."""
     import numpy as np
 
-    a, b = np.frombuffer(p, dtype=numpy_dtype(s.dtype)), np.frombuffer(q, dtype=numpy_dtype(t.dtype))
+    if s.dtype in NOT_TORCHS:
+        raise Differs(
+            f'"{out.name}" has other bytes on the two sides. It is {s.dtype}, numbers of six bits, which ckpttool copies and does not read, so it '
+            "cannot say how far they are apart."
+        )
+    a, b = numbers(p, s.dtype), numbers(q, t.dtype)
+    several = PACKED.get(s.dtype, 1)
+    first, wholes = first * several, _of_numbers(s)
     raw_equal = s.dtype == t.dtype
     wide: Any = np.complex128 if "complex" in s.dtype + t.dtype else np.float64
     all_close = True
@@ -255,13 +270,13 @@ def _measure(
             if not len(where):
                 continue
         if not out.differing:
-            out.first = _index(s.shape, first + k + int(where[0]))
+            out.first = _index(wholes, first + k + int(where[0]))
         out.differing += len(where)
         out.nan_mismatch += int(nans.sum())
         finite = np.where(np.isnan(gap), -1.0, gap)
         top = int(finite.argmax())
         if finite[top] > out.max_abs or not out.worst:
-            out.worst = _index(s.shape, first + k + int(where[top]))
+            out.worst = _index(wholes, first + k + int(where[top]))
         out.max_abs = max(out.max_abs, float(finite[top]))
         out.max_rel = max(out.max_rel, float(np.where(np.isnan(rel), 0, rel).max()))
         if raw_equal and "float" in s.dtype and u.dtype.itemsize in (1, 2, 4, 8):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ["NOTHING", "Lost", "bits_dtype", "cast", "numpy_dtype"]
+__all__ = ["NOTHING", "Lost", "bits_dtype", "cast", "numbers", "numpy_dtype"]
 
 _PIECE = 64 << 10  # elements that stay in the processor's cache
 
@@ -163,3 +163,15 @@ def numpy_dtype(dtype: str) -> Any:
 
         return np.dtype(getattr(ml_dtypes, dtype))
     return np.dtype({"bool": "?"}.get(dtype, dtype))
+
+
+def numbers(data: Any, dtype: str) -> Any:
+    """The numbers in a buffer as a flat array; of pairs of float4, the one in the lower four bits first."""
+    import numpy as np
+
+    if dtype != "float4_e2m1fn_x2":
+        return np.frombuffer(data, dtype=numpy_dtype(dtype))
+    import ml_dtypes
+
+    pairs = np.frombuffer(data, dtype="u1")
+    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1).view(ml_dtypes.float4_e2m1fn)

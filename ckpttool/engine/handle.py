@@ -20,11 +20,11 @@ from ..errors import Unsupported, UsageError
 from ..extras import need
 from ..index import boxes
 from ..index.check import check_chunk
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
+from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, Record, TensorEntry
 from ..layouts import Layout
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
-from .dtypes import numpy_dtype
+from .dtypes import numbers, numpy_dtype
 from .stream import Reader, StreamJob
 from .unread_files import human
 
@@ -181,6 +181,7 @@ class TensorHandle:
         need("TensorHandle.torch", "torch")
         import torch
 
+        self._refuse_alien()
         start, shape, rest = _parsed(index, self.shape, self.name)
         raw = self._read(start, shape)
         dtype = getattr(torch, self.dtype)
@@ -197,14 +198,21 @@ class TensorHandle:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
+    def _refuse_alien(self) -> None:
+        """Refuse a dtype of which only the bytes can be moved.
+
+        Raises:
+            Unsupported: it is one.
+        """
+        if self.dtype in NOT_TORCHS:
+            raise Unsupported(
+                f'"{self.name}" is {self.dtype}, numbers of six bits, which neither numpy nor torch has: ckpttool copies their bytes only.'
+            )
+
     def _array(self, raw: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        import numpy as np
-
+        self._refuse_alien()
         if self.dtype == "float4_e2m1fn_x2":
-            import ml_dtypes
-
-            pairs = np.stack([raw & 15, raw >> 4], axis=-1)
-            fours: np.ndarray[Any, Any] = pairs.view(ml_dtypes.float4_e2m1fn).reshape(*shape, 2)
+            fours: np.ndarray[Any, Any] = numbers(raw, self.dtype).reshape(*shape, 2)
             return fours
         try:
             dtype = numpy_dtype(self.dtype)

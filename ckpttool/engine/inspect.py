@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CkpttoolError
 from ..formats.shown_values import instances_in, readable
 from ..huggingface import encodings, lora, model_files
-from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
+from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
 from ..index.composites import MARK, composites, described, unwrapped_note
 from ..index.names import step_count
 from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
@@ -125,7 +125,7 @@ def summarise(
         c = components.setdefault(str(t.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
         c["tensors"] += 1
         c["bytes"] += t.nbytes
-        c["elements"] += t.numel * (2 if t.dtype == "float4_e2m1fn_x2" else 1)
+        c["elements"] += t.numel * PACKED.get(t.dtype, 1)
         c["dtypes"][t.dtype] = c["dtypes"].get(t.dtype, 0) + t.nbytes
     for v in ckpt.values.values():
         c = components.setdefault(str(v.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})

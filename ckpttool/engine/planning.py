@@ -18,6 +18,7 @@ from ..formats.pickles import unwritable
 from ..huggingface import encodings
 from ..huggingface.encodings import Encodings
 from ..index.checkpoint import (
+    NOT_TORCHS,
     Checkpoint,
     TensorEntry,
     Unread,
@@ -234,6 +235,7 @@ def _prepare(
     opened.checkpoint = ckpt
     codes = encodings.of_checkpoint(ckpt, quantization)  # under the names that are written
     holds = target.holds(writing.options)
+    _refuse_dtypes(target, ckpt)
     _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
     _check_optimizer(ckpt, target, writing.drop)
     ckpt.notes += unwrapped_note(ckpt.tensors.values())
@@ -497,6 +499,20 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
                 f'"{joined(of.path)}" is {of.dtype}, two numbers in a byte, and the destination keeps it as {t.dtype}. ckpttool moves '
                 "such tensors, it does not convert them. Choose a layout that keeps dtypes, such as dcp."
             )
+
+
+def _refuse_dtypes(target: layouts.Layout, ckpt: Checkpoint) -> None:
+    """Refuse dtypes that torch does not have for a layout that torch reads: those that write no pickles keep them.
+
+    Raises:
+        Unsupported: with the first such tensor.
+    """
+    name = None if target.keeps_calls else next((n for n, t in ckpt.tensors.items() if t.dtype in NOT_TORCHS), None)
+    if name is not None:
+        raise Unsupported(
+            f'"{name}" is {ckpt.tensors[name].dtype}, numbers of six bits, which torch has no dtype for, and {target.name} is read by torch. hf and '
+            "audit keep its bytes as they are."
+        )
 
 
 def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe, Unsupported
-from ..index.checkpoint import ITEMSIZE, MAX_NUMEL
+from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, PACKED
 from ..storage.source import Source
 from . import other_files
 
@@ -27,7 +27,7 @@ __all__ = ["CODES", "Slot", "header", "open_with_library", "prefetch", "slots", 
 
 #: safetensors' dtype code by torch's name, in the order the library sorts by (safetensors/src/tensor.rs, enum Dtype).
 CODES: dict[str, str] = {
-    "bool": "BOOL", "float4_e2m1fn_x2": "F4", "uint8": "U8", "int8": "I8", "float8_e5m2": "F8_E5M2",
+    "bool": "BOOL", "float4_e2m1fn_x2": "F4", "f6_e2m3_x4": "F6_E2M3", "f6_e3m2_x4": "F6_E3M2", "uint8": "U8", "int8": "I8", "float8_e5m2": "F8_E5M2",
     "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
     "int32": "I32", "uint32": "U32", "float32": "F32", "complex64": "C64", "float64": "F64", "int64": "I64",
@@ -127,8 +127,12 @@ def _slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]
         raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.')
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(k) is int and k >= 0 for k in offsets):
         raise Corrupt(f'{what}: "{name}" has data_offsets {str(offsets)[:80]}.')
-    if dtype == "F4" and shape:  # the file counts halves of a byte, torch pairs of them
-        shape = [*shape[:-1], shape[-1] // 2]
+    if (several := PACKED.get(_NAMES[dtype])) is not None and shape:  # the file counts numbers
+        if shape[-1] % several:
+            raise Unsupported(
+                f'{what}: "{name}" is {dtype} {shape}: {several} numbers share bytes, and the last dimension is no multiple of that.'
+            )
+        shape = [*shape[:-1], shape[-1] // several]
     begin, end = offsets
     need = prod(shape) * ITEMSIZE[_NAMES[dtype]]
     if end - begin != need:
@@ -165,7 +169,7 @@ def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, 
                 'A tensor is named "__metadata__", which safetensors keeps for the metadata of a file. Rename it in the source.'
             )
         n = prod(shape) * ITEMSIZE[dtype]
-        file_shape = [*shape[:-1], 2 * shape[-1]] if CODES[dtype] == "F4" and shape else list(shape)
+        file_shape = [*shape[:-1], PACKED.get(dtype, 1) * shape[-1]] if shape else []
         entries[name] = {"dtype": CODES[dtype], "shape": file_shape, "data_offsets": [at, at + n]}
         at += n
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()

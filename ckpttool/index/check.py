@@ -6,7 +6,7 @@ from math import prod
 
 from ..errors import Corrupt
 from . import boxes
-from .checkpoint import ITEMSIZE, MAX_NUMEL, Checkpoint, Chunk, Chunks, TensorEntry
+from .checkpoint import ITEMSIZE, MAX_NUMEL, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
 
 __all__ = ["check", "check_chunk"]
 
@@ -60,7 +60,7 @@ def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int)
 
 def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
     item = ITEMSIZE.get(t.dtype)
-    if item is None:
+    if item is None or (t.dtype in NOT_TORCHS and ckpt.layout not in ("hf", "audit")):
         raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
     numel = t.numel
     if numel > MAX_NUMEL or (t.shape and min(t.shape) < 0):

@@ -26,6 +26,8 @@ from .trainers import fuses_parameters
 
 __all__ = [
     "ITEMSIZE",
+    "NOT_TORCHS",
+    "PACKED",
     "Checkpoint",
     "Chunk",
     "Chunks",
@@ -50,14 +52,19 @@ __all__ = [
 
 Path = tuple[str | int, ...]
 
-#: Bytes of one element, by torch's name of the dtype (torch/headeronly/core/ScalarType.h).
+#: Bytes of one element, by torch's name of the dtype (torch/headeronly/core/ScalarType.h); those of six bits are safetensors' alone.
 ITEMSIZE: dict[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
+    "float4_e2m1fn_x2": 1, "f6_e2m3_x4": 3, "f6_e3m2_x4": 3,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
     "complex128": 16, "complex64": 8, "complex32": 4,
 }  # fmt: skip
+
+#: How many numbers one element holds, where it holds several.
+PACKED: dict[str, int] = {"float4_e2m1fn_x2": 2, "f6_e2m3_x4": 4, "f6_e3m2_x4": 4}
+#: Dtypes that torch does not have: only files of safetensors, and archives, hold them.
+NOT_TORCHS = frozenset(("f6_e2m3_x4", "f6_e3m2_x4"))
 
 #: No tensor has more elements than this, so that products of sizes stay inside 64 bits.
 MAX_NUMEL = 1 << 56

@@ -264,13 +264,17 @@ def _are_optimizer(paths: Sequence[Path]) -> bool:
 def without_weights(ckpt: Checkpoint) -> str:
     """What a checkpoint without a model has instead: the user's own keys that weights are under; "" if there are none."""
     keys = dict.fromkeys(
-        joined(t.path[1:-1])
+        t.path[1:-1]
         for t in ckpt.tensors.values()
         if _are_weights([t.path[-1:]]) and len(t.path) > 2 and t.path[0] == "extra"
     )
     if not keys:
         return ""
-    shown = ", ".join(f'"{k}"' for k in list(keys)[:4]) + (", ..." if len(keys) > 4 else "")
+    if len(keys) == 1 and ckpt.layout == "full":
+        (path,) = keys
+        at = "".join(f"[{key!r}]" for key in path)
+        return f' Weights are under "{joined(path)}"; as a model: torch.save({{"model": torch.load(FILE){at}}}, "model.pt").'
+    shown = ", ".join(f'"{joined(k)}"' for k in list(keys)[:4]) + (", ..." if len(keys) > 4 else "")
     return f' Weights are under {shown}; save those of the one model under "model", and its optimizer under "optim".'
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import Unsupported
 from ..formats.pickles import Global, Opaque, Ordered
 from ..formats.stored_tensors import Inline
+from ..index.checkpoint import NOT_TORCHS
 
 __all__ = ["lossless", "plain", "torch_dtype"]
 
@@ -144,9 +145,17 @@ def _word(x: Any) -> Any:
 
 
 def torch_dtype(name: str) -> Any:
-    """torch's dtype of that name."""
+    """torch's dtype of that name.
+
+    Raises:
+        Unsupported: torch has none.
+    """
     import torch
 
+    if name in NOT_TORCHS:
+        raise Unsupported(
+            f"A tensor is {name}, numbers of six bits, which torch has no dtype for; only its bytes can be copied, as to hf."
+        )
     return getattr(torch, name)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from commands import ckpttool_here
 from peers import FIXTURES, Original, difference, files_of, from_pretrained, load_hf
 from peers import ORIGINALS as ALL
-from safetensors import safe_open
+from safetensors import deserialize, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +23,7 @@ import ckpttool
 from ckpttool.engine.conversion import convert
 from ckpttool.engine.diff import diff
 from ckpttool.engine.opening import open as open_checkpoint
-from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
+from ckpttool.errors import CkpttoolError, Corrupt, Differs, Unsupported, UsageError
 from ckpttool.huggingface.hub_names import PLAIN
 
 WITH_REFERENCE = [o for o in ALL if o.config is not None]
@@ -258,3 +262,87 @@ def test_what_lies_beside_weights_is_refused_for_one_file(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="dcp writes a folder"):
         ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "x.safetensors", to="dcp")
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------- several numbers in a byte, or in three
+
+#: name -> (safetensors' dtype, shape in numbers, bytes), in the order in which the library writes dtypes.
+PACKED = {
+    "b": ("F32", [4], 16),
+    "six": ("F6_E3M2", [8], 6),
+    "w": ("F6_E2M3", [64, 32], 1536),
+    "four": ("F4", [4, 16], 32),
+}
+
+
+def packed(path: Path, names: Sequence[str] = tuple(PACKED), seed: int = 0) -> Path:
+    """A file of such tensors with random bytes, by hand: the library reads F6 and has no way to write it."""
+    entries, at = {}, 0
+    for name in names:
+        dtype, shape, size = PACKED[name]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + random.Random(seed).randbytes(at))
+    return path
+
+
+def as_the_library_reads_it(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    return {n: (x["dtype"], x["shape"], bytes(x["data"])) for n, x in deserialize(path.read_bytes())}
+
+
+def test_numbers_of_four_and_six_bits_pass_byte_for_byte_and_are_counted(tmp_path: Path) -> None:
+    source = packed(tmp_path / "in.safetensors")
+    assert ckpttool.inspect(source).components["model"]["elements"] == 4 + 8 + 64 * 32 + 4 * 16
+    ckpttool.convert(source, tmp_path / "folder", to="hf", dtype="bf16", cast={"*six": "fp16"})
+    ckpttool.convert(source, tmp_path / "out.safetensors", workers=2)
+    ckpttool.export(source, tmp_path / "a.tar.zst")
+    ckpttool.restore(tmp_path / "a.tar.zst", tmp_path / "restored", to="hf")
+    wanted = as_the_library_reads_it(source)
+    for path in (tmp_path / "out.safetensors", tmp_path / "restored" / "model.safetensors"):
+        assert as_the_library_reads_it(path) == wanted
+        assert ckpttool.diff(path, source).equal and ckpttool.verify(path, read_data=True).data == "ok"
+    cast = as_the_library_reads_it(tmp_path / "folder" / "model.safetensors")
+    assert cast.pop("b")[0] == "BF16" and cast == {n: x for n, x in wanted.items() if n != "b"}
+    assert ckpttool.doctor(source, read_data=True).sound
+
+
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [("dcp", {"world_size": 2}), ("full", {}), ("zero1", {"world_size": 2}), ("zero3", {"world_size": 2}), ("universal", {}), ("fsdp1", {"world_size": 2}),
+     ("torch_checkpointing", {"world_size": 2}), ("megatron", {"world_size": 1}), ("accelerate", {}), ("trainer", {}), ("lightning", {}), ("torchtitan", {"world_size": 2})],
+)  # fmt: skip
+def test_six_bits_are_refused_by_name_where_torch_reads(to: str, options: dict[str, int], tmp_path: Path) -> None:
+    packed(tmp_path / "in.safetensors", ("b", "w"))
+    with pytest.raises(
+        Unsupported, match=r'"model\.w" is f6_e2m3_x4, numbers of six bits, which torch has no dtype for'
+    ):
+        ckpttool.convert(tmp_path / "in.safetensors", tmp_path / "out", to=to, drop=True, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_six_bits_mean_is_not_guessed(tmp_path: Path) -> None:
+    packed(tmp_path / "in.safetensors", ("b", "w"))
+    packed(tmp_path / "other.safetensors", ("b", "w"), 1)
+    with ckpttool.open(tmp_path / "in.safetensors") as opened:
+        w = opened["model.w"]
+        for act in (w.numpy, w.torch, lambda: w[0], ckpttool.storage_reader(tmp_path / "in.safetensors").read_metadata):
+            with pytest.raises(Unsupported, match="six bits"):
+                act()
+    done = ckpttool_here("diff", tmp_path / "in.safetensors", tmp_path / "other.safetensors")
+    assert done.returncode == Differs.exit_code and "other bytes" in done.stderr
+    text = b'{"w":{"dtype":"F6_E2M3","shape":[4,6],"data_offsets":[0,18]}}'
+    (tmp_path / "odd.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(18))
+    with pytest.raises(Unsupported, match=r"4 numbers share bytes, and the last dimension is no multiple"):
+        ckpttool.open(tmp_path / "odd.safetensors")
+
+
+def test_numbers_of_four_bits_are_compared_one_by_one(tmp_path: Path) -> None:
+    source = packed(tmp_path / "in.safetensors", ("four",))
+    data = bytearray(source.read_bytes())
+    data[-1] ^= 0x70  # the last number, of which the low bits are the one before
+    (tmp_path / "other.safetensors").write_bytes(data)
+    (found,) = ckpttool.diff(source, tmp_path / "other.safetensors").data
+    assert (found.elements, found.differing, found.first) == (64, 1, (3, 15))
+    save_file({"four": torch.zeros(4, 8)}, tmp_path / "wide.safetensors")
+    assert ckpttool.diff(source, tmp_path / "wide.safetensors").shapes == {"model.four": ((4, 16), (4, 8))}

@@ -177,12 +177,16 @@ def test_a_cast_that_loses_nothing_says_nothing(large: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("to", FLOATS)
 def test_the_command_casts_every_dtype_to_every_floating_one_and_leaves_the_others(tmp_path: Path, to: str) -> None:
     ones = torch.tensor([1, 0] * 16, dtype=torch.uint8)
-    model = {d: patterns(d)[-2000:] if d in FLOATS else ones.clone().view(getattr(torch, d)) for d in ITEMSIZE}
+    model = {
+        d: patterns(d)[-2000:] if d in FLOATS else ones.clone().view(getattr(torch, d))
+        for d in ITEMSIZE
+        if hasattr(torch, d)
+    }
     torch.save({"model": model}, tmp_path / "in.pt")
     done = ckpttool_here("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--cast", f"*={to}")
     assert done.returncode == 0, done.stderr
     got = torch.load(tmp_path / "out.pt")["model"]
-    for d in ITEMSIZE:
+    for d in model:
         if d in FLOATS:
             x, wanted = got[d].double(), model[d].to(getattr(torch, to))
             assert (

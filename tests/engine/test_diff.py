@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import ckpttool_here
 from peers import FIXTURES
 from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.diff import Difference, TensorDifference
+from ckpttool.index.checkpoint import ITEMSIZE
 
 
 def compare(tmp_path: Path, a: dict[str, object], b: dict[str, object], **how: float) -> Difference:
@@ -170,3 +172,25 @@ def test_large_integers_that_differ_by_one_differ_by_one(tmp_path: Path) -> None
     found = one(tmp_path, a, a + torch.tensor([1, 0]))
     assert (found.differing, found.max_abs, found.max_ulp) == (1, 1.0, None)
     assert not compare(tmp_path, {"w": a}, {"w": a + 1}, atol=0.5).equal
+
+
+DTYPES = [d for d in ITEMSIZE if hasattr(torch, d)]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_command_compares_every_dtype_with_itself_and_with_others(dtype: str, tmp_path: Path) -> None:
+    def saved(d: str, seed: int) -> Path:
+        raw = torch.randint(
+            0, 2 if d == "bool" else 256, (32 * ITEMSIZE[d],), generator=torch.Generator().manual_seed(seed)
+        )
+        torch.save(
+            {"model": {"w": raw.to(torch.uint8).view(getattr(torch, d)).reshape(4, 8)}}, tmp_path / f"{d}{seed}.pt"
+        )
+        return tmp_path / f"{d}{seed}.pt"
+
+    one = saved(dtype, 1)
+    for other in {dtype, "float32", "float4_e2m1fn_x2", "bool", "complex64", "uint64", "float8_e8m0fnu"}:
+        done = ckpttool_here("diff", one, saved(other, 2))
+        assert done.returncode == 5, (other, done.stderr)
+    assert ckpttool_here("diff", one, one).returncode == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import ckpttool_here as run
 from peers import FIXTURES
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckpttool
 
@@ -127,3 +127,18 @@ def test_only_the_components_that_were_asked_for_are_looked_at() -> None:
     found = ckpttool.inspect(FIXTURES / "fsdp2_w3" / "ckpt", only=["model"])
     assert list(found.components) == ["model"] and "only model was looked at" in found.notes
     assert found.missing == [], "what was left out is not missing"
+
+
+def test_weights_under_another_key_come_with_the_line_that_makes_a_model_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"a.weight": torch.ones(2, 3)}
+    average = {"decay": 0.9, "shadow": {"a.weight": torch.zeros(2, 3)}}
+    torch.save({"model": model, "ema": average, "step": 3}, tmp_path / "ema.pt")
+    said = run("convert", tmp_path / "ema.pt", tmp_path / "out", "--to", "hf", "--only", "extra").stderr
+    line = said.partition("as a model: ")[2].strip().removesuffix(".")
+    assert line == "torch.save({\"model\": torch.load(FILE)['ema']['shadow']}, \"model.pt\")"
+    monkeypatch.chdir(tmp_path)
+    exec(line, {"torch": torch, "FILE": "ema.pt"})
+    assert run("convert", "model.pt", "out", "--to", "hf").returncode == 0
+    assert not load_file(tmp_path / "out" / "model.safetensors")["a.weight"].any()

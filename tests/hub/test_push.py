@@ -19,6 +19,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import zipfile
@@ -35,6 +36,7 @@ from fake_hub import OWNER, STRANGER, Hub
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import close_session
 from peers import FIXTURES, difference, files_of, load_dcp, tensors_of
+from safetensors import deserialize
 from safetensors.torch import load, load_file, save_file
 
 import ckpttool
@@ -120,6 +122,15 @@ def nothing_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ what arrives
+
+
+def test_numbers_of_six_bits_are_pushed_byte_for_byte(hub: Hub, tmp_path: Path) -> None:
+    """A file made by hand: the library reads F6 and has no way to write it."""
+    text = b'{"w":{"dtype":"F6_E2M3","shape":[4,16],"data_offsets":[0,48]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(range(48)))
+    push(str(tmp_path / "model.safetensors"), URL)
+    ((name, found),) = deserialize(head(hub)["model.safetensors"])
+    assert (name, found["dtype"], found["shape"], bytes(found["data"])) == ("w", "F6_E2M3", [4, 16], bytes(range(48)))
 
 
 @pytest.mark.parametrize(
