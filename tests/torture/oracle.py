@@ -255,7 +255,11 @@ def hf(path: Path) -> Tree:
                 found.setdefault(n, tensors[n])
     else:
         found = load_file(path / "model.safetensors")
-    return {("model", n): t for n, t in found.items()}
+    return {("model", _OF_TORCHAO.sub(".weight.", n)): t for n, t in found.items()}
+
+
+#: How torchao names the tensors of an object in a safetensors file.
+_OF_TORCHAO = re.compile(r"\._weight_(?=\w+$)")
 
 
 def _latest(path: Path, name: str = "latest") -> Path:
