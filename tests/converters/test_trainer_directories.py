@@ -580,6 +580,16 @@ def test_an_entry_is_in_one_file_and_files_have_what_the_trainer_asks_for(to: st
         assert torch.load(out / "scaler.pt") == {"scale": 2.0, "_growth_tracker": 1}
 
 
+def test_a_moment_without_its_path_is_not_taken_for_a_weight(tmp_path: Path) -> None:
+    shutil.copytree(TRAINERS / "accelerate_fsdp1_sharded" / "ckpt", tmp_path / "in")
+    index = tmp_path / "in" / "optimizer_0" / ".metadata"
+    meta = pickle.loads(index.read_bytes())
+    del meta.planner_data[next(k for k in meta.planner_data if k.endswith(".exp_avg_sq"))]
+    index.write_bytes(pickle.dumps(meta))
+    with pytest.raises(Corrupt, match="looks like a weight"):
+        ckpttool.convert(tmp_path / "in", tmp_path / "out.pt", to="full")
+
+
 @pytest.mark.parametrize("to", ["accelerate", "trainer"])
 def test_numbered_state_without_names_is_kept_and_a_directory_without_weights_is_refused(
     to: str, tmp_path: Path
