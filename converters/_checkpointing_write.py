@@ -65,7 +65,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         same |= {n: o for n, o in tied_weights(held).items() if cast[n] == cast[o]}
     out = _Writing(ckpt, world, cast, same)
     for name, leaves in items.items():
-        if ROLES.get(name) in ("model", "optim"):
+        if ROLES.get(name) in ("model", "optim") and () not in leaves:
             out.cut(name, leaves)
         elif (of_rank := _by_rank(name, leaves, ckpt, source)) is not None:
             for rank, own in of_rank.items():

@@ -254,6 +254,8 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
                 f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}"
             )
         found = _as_data(found, (part.name.rpartition("/")[2].partition(".")[0], "optimizer"))
+    if part.component == "optim" and not part.whole:
+        _refuse_weights(f"{source.root}/{part.name}", (t.path for t in found.tensors.values()), whole)
     if part.component == "optim" and model:
         named = {str(t.path[2]) for t in found.tensors.values() if t.path[:2] == ("optim", "state")}
         if not named <= set(model) and part.renamed and {part.renamed + n for n in named} <= set(model):
@@ -270,6 +272,20 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
         found.tensors = {n: replace(t, path=("extra", *t.path[1:])) for n, t in found.tensors.items()}
         found.recorded = {}
     return found
+
+
+def _refuse_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None:
+    """Refuse weights in a file of something else, where the model has files of its own.
+
+    Raises:
+        Corrupt: with the name of one.
+    """
+    weight = next((p for p in paths if p[0] == "model"), None)
+    if weight is not None and any(t.path[0] == "model" for t in whole.tensors.values()):
+        raise Corrupt(
+            f'{what} holds "{joined(weight[1:])}", which looks like a weight, and the weights of this checkpoint are in other files. It is another '
+            "file under this name, or was changed; fetch it again."
+        )
 
 
 def _as_data(ckpt: Checkpoint, below: Path) -> Checkpoint:
@@ -397,16 +413,8 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
     if part.layout in (TREE, FOREIGN):
         named = canonical(leaves, shape_of)
         leaves, out.origin = named.leaves, named.origin
-        weight = next((p for p, x in leaves.items() if p[0] == "model" and isinstance(x, TensorEntry)), None)
-        if (
-            weight is not None
-            and part.component != "model"
-            and any(t.path[0] == "model" for t in whole.tensors.values())
-        ):
-            raise Corrupt(
-                f'{what} holds weights ("{joined(weight[1:])}"), and the weights of this checkpoint are in other files: it is another file under '
-                "this name. Fetch it again."
-            )
+        if part.component != "model":
+            _refuse_weights(what, (p for p, x in leaves.items() if isinstance(x, TensorEntry)), whole)
     for path, leaf in leaves.items():
         if part.layout == DATA:
             path = _place(part, path)

@@ -247,10 +247,15 @@ def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], lis
     if not rest:
         return [], []
     tensors = [leaf for leaf in rest.values() if isinstance(leaf, TensorEntry)]
-    values = tuple((p, leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
-    leaves: dict[Path, Any] = {("values",): values, ("paths",): tuple(t.path for t in tensors)}
+    values = tuple((_as_text(p), leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
+    leaves: dict[Path, Any] = {("values",): values, ("paths",): tuple(_as_text(t.path) for t in tensors)}
     leaves |= {("tensors", str(i)): t for i, t in enumerate(tensors)}
     kept = sorted({str(p[0]) if p[0] != "extra" else joined(p[:2]) for p in rest})
     return [SmallFile(LEFT_OVER, leaves)], [
         f"{LEFT_OVER} keeps what this trainer has no file for: {', '.join(kept[:8])}"
     ]
+
+
+def _as_text(path: Path) -> Path:
+    """A path whose numbers of parameters are text, as in DCP."""
+    return tuple(p if type(p) is int else str(p) for p in path)

@@ -17,7 +17,7 @@ from ckpttool.formats.stored_tensors import flattened, number_in
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import canonical, step_count
+from ckpttool.index.names import canonical, step_count, without_weights
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -108,6 +108,10 @@ def _written(
     name: str, ckpt: Checkpoint, source: Source, options: WriteOptions, small: list[SmallFile], placed: set[Path], world: int,
     notes: list[str], made: Mapping[Path, Any] = MappingProxyType({}),
 ) -> Draft:  # fmt: skip
+    if not any(t.path[0] == "model" for t in ckpt.tensors.values()):
+        raise Unsupported(
+            f"the checkpoint holds no model weights, and a job resumes from no directory without them.{without_weights(ckpt)}"
+        )
     parts = state_drafts(ckpt, source, options, _NAMES_OF_TRAINER if name == "trainer" else _NAMES)
     rest, kept = left_over(ckpt, placed)
     parts.append(("", data_files(ckpt, [*rest, *small], options)))

@@ -116,6 +116,13 @@ def test_values_are_once_and_rng_is_of_every_rank(tmp_path: Path) -> None:
         assert same_value(tree["rng"][rank], torch.load(source / f"rng_{rank}.pt", weights_only=True))
 
 
+def test_a_state_dict_with_a_key_that_is_no_text_is_written_as_one_value(tmp_path: Path) -> None:
+    w = torch.ones(3, 2)
+    torch.save({"model": {"w": w, 5: w + 1}, "other": {"v": w}}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="torch_checkpointing", world_size=2)
+    assert same_value(torch.load(tmp_path / "out" / "model_0.pt", weights_only=True), {"w": w, 5: w + 1})
+
+
 def test_a_list_of_which_ranks_differ_in_one_element_is_loaded_from_dcp(tmp_path: Path) -> None:
     source = copied("fsdp", tmp_path)
     tree = torch.load(source / "optimizer_1.pt", weights_only=False)

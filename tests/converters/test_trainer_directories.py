@@ -580,6 +580,31 @@ def test_an_entry_is_in_one_file_and_files_have_what_the_trainer_asks_for(to: st
         assert torch.load(out / "scaler.pt") == {"scale": 2.0, "_growth_tracker": 1}
 
 
+def test_a_moment_without_its_path_is_not_taken_for_a_weight(tmp_path: Path) -> None:
+    shutil.copytree(TRAINERS / "accelerate_fsdp1_sharded" / "ckpt", tmp_path / "in")
+    index = tmp_path / "in" / "optimizer_0" / ".metadata"
+    meta = pickle.loads(index.read_bytes())
+    del meta.planner_data[next(k for k in meta.planner_data if k.endswith(".exp_avg_sq"))]
+    index.write_bytes(pickle.dumps(meta))
+    with pytest.raises(Corrupt, match="looks like a weight"):
+        ckpttool.convert(tmp_path / "in", tmp_path / "out.pt", to="full")
+
+
+@pytest.mark.parametrize("to", ["accelerate", "trainer"])
+def test_numbered_state_without_names_is_kept_and_a_directory_without_weights_is_refused(
+    to: str, tmp_path: Path
+) -> None:
+    slots = {0: {"exp_avg": torch.ones(7)}, 1: {"exp_avg": torch.ones(5)}}  # of no parameter of this model
+    tree = {"optimizer": {"state": slots, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, "step": 3}
+    torch.save({"model": {"w": torch.ones(3, 2)}, **tree}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, drop=True)
+    own = torch.load(tmp_path / "out" / "ckpttool_state.pt", weights_only=False)
+    assert ("extra", "optimizer", "state", "0", "exp_avg") in own["paths"]
+    torch.save(tree, tmp_path / "bare.pt")
+    with pytest.raises(Unsupported, match="no model weights"):
+        ckpttool.convert(tmp_path / "bare.pt", tmp_path / "other", to=to, world_size=2, drop=True)
+
+
 def test_lightning_gets_its_own_files_back(tmp_path: Path) -> None:
     source = TRAINERS / "lightning_w2"
     ckpttool.convert(source, tmp_path / "out", to="lightning", world_size=3)

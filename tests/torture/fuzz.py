@@ -287,6 +287,8 @@ class Bench:
                 if reader == "dcp":  # values that DCP holds in pieces, which the record puts together again
                     (out / "ckpttool.json").unlink()
                     entries = self._do("open the result without its record", lambda: oracle.ours(out))
+                if reader == "hf":  # what objects of torchao are, which safetensors keeps in the metadata
+                    entries = {n: x for n, x in result.items() if not n.endswith(".__class__")}
                 if wrong := oracle.differences(entries, self._theirs(reader, out), reader):
                     return wrong
             if mine is None and tree is None and kind in oracle.READERS:

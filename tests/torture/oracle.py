@@ -61,7 +61,10 @@ def of_tensor(t: Tensor) -> tuple[Any, ...]:
     """dtype, shape, digest; of a sparse tensor only what it is."""
     if t.layout != torch.strided:
         return str(t.layout), tuple(t.shape)
-    t = t.detach().resolve_conj().resolve_neg().contiguous()
+    try:
+        t = t.detach().resolve_conj().resolve_neg().contiguous()
+    except NotImplementedError:  # a negated bool, which torch loads and cannot compute with
+        return "negated", tuple(t.shape)
     if t.dtype == torch.bool:  # a byte of neither 0 nor 1, which ckpttool keeps, is 1 after any copy_ of torch's
         t = t.view(torch.uint8) != 0
     raw = t.reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
@@ -255,7 +258,11 @@ def hf(path: Path) -> Tree:
                 found.setdefault(n, tensors[n])
     else:
         found = load_file(path / "model.safetensors")
-    return {("model", n): t for n, t in found.items()}
+    return {("model", _OF_TORCHAO.sub(".weight.", n)): t for n, t in found.items()}
+
+
+#: How torchao names the tensors of an object in a safetensors file.
+_OF_TORCHAO = re.compile(r"\._weight_(?=\w+$)")
 
 
 def _latest(path: Path, name: str = "latest") -> Path:
