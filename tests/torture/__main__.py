@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import conserved, faults, fuzz, lab, report, seeds
+from . import conserved, faults, fuzz, lab, report, seeds, servers
 
 #: Of the time; what building and importing takes comes out of the share of the fuzzer, which is last.
-SHARES = {"fuzz": 0.42, "faults": 0.15, "kills": 0.08, "races": 0.05, "conserved": 0.3}
+SHARES = {"fuzz": 0.42, "faults": 0.15, "kills": 0.08, "races": 0.05, "conserved": 0.25, "servers": 0.05}
 
 
 def scratch() -> Path:
@@ -31,6 +31,8 @@ def replay(case: str, work: Path) -> dict[str, Any]:
     kind, name, number = case.split(":")[:3]
     if kind == "conserved":
         return conserved.case(int(number), work / "conserved")
+    if kind == "servers":
+        return servers.case(int(number), work / "servers")
     if kind != "fuzz":
         shim = faults.compiled(work)
         if shim and "LD_PRELOAD" not in os.environ:  # the loader reads it when a process begins

@@ -65,7 +65,7 @@ def of_mutants(done: list[dict[str, Any]]) -> list[Row]:
 def of_others(done: list[dict[str, Any]]) -> list[Row]:
     """Rows of faults, kills and races."""
     of: dict[str, list[dict[str, Any]]] = {
-        k: [r for r in done if r["id"].startswith(k)] for k in ("fault", "kill", "race", "conserved")
+        k: [r for r in done if r["id"].startswith(k)] for k in ("fault", "kill", "race", "conserved", "servers")
     }
     codes = Counter(r["code"] for r in of["fault"])
     killed = [r for r in of["kill"] if r["killed"]]
@@ -77,6 +77,9 @@ def of_others(done: list[dict[str, Any]]) -> list[Row]:
         Row("generated states through two layouts, every entry accounted for", len(of["conserved"]),
             f"{sum(r['status'] == 'refused' for r in of['conserved'])} refused"),
         Row("- bad: an entry lost, altered or in no list", sum(r["bad"] for r in of["conserved"]), bad=True),
+        Row("lies of servers (web, S3, GCS, Hub)", len(of["servers"]), f"at most {max((r['seconds'] for r in of['servers']), default=0):.0f} s, "
+            f"{max((r['mib'] for r in of['servers']), default=0)} MiB"),
+        Row("- bad: believed, half-written, too late, too much memory, a credential elsewhere", sum(r["bad"] for r in of["servers"]), bad=True),
     ]  # fmt: skip
     for name in dict.fromkeys(r["said"] for r in of["race"]):
         mine = [r for r in of["race"] if r["said"] == name]
