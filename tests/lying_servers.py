@@ -833,7 +833,7 @@ class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while line := self.rfile.readline(1 << 24):
-            method, target, _ = (line.decode("latin-1").split(" ") + ["", ""])[:3]
+            method, target, _ = [*line.decode("latin-1").split(" "), "", ""][:3]
             headers: dict[str, str] = {}
             while (field := self.rfile.readline(1 << 20).strip()) != b"":
                 name, _, value = field.decode("latin-1").partition(":")
