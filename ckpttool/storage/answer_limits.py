@@ -71,6 +71,7 @@ class Question:
         self.url, self.writes, self.downloads = url, writes, downloads
         self._until = time.monotonic() + LIMITS.question_seconds
         self._waits = LIMITS.wait_seconds
+        self.in_body: set[int] = set()  # threads that have a whole header, where threads read
         self.begin()
 
     def begin(self) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 from .answer_limits import LIMITS, Question, current, permit_redirect
@@ -53,6 +54,7 @@ def _answered(response: Any) -> None:
     question = current()
     if question is None:
         return
+    question.in_body.add(get_ident())
     request = response.request
     if response.has_redirect_location:
         permit_redirect(request.method, str(request.url), response.headers["Location"])
@@ -126,7 +128,7 @@ class _Stream:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._waited, self._got = 0.0, 0
+        self._waited, self._got, self._sent = 0.0, 0, time.monotonic()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -137,11 +139,12 @@ class _Stream:
 
     def write(self, *args: Any, **how: Any) -> None:
         """As the stream's."""
-        self._waited, self._got = 0.0, 0
         question = current()
         if question is not None:
             how["timeout"] = question.stall_seconds
+            question.in_body.discard(get_ident())
         self._stream.write(*args, **how)
+        self._waited, self._got, self._sent = 0.0, 0, time.monotonic()
 
     def read(self, most: int, timeout: float | None = None) -> bytes:
         """As the stream's."""
@@ -157,8 +160,11 @@ class _Stream:
             if type(e).__name__ == "ReadTimeout":
                 raise question.stalled() from None
             raise
-        self._waited += time.monotonic() - began
+        now = time.monotonic()
+        self._waited += now - began
         self._got += len(data)
+        if get_ident() not in question.in_body and now - self._sent >= question.stall_seconds:
+            raise question.stalled()  # headers, of however many answers that are none (status 100 to 199)
         if self._got >= LIMITS.stall_bytes:
             question.progress()
             self._waited, self._got = 0.0, 0

@@ -25,6 +25,7 @@ __all__ = [
     "NO_LOCK",
     "S3Object",
     "get_with_token",
+    "given",
     "hide",
     "legal_hold",
     "put_if_unchanged",
@@ -103,7 +104,7 @@ class S3Object:
             NotFound: the upload was completed or aborted.
         """
         answer = self.request("upload_part", Key=self.key, UploadId=upload, PartNumber=number, Body=body)
-        return _part(number, answer)
+        return _part(number, answer, self.url)
 
     def parts(self, upload: str, key: str | None = None) -> dict[int, dict[str, Any]]:
         """{number: what completes an upload with this part, and its "Size"} of the parts that the store has.
@@ -116,7 +117,8 @@ class S3Object:
             "list_parts", {"PartNumberMarker": "NextPartNumberMarker"}, Key=key or self.key, UploadId=upload
         ):
             for row in page.get("Parts", []):
-                out[row["PartNumber"]] = {**_part(row["PartNumber"], row), "Size": row["Size"]}
+                number = given(row, "PartNumber", self.url)
+                out[number] = {**_part(number, row, self.url), "Size": given(row, "Size", self.url)}
         return out
 
     def begun(self, upload: str, key: str | None = None) -> bool:
@@ -178,10 +180,21 @@ async def _watched(asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, que
         before = now
 
 
-def _part(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
+def _part(number: int, answer: Mapping[str, Any], url: str) -> dict[str, Any]:
     """What completes an upload with a part."""
     sums = {k: v for k, v in answer.items() if k.startswith("Checksum") and k != "ChecksumType"}
-    return {"PartNumber": number, "ETag": answer["ETag"], **sums}
+    return {"PartNumber": number, "ETag": given(answer, "ETag", url), **sums}
+
+
+def given(answer: Mapping[str, Any], name: str, url: str) -> Any:
+    """A value in an answer of S3.
+
+    Raises:
+        RemoteError: the store does not give it.
+    """
+    if name not in answer:
+        raise RemoteError(f"{url}: the store answers without {name}, which S3 always gives. Check that it speaks S3.")
+    return answer[name]
 
 
 def s3_object(url: str) -> S3Object | None:
@@ -263,7 +276,7 @@ def get_with_token(url: str) -> tuple[bytes, str | None]:
             fs, path, _ = filesystem_for(url)
             return with_retries(redact_url(url), lambda: fs.cat_file(path)), ""
         answer = at.request("get_object", read_body=True, Key=at.key)
-        return answer["Body"], answer["ETag"]
+        return answer["Body"], given(answer, "ETag", at.url)
     except NotFound:
         return b"", None
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import CkpttoolError, NoSpace, RemoteError, Unsupported
-from .objects import NO_LOCK, S3Object, s3_object, taken
+from .objects import NO_LOCK, S3Object, given, hide, s3_object, taken
 from .remote import filesystem_for
-from .retries import Conflict, NotFound, with_retries
+from .retries import Conflict, Denied, NotFound, with_retries
 from .urls import redact_url
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class PartsUpload:
         if lock:
             self._begin(lock)
         self.locked = bool(lock)
-        self.part, self.number = self._empty(), 0
+        self.part, self.number, self.nbytes = self._empty(), 0, 0
         self.done: dict[int, dict[str, Any]] = {}
         self.pending: list[Future[None]] = []
 
@@ -247,10 +247,11 @@ class PartsUpload:
             lock.clear()
             self._begin(lock)
             return
-        self.id = str(answer["UploadId"])
+        self.id = str(given(answer, "UploadId", self.at.url))
 
     def append(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
+        self.nbytes += len(view)
         while len(view):
             if self.part.tell() == self.size:
                 self._send()
@@ -300,6 +301,7 @@ class PartsUpload:
                 self.at.request(
                     "complete_multipart_upload", Key=self.at.key, UploadId=self.id, MultipartUpload=parts, **only_new
                 )
+                self._assert_whole()
         except (Conflict, NotFound) as e:
             found = self.at.head()
             if found and self._is_ours(found):
@@ -308,6 +310,28 @@ class PartsUpload:
                 self.abort()
                 raise taken(self.at.url) from None
             raise gone(self.at.url) from None
+
+    def _assert_whole(self) -> None:
+        """Ask the store how large the object is that it made of the parts.
+
+        Raises:
+            RemoteError: it has lost some, and the object is removed; or it made none.
+        """
+        try:
+            found = self.at.head()
+        except Denied:  # who may write need not be allowed to read
+            return
+        size = None if found is None else found.get("ContentLength")
+        if size == self.nbytes:
+            return
+        removed = found is not None and self._is_ours(found)
+        if removed:
+            hide(f"s3://{self.at.bucket}/{self.at.key}")
+        made = "made nothing" if size is None else f"made it of {size:,} bytes, not"
+        raise RemoteError(
+            f"{self.at.url}: the store {made} of the {self.nbytes:,} that were sent, although it confirmed every part."
+            f"{' It was removed.' if removed else ''} Run the same command again; ask the operators of the store if this persists."
+        )
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
         """Whether an object (`S3Object.head`) is this upload."""
@@ -361,6 +385,7 @@ class SharedUpload(PartsUpload):
             there = self.at.parts(self.upload_id)
         except NotFound:
             raise gone(self.at.url) from None
+        self.nbytes = nbytes
         wrong = []
         for number in range(1, max(1, -(-nbytes // self.size)) + 1):
             size = min(self.size, nbytes - (number - 1) * self.size)

@@ -500,6 +500,50 @@ def test_a_source_that_changes(hub: Hub, tmp_path: Path) -> None:
     assert commits(hub) == ["initial commit"]
 
 
+@pytest.mark.parametrize("stopped", ["hash", "upload"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_source_that_changes_between_a_push_and_the_one_that_goes_on(
+    hub: Hub, tmp_path: Path, stopped: str, replaced: bool
+) -> None:
+    """Other numbers of the same size and time of change, in place or as another file: what arrives is all of the new ones."""
+    folder = tmp_path / "src"
+    shutil.copytree(SHARDED, folder)
+
+    def progress(doing: str, done: int, total: int) -> None:
+        if doing == stopped and done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        push(str(folder), URL, threads=1, progress=progress)
+    for file in folder.glob("*.safetensors"):
+        data, was = bytearray(file.read_bytes()), file.stat()
+        start = 8 + int.from_bytes(data[:8], "little")
+        data[start:] = bytes(b ^ 1 for b in data[start:])
+        if replaced:
+            file.unlink()
+        file.write_bytes(data)
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    done = push(str(folder), URL, threads=1)
+    assert done.commit and done.digest == ckpttool.digest(str(folder)).digest
+    ckpttool.pull(URL, tmp_path / "back", to="hf")
+    assert ckpttool.digest(str(tmp_path / "back")).digest == done.digest
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"transfer": "basic", "objects": []}, {"objects": [{"oid": "0" * 64, "size": 1}]}, {"transfer": "basic", "objects": [{"oid": "x", "size": -1, "actions": 7}]},
+        {"transfer": "xet", "objects": "none"}, [], None, {"transfer": "basic", "objects": [{"oid": "../../x", "size": 1, "actions": {"upload": {"href": "file:///etc/passwd"}}}]},
+        {"transfer": "multipart", "objects": [{"oid": "0" * 64, "size": 1, "actions": {"upload": {"href": "http://[", "header": {"chunk_size": "0"}}}}]},
+    ],
+)  # fmt: skip
+def test_a_hub_that_lies_about_large_files_gets_no_commit(hub: Hub, said: Any) -> None:
+    hub.rule = lambda method, path: (200, json.dumps(said).encode()) if "/objects/batch" in path else None
+    with pytest.raises(CkpttoolError) as e:
+        push(str(LLAMA), URL)
+    assert URL in str(e.value) and commits(hub) == ["initial commit"]
+
+
 def test_a_damaged_source(hub: Hub, tmp_path: Path) -> None:
     """A file with CRC32s, one bit of whose weights is another: found while it is hashed, nothing is sent."""
     source = min((FIXTURES / "full_w1").glob("ckpt*/*.pt"))

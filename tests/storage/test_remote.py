@@ -837,3 +837,101 @@ def test_swap_in_threads(bucket: str) -> None:
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert len(won) == 1 and objects.get_with_token(url)[0] == b"%d" % won[0]
+
+
+# ------------------------------------------------------------------------------------------- stores that lie when written to
+
+
+def completes_otherwise(s3: Moto, url: str, parts: slice) -> Any:
+    """A rule: the store completes an upload with some of its parts, and says that all is well."""
+    name, _, key = url.removeprefix("s3://").partition("/")
+
+    def rule(method: str, path: str) -> Any:
+        found = re.search(r"[?&]uploadId=([^&]+)", path)
+        if method != "POST" or not found:
+            return None
+        client = s3.client()
+        listed = client.list_parts(Bucket=name, Key=key, UploadId=found[1])["Parts"][parts]
+        client.complete_multipart_upload(
+            Bucket=name, Key=key, UploadId=found[1],
+            MultipartUpload={"Parts": [{k: p[k] for k in ("PartNumber", "ETag")} for p in listed]},
+        )  # fmt: skip
+        return 200, b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
+
+    return rule
+
+
+@pytest.mark.parametrize("parts", [slice(0, -1), slice(1, None)])
+def test_an_upload_that_the_store_completes_without_a_part(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, parts: slice
+) -> None:
+    monkeypatch.setattr(upload, "SIZES", UploadSizes(part_bytes=5 * MIB))
+    url = f"{bucket}/a"
+    with Flaky(s3.endpoint, completes_otherwise(s3, url, parts)) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        up = Upload(url, force=False)
+        up.append(noise(13 * MIB))
+        with pytest.raises(RemoteError, match=rf"{url}: the store made it of [\d,]+ bytes, not of the 13,631,488 that"):
+            up.commit()
+    assert get(s3, url) is None  # and half of it stays nowhere
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
+        b"   \n  <?xml version='1.0'?><Error><Code>SlowDown</Code></Error>", b"<Error/>", b"", b"not xml",
+    ],
+)  # fmt: skip
+def test_a_completion_that_is_an_error_with_status_200(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """Once: it is asked again. Always: it is an error, and nothing is there."""
+    monkeypatch.setattr(upload, "SIZES", UploadSizes(part_bytes=5 * MIB))
+    data = noise(6 * MIB)
+    for times in (1, 1000):
+        with Flaky(s3.endpoint, lambda m, p, left=[times]: left.append(left.pop() - 1) or (200, said) if m == "POST" and "uploadId=" in p and left[0] > 0 else None) as proxy:  # fmt: skip
+            s3.environment(monkeypatch, proxy.endpoint)
+            up = Upload(f"{bucket}/{times}", force=False)
+            up.append(data)
+            try:
+                up.commit()
+                assert get(s3, f"{bucket}/{times}") == data
+            except RemoteError as e:
+                assert get(s3, f"{bucket}/{times}") is None and f"{bucket}/{times}" in str(e)
+            assert proxy.did((200, said)) >= 1
+    assert get(s3, f"{bucket}/1000") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "part_of_path"), [("POST", "uploads"), ("PUT", "partNumber"), ("GET", "uploads"), ("HEAD", "/a")]
+)
+def test_answers_without_what_they_are_asked_for(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, method: str, part_of_path: str
+) -> None:
+    """Status 200 and nothing else."""
+    monkeypatch.setattr(upload, "SIZES", UploadSizes(part_bytes=5 * MIB))
+    rule = lambda m, p: (200, b"") if m == method and part_of_path in p else None  # noqa: E731
+    with Flaky(s3.endpoint, rule) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        try:
+            up = Upload(f"{bucket}/a", force=True)
+            up.append(noise(6 * MIB))
+            up.commit()
+        except CkpttoolError as e:
+            assert f"{bucket}/a" in str(e)
+            assert get(s3, f"{bucket}/a") is None
+        else:
+            assert get(s3, f"{bucket}/a") == noise(6 * MIB)
+
+
+def test_a_listing_of_parts_without_an_end(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = (
+        b"<ListMultipartUploadsResult><IsTruncated>true</IsTruncated><NextKeyMarker>a</NextKeyMarker>"
+        b"<NextUploadIdMarker>b</NextUploadIdMarker></ListMultipartUploadsResult>"
+    )
+    with Flaky(s3.endpoint, lambda m, p: (200, told) if m == "GET" and "uploads" in p else None) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        at = objects.s3_object(f"{bucket}/a")
+        assert at is not None and at.unfinished("a", lambda _: True) == []
+        assert len(proxy.seen) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -472,3 +473,32 @@ def test_a_coordinator_that_is_killed(s3: Moto, bucket: str, tmp_path: Path) -> 
     found = Run(tmp_path, f"{bucket}/many", 2, seconds=0.0).result()
     assert found["workers"]["filled_before"] >= 1 and found["verified"]
     assert objects(s3, bucket, "one") == objects(s3, bucket, "many") and not unfinished(s3, bucket)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_source_that_changes_between_an_upload_and_the_one_that_goes_on(
+    s3: Moto, bucket: str, tmp_path: Path, replaced: bool
+) -> None:
+    """Other numbers of the same size and time of change: no object holds parts of both."""
+    folder = tmp_path / "src"
+    shutil.copytree(FIXTURES / "hf_llama" / "ckpt", folder)
+
+    def harm(i: int, request: dict[str, Any]) -> None:
+        if i >= 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises((Interrupted, KeyboardInterrupt)):
+        convert(folder, f"{bucket}/a", "dcp", workers=Workers(harm))
+    assert listed(s3, bucket) > 0
+    for file in folder.glob("*.safetensors"):
+        data, was = bytearray(file.read_bytes()), file.stat()
+        start = 8 + int.from_bytes(data[:8], "little")
+        data[start:] = bytes(b ^ 1 for b in data[start:])
+        if replaced:
+            file.unlink()
+        file.write_bytes(data)
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    part_worker.forget()
+    done = convert(folder, f"{bucket}/a", "dcp", workers=Workers(), verify=False)
+    whole = convert(folder, f"{bucket}/b", "dcp", workers=1)
+    assert done.digest == whole.digest and objects(s3, bucket, "a/") == objects(s3, bucket, "b/")

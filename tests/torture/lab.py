@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import conserved, faults, holds, kills, planted, races
+from . import conserved, faults, holds, kills, planted, races, servers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -39,7 +39,9 @@ def main() -> None:
     if lab.shim is not None and "faults" in what:
         seconds, most = what["faults"]
         faults.run(lab, time.time() + seconds, log, part, parts, most)
-    testers = {"kills": kills, "races": races, "conserved": conserved, "holds": holds, "planted": planted}
+    testers = {
+        "kills": kills, "races": races, "conserved": conserved, "holds": holds, "planted": planted, "servers": servers,
+    }  # fmt: skip
     for name, tester in testers.items():
         if name in what:
             seconds, most = what[name]

@@ -66,7 +66,7 @@ def of_others(done: list[dict[str, Any]]) -> list[Row]:
     """Rows of faults, kills and races."""
     of: dict[str, list[dict[str, Any]]] = {
         k: [r for r in done if r["id"].startswith(k)]
-        for k in ("fault", "kill", "race", "conserved", "holds", "planted")
+        for k in ("fault", "kill", "race", "conserved", "holds", "planted", "servers")
     }
     codes = Counter(r["code"] for r in of["fault"])
     killed = [r for r in of["kill"] if r["killed"]]
@@ -82,6 +82,9 @@ def of_others(done: list[dict[str, Any]]) -> list[Row]:
         Row("- bad: stores where a held archive is gone or another, or a line is not so", sum(r["bad"] for r in of["holds"]), bad=True),
         Row("commands beside planted modules", len(of["planted"]), f"{len({r['id'].split(':')[1] for r in of['planted']})} commands"),
         Row("- bad: a planted module ran, or the command failed", sum(r["bad"] for r in of["planted"]), bad=True),
+        Row("lies of servers (web, S3, GCS, Hub)", len(of["servers"]), f"at most {max((r['seconds'] for r in of['servers']), default=0):.0f} s, "
+            f"{max((r['mib'] for r in of['servers']), default=0)} MiB"),
+        Row("- bad: believed, half-written, too late, too much memory, a credential elsewhere", sum(r["bad"] for r in of["servers"]), bad=True),
     ]  # fmt: skip
     for name in dict.fromkeys(r["said"] for r in of["race"]):
         mine = [r for r in of["race"] if r["said"] == name]
