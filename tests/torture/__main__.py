@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import conserved, faults, fuzz, lab, report, seeds
+from . import conserved, faults, fuzz, lab, report, seeds, terminal
 
 #: Of the time; what building and importing takes comes out of the share of the fuzzer, which is last.
-SHARES = {"fuzz": 0.42, "faults": 0.15, "kills": 0.08, "races": 0.05, "conserved": 0.3}
+SHARES = {"fuzz": 0.42, "faults": 0.15, "kills": 0.08, "races": 0.05, "conserved": 0.27, "terminal": 0.03}
 
 
 def scratch() -> Path:
@@ -29,6 +29,8 @@ def scratch() -> Path:
 def replay(case: str, work: Path) -> dict[str, Any]:
     """One case again, by its ID."""
     kind, name, number = case.split(":")[:3]
+    if kind == "terminal":
+        return terminal.case(int(number), work / "terminal")
     if kind == "conserved":
         return conserved.case(int(number), work / "conserved")
     if kind != "fuzz":

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import conserved, faults, kills, races
+from . import conserved, faults, kills, races, terminal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -39,7 +39,12 @@ def main() -> None:
     if lab.shim is not None and "faults" in what:
         seconds, most = what["faults"]
         faults.run(lab, time.time() + seconds, log, part, parts, most)
-    for name, act in (("kills", kills.run), ("races", races.run), ("conserved", conserved.run)):
+    for name, act in (
+        ("kills", kills.run),
+        ("races", races.run),
+        ("conserved", conserved.run),
+        ("terminal", terminal.run),
+    ):
         if name in what:
             seconds, most = what[name]
             act(lab, time.time() + seconds, log, part, parts, most, first)

@@ -65,7 +65,7 @@ def of_mutants(done: list[dict[str, Any]]) -> list[Row]:
 def of_others(done: list[dict[str, Any]]) -> list[Row]:
     """Rows of faults, kills and races."""
     of: dict[str, list[dict[str, Any]]] = {
-        k: [r for r in done if r["id"].startswith(k)] for k in ("fault", "kill", "race", "conserved")
+        k: [r for r in done if r["id"].startswith(k)] for k in ("fault", "kill", "race", "conserved", "terminal")
     }
     codes = Counter(r["code"] for r in of["fault"])
     killed = [r for r in of["kill"] if r["killed"]]
@@ -77,6 +77,10 @@ def of_others(done: list[dict[str, Any]]) -> list[Row]:
         Row("generated states through two layouts, every entry accounted for", len(of["conserved"]),
             f"{sum(r['status'] == 'refused' for r in of['conserved'])} refused"),
         Row("- bad: an entry lost, altered or in no list", sum(r["bad"] for r in of["conserved"]), bad=True),
+    ]  # fmt: skip
+    out += [
+        Row("checkpoints with names that control a terminal, several commands on each", len(of["terminal"]), f"{sum(r['commands'] for r in of['terminal'])} commands"),
+        Row("- bad: a character that does not print, a line that a name has made, JSON with other names", sum(r["bad"] for r in of["terminal"]), bad=True),
     ]  # fmt: skip
     for name in dict.fromkeys(r["said"] for r in of["race"]):
         mine = [r for r in of["race"] if r["said"] == name]
