@@ -10,11 +10,12 @@ spelled out, and letters of every script stay as they are. Errors spell out thei
 
 from __future__ import annotations
 
+import html
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["printable", "printable_json", "printable_lines"]
+__all__ = ["Shown", "printable", "printable_json", "printable_lines"]
 
 
 def printable(text: str) -> str:
@@ -37,3 +38,17 @@ def printable_json(data: Any, default: Callable[[Any], Any] | None = None) -> st
 
 def _escaped(line: str) -> str:
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
+
+
+class Shown:
+    """A result that people look at: its `lines` are its text, and what a notebook shows."""
+
+    def lines(self) -> Iterator[str]:
+        """What to print, line by line."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.lines()))
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="line-height:1.2">{html.escape(str(self))}</pre>'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -71,36 +71,7 @@ def diff(
     else:
         for path, rows in ((a, found.not_read_a), (b, found.not_read_b)):
             not_read(rows, quiet, f"{path}: ")
-        _print_difference(found)
+        for line in found.lines():
+            say(line)
     if not found.equal:
         raise typer.Exit(5)
-
-
-def _print_difference(d: Any) -> None:
-    for name, adapter in (("A", d.adapter_a), ("B", d.adapter_b)):
-        if adapter:
-            say(f"{name} holds an adapter only: {adapter}")
-    for title, names in (("only in A", d.only_in_a), ("only in B", d.only_in_b)):
-        for n in names[:20]:
-            say(f"{title}: {n}")
-        if len(names) > 20:
-            say(f"{title}: ... {len(names) - 20} more")
-    for n, (x, y) in d.shapes.items():
-        say(f"shape: {n}: {list(x)} | {list(y)}")
-    for n, (x, y) in list(d.dtypes.items())[:20]:
-        say(f"dtype: {n}: {x} | {y}")
-    if len(d.dtypes) > 20:
-        say(f"dtype: ... {len(d.dtypes) - 20} more")
-    for n, (x, y) in d.values.items():
-        say(f"value: {n}: {x} | {y}")
-    for t in d.data[:50]:
-        ulp = f", {t.max_ulp} ulp" if t.max_ulp is not None else ""
-        nan = f", {t.nan_mismatch} NaN on one side only" if t.nan_mismatch else ""
-        say(
-            f"data: {t.name}: {t.differing:,} of {t.elements:,} elements differ, max abs {t.max_abs:.3g}, max rel "
-            f"{t.max_rel:.3g}{ulp}{nan}, first at {list(t.first)}, worst at {list(t.worst)}"
-        )
-    if len(d.data) > 50:
-        say(f"data: ... {len(d.data) - 50} more tensors")
-    close = f" ({d.within_tolerance} within the tolerance)" if d.within_tolerance else ""
-    say(f"{'equal' if d.equal else 'different'}: {d.tensors:,} tensors in both, {len(d.data)} with other values{close}")

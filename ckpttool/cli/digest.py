@@ -75,7 +75,7 @@ def digest(
         })  # fmt: skip
         return
     not_read(found.not_read, quiet)
-    for component, root in found.digest.items():
-        say(f"blake3:{root}  {component}")
+    for line in found.lines():
+        say(line)
     for name, value in found.tensors.items() if tensors else ():
         say(f"blake3:{value}  {name}")

@@ -25,11 +25,9 @@ from .terminal import (
 )
 
 if TYPE_CHECKING:
-    from ..engine.doctor import Diagnosis
+    pass
 
 __all__ = ["doctor"]
-
-_SHOWN = 10
 
 
 @about(
@@ -90,32 +88,9 @@ def doctor(
     if as_json:
         print_json(found.to_json())
     else:
-        _print(found, verbose)
+        for line in found.lines(verbose):
+            say(line)
     if not found.sound:
         raise typer.Exit(4)
     if found.fits is False:
         raise typer.Exit(5)
-
-
-def _print(found: Diagnosis, verbose: bool) -> None:
-    from ..engine.inspect import human
-
-    state = (
-        "damaged" if not found.sound else "sound" if found.fits is not False else "sound, but it does not fit --like"
-    )
-    say(f"{found.path}: {state}")
-    for f in found.findings:
-        say(f"  {f.kind}: {f.text}")
-    if found.layout is not None:
-        lost = f", {len(found.missing):,} lost" if found.missing else ""
-        made = f", {len(found.rebuilt):,} can be rebuilt" if found.rebuilt else ""
-        say(f"{found.layout}: {found.exact:,} tensors are whole, {human(found.exact_bytes)}{made}{lost}")
-    elif not found.sound:
-        say("nothing of it can be read")
-    names = list(found.missing.items())
-    for name, why in names if verbose else names[:_SHOWN]:
-        say(f"  lost: {name}: {why}")
-    if len(names) > _SHOWN and not verbose:
-        say(f"  ... {len(names) - _SHOWN:,} more; -v names them")
-    for line in found.next:
-        say(f"next: {line}")

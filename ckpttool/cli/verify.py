@@ -32,8 +32,6 @@ from .terminal import (  # fmt: skip
 
 __all__ = ["verify"]
 
-_SHOWN = 5  # names of a salvaged copy
-
 
 @about(
     ("Structure only", "ckpttool verify run/ckpt"),
@@ -80,29 +78,8 @@ def verify(
     if as_json:
         print_json(found.to_json())
         return
-    from ..engine.inspect import human
-
     not_read(found.not_read, quiet)
-    say(f"{found.layout}: {found.tensors:,} tensors, {human(found.bytes)}: structure ok")
     for text in found.notes:
         note(f"note: {text}", quiet)
-    if found.salvage is not None:
-        lost, made = found.salvage["missing"], found.salvage["rebuilt"]
-        say(f"salvaged: {found.salvage['exact']:,} tensors are exact, {len(made):,} rebuilt, {len(lost):,} missing")
-        for word, names in (("rebuilt", made), ("missing", lost)):
-            for name, why in list(names.items())[:_SHOWN]:
-                say(f"  {word}: {name}: {why}")
-            if len(names) > _SHOWN:
-                say(f"  ... {len(names) - _SHOWN:,} more; --json lists them")
-    if found.data is not None:
-        covered = found.crc32_covered_bytes
-        told = f", {human(covered)} covered by CRC32s of the files themselves" if covered else ""
-        say(f"data ok: every byte read{told}")
-        if found.recorded == "equal":
-            say("equal to the digests that were recorded when it was written")
-        if found.numbers == "ok":
-            say("numbers ok: masters are those of the weights, and no average of squares is below 0")
-        for component, root in (found.digest or {}).items():
-            say(f"digest {component:10s} blake3:{root}")
-    if found.against is not None:
-        say(f"equal to {found.against['path']}: {', '.join(found.against['components'])}")
+    for line in found.lines():
+        say(line)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import CkpttoolError, Interrupted, UsageError, argument, note_change, what_changed
 from ..index.draft import Draft
+from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
@@ -30,6 +31,7 @@ from .part_requests import absolute, job_of
 from .planning import WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
 from .tensor_digests import reporting
+from .unread_files import human
 from .value_digests import state_roots
 from .verification import read_back, settled
 
@@ -37,7 +39,7 @@ __all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_wi
 
 
 @dataclass
-class ConvertResult:
+class ConvertResult(Shown):
     """What a conversion did. Sizes are in bytes.
 
     Every tensor and value of the source is in `kept`, `changed` {name: how} or `dropped` (name, bytes, why); `added` are entries of the
@@ -69,6 +71,19 @@ class ConvertResult:
         dropped = [{"name": name, "bytes": nbytes, "why": why} for name, nbytes, why in self.dropped]
         changed = [{"name": name, "how": how} for name, how in self.changed.items()]
         return {**asdict(self), "dropped": dropped, "changed": changed}
+
+    def lines(self) -> Iterator[str]:
+        """What was written where, notes, and the digests."""
+        ranks = f" for {self.world_size} ranks" if self.world_size else ""
+        equal = ", read back and equal" if self.verified else ", not read back"
+        yield f"{self.source} -> {self.destination}"
+        yield f"{self.layout_from} -> {self.layout_to}{ranks}: {self.tensors:,} tensors, {human(self.written_bytes)}{equal}"
+        if self.dropped:
+            yield f"left behind: {len(self.dropped):,} entries, first {self.dropped[0][0]}"
+        for text in self.notes:
+            yield f"note: {text}"
+        for component, root in self.digest.items():
+            yield f"digest {component:10s} blake3:{root}"
 
 
 @dataclass(frozen=True, kw_only=True)

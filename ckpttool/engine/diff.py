@@ -16,6 +16,7 @@ from ..errors import Differs
 from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, TensorEntry
+from ..printable import Shown
 from .dtypes import numbers
 from .executors import WorkersSpec
 from .fill import Progress, silent
@@ -45,7 +46,7 @@ class TensorDifference:
 
 
 @dataclass
-class Difference:
+class Difference(Shown):
     """What `diff` found; `equal` is True when nothing is listed, or all of it lies within the tolerances."""
 
     equal: bool = True
@@ -69,6 +70,38 @@ class Difference:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """What differs: the first of everything, and how much more there is."""
+        for name, adapter in (("A", self.adapter_a), ("B", self.adapter_b)):
+            if adapter:
+                yield f"{name} holds an adapter only: {adapter}"
+        for title, names in (("only in A", self.only_in_a), ("only in B", self.only_in_b)):
+            for n in names[:20]:
+                yield f"{title}: {n}"
+            if len(names) > 20:
+                yield f"{title}: ... {len(names) - 20} more"
+        for n, (x, y) in self.shapes.items():
+            yield f"shape: {n}: {list(x)} | {list(y)}"
+        for n, dtypes in list(self.dtypes.items())[:20]:
+            yield f"dtype: {n}: {dtypes[0]} | {dtypes[1]}"
+        if len(self.dtypes) > 20:
+            yield f"dtype: ... {len(self.dtypes) - 20} more"
+        for n, values in self.values.items():
+            yield f"value: {n}: {values[0]} | {values[1]}"
+        for t in self.data[:50]:
+            ulp = f", {t.max_ulp} ulp" if t.max_ulp is not None else ""
+            nan = f", {t.nan_mismatch} NaN on one side only" if t.nan_mismatch else ""
+            yield (
+                f"data: {t.name}: {t.differing:,} of {t.elements:,} elements differ, max abs {t.max_abs:.3g}, max rel "
+                f"{t.max_rel:.3g}{ulp}{nan}, first at {list(t.first)}, worst at {list(t.worst)}"
+            )
+        if len(self.data) > 50:
+            yield f"data: ... {len(self.data) - 50} more tensors"
+        close = f" ({self.within_tolerance} within the tolerance)" if self.within_tolerance else ""
+        yield (
+            f"{'equal' if self.equal else 'different'}: {self.tensors:,} tensors in both, {len(self.data)} with other values{close}"
+        )
 
 
 def diff(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .. import layouts
-from ..errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteError, Unsupported, UsageError
+from ..errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteError, Unsupported, UsageError, argument
+from ..printable import Shown
 from ..storage import urls
 from ..storage.patched import PatchedSource
 from ..storage.source import Source
@@ -22,6 +23,7 @@ from .fill import Progress, silent
 from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding, copy_command
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
 from .tensor_digests import reporting, tensor_digests
+from .unread_files import human
 from .verification import salvaged
 
 #: What is looked at in every checkpoint that opens.
@@ -35,8 +37,11 @@ CHECKS_OF_WHOLE = (checks_optimizer.orphaned_state, checks_optimizer.leftover_fi
 __all__ = ["Diagnosis", "Finding", "doctor"]
 
 
+_SHOWN = 10  # names of what is lost
+
+
 @dataclass
-class Diagnosis:
+class Diagnosis(Shown):
     """What `doctor` found.
 
     `sound`    no finding is damage
@@ -62,6 +67,28 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+    def lines(self, verbose: bool = False) -> Iterator[str]:
+        """What was found, and the first names of what is lost; with `verbose` all of them."""
+        state = (
+            "damaged" if not self.sound else "sound" if self.fits is not False else "sound, but it does not fit --like"
+        )
+        yield f"{self.path}: {state}"
+        for f in self.findings:
+            yield f"  {f.kind}: {f.text}"
+        if self.layout is not None:
+            lost = f", {len(self.missing):,} lost" if self.missing else ""
+            made = f", {len(self.rebuilt):,} can be rebuilt" if self.rebuilt else ""
+            yield f"{self.layout}: {self.exact:,} tensors are whole, {human(self.exact_bytes)}{made}{lost}"
+        elif not self.sound:
+            yield "nothing of it can be read"
+        names = list(self.missing.items())
+        for name, why in names if verbose else names[:_SHOWN]:
+            yield f"  lost: {name}: {why}"
+        if len(names) > _SHOWN and not verbose:
+            yield f"  ... {len(names) - _SHOWN:,} more; {argument('verbose', True)} names them"
+        for line in self.next:
+            yield f"next: {line}"
 
 
 def doctor(

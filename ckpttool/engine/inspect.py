@@ -86,7 +86,7 @@ def _printed(drawing: RenderableType) -> Console:
     """A console that has recorded a drawing 120 columns wide, to be exported as text or as HTML."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), record=True, width=120, highlight=False, emoji=False)
+    console = Console(file=io.StringIO(), record=True, force_jupyter=False, width=120, highlight=False, emoji=False)
     console.print(drawing)
     return console
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -35,6 +35,7 @@ from ..index.optimizers import lost_at_save, per_rank_slots
 from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
 from ..index.vocabulary import vocabulary_of
+from ..printable import Shown
 from ..storage.source import Source
 from . import mixups, unread_files
 from .averages import averages_of
@@ -85,7 +86,7 @@ class WriteRequest:
 
 
 @dataclass
-class Plan:
+class Plan(Shown):
     """A conversion that has not begun: the open source, the draft of the destination, its layout, and what becomes of every entry.
     Close it, or use `with`."""
 
@@ -93,6 +94,14 @@ class Plan:
     draft: Draft
     target: layouts.Layout
     account: Account
+
+    def lines(self) -> Iterator[str]:
+        """What would be written, and what would be left behind."""
+        draft, ckpt = self.draft, self.draft.checkpoint
+        ranks = f" for {ckpt.world_size} ranks" if ckpt.world_size else ""
+        yield f"{self.opened.layout.name} -> {self.target.name}{ranks}: {len(ckpt.tensors):,} tensors, {unread_files.human(draft.nbytes)} in {len(draft.files):,} files"
+        if dropped := self.account.dropped:
+            yield f"left behind: {len(dropped):,} entries, first {dropped[0].name}"
 
     def __enter__(self) -> Plan:
         return self

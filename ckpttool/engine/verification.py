@@ -6,7 +6,7 @@ What a digest is, digests.py says.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
+from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from . import masters
@@ -29,19 +30,27 @@ from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
 from .stream import Block, Reader, StreamJob
 from .tensor_digests import digests_in_values, reporting, tensor_digests
+from .unread_files import human
 from .value_digests import recorded_values, state_roots
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "held_by", "read_back", "salvaged", "settled", "verify"]
 
+_SALVAGED = 5  # names of a salvaged copy that are shown
+
 
 @dataclass(frozen=True)
-class DigestResult:
+class DigestResult(Shown):
     """`digest` {"all", "model", ...: Merkle root}, `tensors` {name: BLAKE3}, both in hex; `not_read` files that belong to the
     checkpoint and are no part of the digest, as `Unread.to_json` has them."""
 
     digest: dict[str, str]
     tensors: dict[str, str]
     not_read: list[dict[str, Any]]
+
+    def lines(self) -> Iterator[str]:
+        """The digest of every component."""
+        for component, root in self.digest.items():
+            yield f"blake3:{root}  {component}"
 
 
 def digest(
@@ -79,7 +88,7 @@ def digest(
 
 
 @dataclass
-class VerifyResult:
+class VerifyResult(Shown):
     """What `verify` found; sizes in bytes. What was not asked for is None.
 
     `crc32_covered_bytes` are those that CRC32s in the files themselves cover. `recorded` is "equal", "damaged" (the record
@@ -105,6 +114,32 @@ class VerifyResult:
     def to_json(self) -> dict[str, Any]:
         """Plain data, without what was not asked for."""
         return {k: v for k, v in asdict(self).items() if v is not None and (k != "notes" or v)}
+
+    def lines(self) -> Iterator[str]:
+        """What was checked and found."""
+        yield f"{self.layout}: {self.tensors:,} tensors, {human(self.bytes)}: structure ok"
+        if self.salvage is not None:
+            lost, made = self.salvage["missing"], self.salvage["rebuilt"]
+            yield (
+                f"salvaged: {self.salvage['exact']:,} tensors are exact, {len(made):,} rebuilt, {len(lost):,} missing"
+            )
+            for word, names in (("rebuilt", made), ("missing", lost)):
+                for name, why in list(names.items())[:_SALVAGED]:
+                    yield f"  {word}: {name}: {why}"
+                if len(names) > _SALVAGED:
+                    yield f"  ... {len(names) - _SALVAGED:,} more; the JSON has them"
+        if self.data is not None:
+            covered = self.crc32_covered_bytes
+            more = f", {human(covered)} covered by CRC32s of the files themselves" if covered else ""
+            yield f"data ok: every byte read{more}"
+            if self.recorded == "equal":
+                yield "equal to the digests that were recorded when it was written"
+            if self.numbers == "ok":
+                yield "numbers ok: masters are those of the weights, and no average of squares is below 0"
+            for component, root in (self.digest or {}).items():
+                yield f"digest {component:10s} blake3:{root}"
+        if self.against is not None:
+            yield f"equal to {self.against['path']}: {', '.join(self.against['components'])}"
 
 
 def verify(

@@ -14,14 +14,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import conserved, faults, fuzz, holds, lab, planted, report, seeds, servers
+from . import conserved, faults, fuzz, holds, lab, planted, report, seeds, servers, terminal
 
 #: Of the time; what building and importing takes comes out of the share of the fuzzer, which is last.
 SHARES = {
-    "fuzz": 0.4, "faults": 0.14, "kills": 0.08, "races": 0.05, "conserved": 0.18, "holds": 0.05, "planted": 0.05, "servers": 0.05,
+    "fuzz": 0.38, "faults": 0.14, "kills": 0.08, "races": 0.05, "conserved": 0.18, "holds": 0.05, "planted": 0.05, "servers": 0.05,
+    "terminal": 0.02,
 }  # fmt: skip
 #: How to repeat one case by its number, of testers whose cases have no other place in their IDs.
-CASES = {"conserved": conserved.case, "holds": holds.case, "planted": planted.replay, "servers": servers.case}
+CASES = {
+    "conserved": conserved.case, "holds": holds.case, "planted": planted.replay, "servers": servers.case, "terminal": terminal.case,
+}  # fmt: skip
 
 
 def scratch() -> Path:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import conserved, faults, holds, kills, planted, races, servers
+from . import conserved, faults, holds, kills, planted, races, servers, terminal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -41,6 +41,7 @@ def main() -> None:
         faults.run(lab, time.time() + seconds, log, part, parts, most)
     testers = {
         "kills": kills, "races": races, "conserved": conserved, "holds": holds, "planted": planted, "servers": servers,
+        "terminal": terminal,
     }  # fmt: skip
     for name, tester in testers.items():
         if name in what:

@@ -66,7 +66,7 @@ def of_others(done: list[dict[str, Any]]) -> list[Row]:
     """Rows of faults, kills and races."""
     of: dict[str, list[dict[str, Any]]] = {
         k: [r for r in done if r["id"].startswith(k)]
-        for k in ("fault", "kill", "race", "conserved", "holds", "planted", "servers")
+        for k in ("fault", "kill", "race", "conserved", "holds", "planted", "servers", "terminal")
     }
     codes = Counter(r["code"] for r in of["fault"])
     killed = [r for r in of["kill"] if r["killed"]]
@@ -85,6 +85,8 @@ def of_others(done: list[dict[str, Any]]) -> list[Row]:
         Row("lies of servers (web, S3, GCS, Hub)", len(of["servers"]), f"at most {max((r['seconds'] for r in of['servers']), default=0):.0f} s, "
             f"{max((r['mib'] for r in of['servers']), default=0)} MiB"),
         Row("- bad: believed, half-written, too late, too much memory, a credential elsewhere", sum(r["bad"] for r in of["servers"]), bad=True),
+        Row("checkpoints with names that control a terminal, several commands on each", len(of["terminal"]), f"{sum(r['commands'] for r in of['terminal'])} commands"),
+        Row("- bad: a character that does not print, a line that a name has made, JSON with other names", sum(r["bad"] for r in of["terminal"]), bad=True),
     ]  # fmt: skip
     for name in dict.fromkeys(r["said"] for r in of["race"]):
         mine = [r for r in of["race"] if r["said"] == name]

@@ -1,0 +1,146 @@
+"""Names that control a terminal, forge lines, or are HTML: no output of any command has them raw, and no browser runs them."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pages import Browser, browser
+from peers import REPOSITORY
+
+import ckpttool
+from ckpttool.cli.main import commands
+from ckpttool.errors import CkpttoolError
+from ckpttool.hub import card
+from ckpttool.printable import printable, printable_json
+
+sys.path.insert(0, str(REPOSITORY))
+
+from tests.torture import terminal
+
+BAD = "".join(p for p in terminal.PIECES if not p.isascii() or not p.isprintable())
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def test_every_command_is_tried(tmp_path: Path) -> None:
+    r = random.Random(0)
+    terminal.made(r, tmp_path / "x")
+    tried = {" ".join(map(str, words[:n])) for words in terminal.commands(tmp_path / "x", r) for n in (1, 2, 3)}
+    assert {name for name, _ in commands()} - tried == {
+        "audit hold",
+        "audit release",
+        "audit restore",
+        "audit ledger add",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2])
+def test_no_output_of_any_command_has_a_character_that_does_not_print(tmp_path: Path, number: int) -> None:
+    done = terminal.case(number, tmp_path / "x", most=999)
+    assert (done["status"], done["why"]) == ("printable", "") and done["commands"] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [["inspect"], ["inspect", "--tree"], ["digest", "--tensors"], ["verify", "--read-data"]], ids=" ".join
+)
+def test_nor_what_is_written_to_a_terminal(tmp_path: Path, words: list[str]) -> None:
+    terminal.made(random.Random(3), tmp_path / "x")
+    found = terminal.on_terminal([words[0], tmp_path / "x" / "a.pt", *words[1:]])
+    assert terminal.faults_of(found, terminal=True) == []
+
+
+def test_letters_of_every_script_stay_as_they_are() -> None:
+    assert printable("größe 日本語 мир שלום ñ 🙂") == "größe 日本語 мир שלום ñ 🙂"
+    assert printable("a\x1b[2J\n\u202e\u200b\x9b\x7f\udcff") == "a\\x1b[2J\\n\\u202e\\u200b\\x9b\\x7f\\udcff"
+
+
+def test_json_has_escapes_for_what_does_not_print_and_is_the_same_data() -> None:
+    data = {BAD: [BAD, {"größe": "日本語"}]}
+    text = printable_json(data)
+    assert json.loads(text) == data and "größe" in text and "日本語" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_an_error_is_printable_wherever_it_is_shown() -> None:
+    e = CkpttoolError(f"{BAD} is wrong.", listing=f"a\nb{BAD}".replace("\n", "", 0))
+    e.add_note(BAD)
+    assert str(e).split("\n")[0].isprintable() and all(x.isprintable() for x in str(e).split("\n"))
+    assert all(x.isprintable() for x in e.__notes__) and e.args == (f"{BAD} is wrong.",)
+
+
+def test_what_a_notebook_draws_runs_nothing_and_is_as_it_is(chromium: Browser, tmp_path: Path) -> None:
+    drawn = 0
+    for number in range(8):
+        terminal.made(random.Random(number), tmp_path / "x")
+        a, b = tmp_path / "x" / "a.pt", tmp_path / "x" / "b.pt"
+        for found in (
+            ckpttool.inspect(a),
+            ckpttool.diff(a, b),
+            ckpttool.doctor(tmp_path / "x" / "damaged.pt"),
+            ckpttool.digest(a),
+            ckpttool.verify(a),
+        ):
+            html = found._repr_html_()
+            drawn += "&lt;img" in html
+            _looks(chromium, tmp_path, html)
+            assert all(line.isprintable() for line in str(found).split("\n"))
+    assert drawn >= 5
+
+
+def test_a_model_card_runs_nothing(chromium: Browser, tmp_path: Path) -> None:
+    """As Markdown that leaves HTML in, which the Hub does not do."""
+    from markdown_it import MarkdownIt
+
+    for piece in terminal.PIECES:
+        evil = piece * 2
+        config = {"architectures": [evil], "model_type": evil, "_name_or_path": evil}
+        adapter = {"base_model_name_or_path": evil, "task_type": evil, "peft_type": evil}
+        for kind in ({}, adapter):
+            facts = card.Facts(
+                "a/b", "0", evil, 2, evil, 3, {"torch.float32": 3}, {"all": "0", evil: "1"}, True, False, config, kind
+            )
+            text = card.merged(None, facts).decode()
+            assert all(line.isprintable() for line in text.split("\n")), piece
+            assert "FORGED" not in [line.strip()[:6] for line in text.replace("# ", "").split("\n")]
+            _looks(
+                chromium,
+                tmp_path,
+                MarkdownIt("commonmark", {"html": True}).enable("table").render(text.partition("\n---\n")[2]),
+            )
+
+
+def _looks(chromium: Browser, folder: Path, html: str) -> None:
+    """The HTML has no element that acts, and nothing in it runs."""
+    path = folder / "page.html"
+    path.write_text(f"<!doctype html><meta charset=utf-8><body>{html}", encoding="utf-8")
+    chromium.open(path)
+    assert chromium.ask("typeof window.hacked") == "undefined"
+    assert chromium.ask("document.querySelectorAll('body script, body img, body iframe').length") == 0
+    assert (
+        chromium.ask(
+            "[...document.querySelectorAll('body a')].filter(a => /^(javascript|file|data):/.test(a.href)).length"
+        )
+        == 0
+    )
+    assert all(c.isprintable() or c in "\n\t" for c in chromium.ask("document.body.innerText"))
+
+
+def test_a_hole_would_be_seen(chromium: Browser, tmp_path: Path) -> None:
+    for piece in (
+        "<img src=x onerror=window.hacked=1>",
+        "<script>window.hacked=1</script>",
+        "<a href='javascript:1'>x</a>",
+    ):
+        with pytest.raises(AssertionError):
+            _looks(chromium, tmp_path, piece)
