@@ -107,7 +107,7 @@ def decode(data: bytes, what: str) -> dict[str, Any]:
     for key, fits in _KINDS.items():
         if key in parsed or key in _ALWAYS:
             try:
-                good = fits(parsed.get(key))
+                good = fits(parsed[key])
             except (TypeError, ValueError, AttributeError, KeyError, IndexError):
                 good = False
             if not good:

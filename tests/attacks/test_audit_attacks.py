@@ -504,6 +504,7 @@ EVERYWHERE: dict[str, Callable[[], Kit]] = {
     "a provenance with a key twice": lambda: kit(provenance_text=lambda text: text.replace(b'"tool"', b'"schema"')),
     "a provenance in another spelling": lambda: kit(provenance_text=lambda text: text + b" " * 100),
     "a provenance with more": lambda: story(more="hidden"),
+    **{f"a provenance without {key}": lambda key=key: kit(provenance={k: v for k, v in STORY.items() if k != key}) for key in STORY},  # type: ignore[misc]
     "a source that is text": lambda: story(source="x"),
     "a source that is a list": lambda: story(source=[1]),
     "meta that is a list": lambda: story(meta=[1]),
