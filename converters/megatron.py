@@ -190,7 +190,8 @@ def _section(source: Source, folder: str, options: ReadOptions) -> _Section:
     if gone:
         raise Corrupt(
             f"{inner.root} is a folder of Megatron-Core, and its metadata.json {gone}. The copy is incomplete: fetch that file. Where no "
-            f'copy of it is left, it is this line: {{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}}'
+            f'copy of it is left, it is this line: {{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
+            f'"common_backend": "torch", "common_backend_version": 1}}'
         )
     if backend != "torch_dist":
         raise Unsupported(
