@@ -381,7 +381,9 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                 if not isinstance(shape, (tuple, list)) or not all(type(n) is int for n in shape):
                     raise Corrupt(f"{what}: mcore_data gives {pickles.short(key)} the shape {pickles.short(shape)}.")
                 out.whole[key] = list(shape)
-        for key, path in (state.get("planner_data") or {}).items():
+        if "planner_data" not in state:
+            raise Corrupt(f"{what}: has no planner_data, which torch writes even where it is empty; the file is damaged.")
+        for key, path in (state["planner_data"] or {}).items():
             if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
                 raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
             if joined(path) != key:
