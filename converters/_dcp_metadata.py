@@ -382,7 +382,9 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                     raise Corrupt(f"{what}: mcore_data gives {pickles.short(key)} the shape {pickles.short(shape)}.")
                 out.whole[key] = list(shape)
         if "planner_data" not in state:
-            raise Corrupt(f"{what}: has no planner_data, which torch writes even where it is empty; the file is damaged.")
+            raise Corrupt(
+                f"{what}: has no planner_data, which torch writes even where it is empty; the file is damaged."
+            )
         for key, path in (state["planner_data"] or {}).items():
             if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
                 raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
