@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from array import array
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -380,7 +381,11 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                 if not isinstance(shape, (tuple, list)) or not all(type(n) is int for n in shape):
                     raise Corrupt(f"{what}: mcore_data gives {pickles.short(key)} the shape {pickles.short(shape)}.")
                 out.whole[key] = list(shape)
-        for key, path in (state.get("planner_data") or {}).items():
+        if "planner_data" not in state:
+            raise Corrupt(
+                f"{what}: has no planner_data, which torch writes even where it is empty; the file is damaged."
+            )
+        for key, path in (state["planner_data"] or {}).items():
             if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
                 raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
             if joined(path) != key:
@@ -389,6 +394,7 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                     "make the key and loads by the key alone, so the file was altered; take another copy."
                 )
             out.paths[key] = list(path)
+        _refuse_mixed_paths(out.paths, what)
         listed = sum(isinstance(meta, collector.tensor_class) for meta in state["state_dict_metadata"].values())
         values = sum(isinstance(meta, _Bytes) for meta in state["state_dict_metadata"].values())
         if collector.built[0] > listed or collector.built[1] > values:  # what the C unpickler does not say of itself
@@ -429,6 +435,23 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
     out.values.sort(key=lambda v: place.get(v[0], len(place)))
     out.files = list(files)
     return out
+
+
+def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> None:
+    """Refuse paths that make something a list and a dict at once. torch's planner loads only one of the two.
+
+    Raises:
+        Corrupt: with one of them.
+    """
+    lists = {tuple(path[:i]) for path in paths.values() for i, part in enumerate(path) if type(part) is int}
+    depths = {len(above) for above in lists}
+    for key, path in paths.items() if lists else ():
+        for i in depths:
+            if i < len(path) and type(part := path[i]) is str and tuple(path[:i]) in lists:
+                raise Corrupt(
+                    f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(tuple(path))}, and others have list positions in the place of "
+                    f"{pickles.short(part)}. torch loads only one of the two, so the file was altered; take another copy."
+                )
 
 
 def _twice(what: str, key: str) -> str:

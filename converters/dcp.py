@@ -201,7 +201,7 @@ def _count_milestones(ckpt: Checkpoint) -> None:
     found: dict[Path, dict[int, int]] = {}
     for v in ckpt.values.values():
         *head, key = v.path
-        if v.path[0] == "scheduler" and head[-1] == "milestones" and str(key).isdecimal() and type(v.data) is int:
+        if v.path[0] == "scheduler" and head[-1:] == ["milestones"] and str(key).isdecimal() and type(v.data) is int:
             found.setdefault(tuple(head), {})[int(key)] = v.data
     for path, counts in found.items():
         names = {joined((*path, str(k))) for k in counts}

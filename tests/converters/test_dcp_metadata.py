@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint import planner as p
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+import ckpttool
 from ckpttool.errors import CkpttoolError
 from ckpttool.storage.source import Source
 
@@ -122,3 +123,10 @@ def test_shapes_of_tensors_that_megatron_cut_into_flat_ranges(
     assert named != data
     found = read(tmp_path, named, large, monkeypatch)
     assert found.whole == {"w": [2, 2, 3]} and len(found.tensors) == 1
+
+
+def test_a_scheduler_that_is_one_value_is_read(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(3)}, "scheduler": 5}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=2)
+    with ckpttool.open(tmp_path / "out") as found:
+        assert found.checkpoint.value("scheduler") == 5

@@ -138,6 +138,13 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _unpickled(data: bytes) -> Any:
+    """Unpickle `.metadata`, except a tuple of 2**40 elements, which torch hashes for hours where no alarm clock interrupts it."""
+    if b"2\x86" * 20 in data:
+        raise pickle.UnpicklingError("a tuple that unfolds without bound")
+    return _Unpickler(io.BytesIO(data)).load()
+
+
 def restrict() -> None:
     """From here on torch unpickles nothing but data, in this process."""
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
@@ -146,8 +153,8 @@ def restrict() -> None:
     torch.use_deterministic_algorithms(True)  # memory that no file fills is NaN, and not yesterday's right numbers
     torch.utils.deterministic.fill_uninitialized_memory = True
     restricted = types.ModuleType("restricted_pickle")
-    restricted.load = lambda f: _Unpickler(f).load()  # type: ignore[attr-defined]
-    restricted.loads = lambda b: _Unpickler(io.BytesIO(b)).load()  # type: ignore[attr-defined]
+    restricted.load = lambda f: _unpickled(f.read())  # type: ignore[attr-defined]
+    restricted.loads = _unpickled  # type: ignore[attr-defined]
     dcp_filesystem.pickle = restricted  # type: ignore[attr-defined]
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

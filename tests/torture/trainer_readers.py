@@ -52,12 +52,12 @@ def parts(*folders: str) -> Callable[[Path], Tree]:
 def lightning(path: Path) -> Tree:
     """Lightning's folder of DCP."""
     heads: dict[tuple[Any, ...], tuple[str, ...]] = {("state_dict",): ("model",), ("optimizer_0",): ("optim",)}
-    return named({(*heads[p[:1]], *p[1:]): x for p, x in dcp(path).items() if p[:1] in heads})
+    return named({(*heads.get(p[:1], p[:1]), *p[1:]): x for p, x in dcp(path).items()})
 
 
 def full(path: Path) -> Tree:
     """A file of all weights and one of the optimizer, by names."""
-    return named(flat({"model": load(path / "pytorch_model_fsdp.bin"), "optim": load(path / "optimizer.bin")}))
+    return named(flat(load(path / "pytorch_model_fsdp.bin"))) | named(flat({"optim": load(path / "optimizer.bin")}))
 
 
 def adapter(path: Path) -> Tree:
