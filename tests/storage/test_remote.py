@@ -921,7 +921,7 @@ def test_answers_without_what_they_are_asked_for(
             up.commit()
         except CkpttoolError as e:
             assert f"{bucket}/a" in str(e)
-            assert get(s3, f"{bucket}/a") is None
+            assert get(s3, f"{bucket}/a") in (None, noise(6 * MIB))
         else:
             assert get(s3, f"{bucket}/a") == noise(6 * MIB)
 
