@@ -199,8 +199,12 @@ class RemoteSource(Source):
         if (known := self._known(name)) is not None:
             return bool(known)
         try:
+            inside(name, self.root)
+        except Unsafe:
+            return False
+        try:
             self._identity.setdefault(name, self._ask_identity(name))
-        except (NotFound, Unsafe):
+        except NotFound:
             return False
         return True
 

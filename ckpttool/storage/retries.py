@@ -180,7 +180,7 @@ def _status(e: BaseException) -> int | None:
 def redacted(e: BaseException) -> str:
     """The message of an error in one line, without anything that may be a credential."""
     response = getattr(e, "response", None)
-    text = str(e)
+    text = "it redirects for ever" if type(e).__name__ == "TooManyRedirects" else str(e)
     if isinstance(response, dict):
         error = response.get("Error", {})
         text = ": ".join(str(t) for t in (error.get("Code"), error.get("Message")) if t)

@@ -22,6 +22,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ from ckpttool.hub import card, client, hashing, screening
 from ckpttool.hub import push as pushing
 from ckpttool.hub.push import push
 from ckpttool.hub.virtual import VirtualFile, contents
-from ckpttool.storage import retries
+from ckpttool.storage import answer_limits, hub_limits, retries
 from ckpttool.storage.buffers import IOBudget
 from ckpttool.storage.source import Source
 
@@ -542,6 +543,18 @@ def test_a_hub_that_lies_about_large_files_gets_no_commit(hub: Hub, said: Any) -
     with pytest.raises(CkpttoolError) as e:
         push(str(LLAMA), URL)
     assert URL in str(e.value) and commits(hub) == ["initial commit"]
+
+
+@pytest.mark.parametrize("path", ["/lfs/", "/objects/batch", "/commit/", "/preupload/"])
+def test_a_hub_that_takes_what_is_sent_and_says_nothing(hub: Hub, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(answer_limits, "LIMITS", limits := answer_limits.Limits(stall_seconds=0.4, write_seconds=0.4))
+    monkeypatch.setattr(client, "LIMITS", limits)
+    monkeypatch.setattr(hub_limits, "LIMITS", limits)
+    hub.rule = lambda method, at: time.sleep(2) if path in at else None
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match=r"makes no progress: in 0\.4 seconds"):
+        push(str(LLAMA), URL)
+    assert time.monotonic() - began < 10
 
 
 def test_a_damaged_source(hub: Hub, tmp_path: Path) -> None:
