@@ -154,6 +154,27 @@ def test_every_option_of_a_layout_has_a_sentence_and_every_layout_has_its_names(
     assert len(set(names)) == len(names)
 
 
+def test_results_are_drawn_once_in_a_notebook_and_are_no_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for IPython's shell, by which rich knows a notebook: it would display the drawing itself, too, and needs IPython for
+    that, which is not here."""
+    shell = type("ZMQInteractiveShell", (), {})
+    monkeypatch.setattr("builtins.get_ipython", shell, raising=False)
+    torch.save({"model": {"w": torch.arange(4.0)}}, tmp_path / "a.pt")
+    torch.save({"model": {"w": torch.arange(4.0) + 1, "x<b>": torch.ones(1)}}, tmp_path / "b.pt")
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    assert ckpttool.inspect(a)._repr_html_().startswith("<pre")
+    shown = ckpttool.diff(a, b)._repr_html_()
+    assert "only in B: model.x&lt;b&gt;" in shown and "data: model.w: 4 of 4 elements differ" in shown
+    assert "different: 1 tensors in both" in str(ckpttool.diff(a, b))
+    done = ckpttool.convert(a, tmp_path / "dcp", to="dcp", world_size=1)
+    for found, word in (
+        (done, "full -> dcp for 1 rank"), (ckpttool.digest(a), "blake3:"), (ckpttool.verify(a), "structure ok"), (ckpttool.doctor(a), "sound"),
+    ):  # fmt: skip
+        assert word in str(found) and len(found._repr_html_()) < 2000
+    with ckpttool.plan(a, tmp_path / "x", to="hf") as plan:
+        assert "full -> hf: 1 tensors" in str(plan) and plan._repr_html_() and "object at 0x" not in str(plan)
+
+
 def test_a_difference_is_true_and_a_summary_draws_itself(tmp_path: Path) -> None:
     tree = {"model": {"w": torch.arange(4.0)}}
     torch.save(tree, tmp_path / "a.pt")

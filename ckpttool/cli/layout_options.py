@@ -74,8 +74,9 @@ def _option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
         raise UsageError(f"{names} have an option {flag}, but of different types. Rename it in one of them.")
     field = rows[0][1]
     kind, size, default = str(field.type).removesuffix(" | None"), field.metadata["size"], field.default
-    shown = f"{default // 10**9}GB" if size and isinstance(default, int) else False
     text = " ".join(dict.fromkeys(f.metadata["help"] for _, f in rows))
+    if size and isinstance(default, int):
+        text += f"  [default: {default // 10**9}GB]"
 
     def keep(ctx: Any, param: Any, value: Any) -> None:
         if value is not None and value is not False:  # 0 is a value
@@ -86,5 +87,5 @@ def _option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
         param_decls=[flag], type=None if is_flag else {"int": int, "float": float}.get("str" if size else kind, str),
         is_flag=is_flag, default=False if is_flag else None, help=text, metavar="SIZE" if size else field.metadata["metavar"],
         expose_value=False, callback=keep, rich_help_panel=f"{WRITING}{names}",
-        show_default=shown,
+        show_default=False,
     )  # fmt: skip

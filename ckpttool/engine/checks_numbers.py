@@ -74,7 +74,7 @@ class Numbers:
             name, (n, first) = next(iter(bad.items()))
             t = tensors[name]
             text = (
-                f'{len(bad):,} tensors hold NaN or infinity. "{name}": {n:,} of {t.numel:,} elements, the first '
+                f'{len(bad):,} {"tensor holds" if len(bad) == 1 else "tensors hold"} NaN or infinity. "{name}": {n:,} of {t.numel:,} elements, the first '
                 f"{masters.where(self.ckpt, t, first)}. Training diverged, or the file is damaged; nothing in the checkpoint says what the "
                 "numbers were. Take an earlier step"
             )

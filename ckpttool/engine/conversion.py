@@ -74,7 +74,7 @@ class ConvertResult(Shown):
 
     def lines(self) -> Iterator[str]:
         """What was written where, notes, and the digests."""
-        ranks = f" for {self.world_size} ranks" if self.world_size else ""
+        ranks = f" for {self.world_size} rank{'s' if self.world_size != 1 else ''}" if self.world_size else ""
         equal = ", read back and equal" if self.verified else ", not read back"
         yield f"{self.source} -> {self.destination}"
         yield f"{self.layout_from} -> {self.layout_to}{ranks}: {self.tensors:,} tensors, {human(self.written_bytes)}{equal}"

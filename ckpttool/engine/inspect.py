@@ -240,7 +240,9 @@ def _missing(ckpt: Checkpoint) -> list[str]:
         out.append(_without_optimizer(ckpt))
         return out
     if odd := orphaned_optimizer_state(ckpt):
-        out.append(f"the optimizer has state for {len(odd)} parameters that the model does not have, first {odd[0]}")
+        out.append(
+            f"the optimizer has state for {len(odd)} parameter{'s' if len(odd) != 1 else ''} that the model does not have, first {odd[0]}"
+        )
     found = states(ckpt)
     every = {n for state in found for n in state.slots}
     for state in found:
@@ -262,7 +264,7 @@ def _missing(ckpt: Checkpoint) -> list[str]:
     ]
     if listed and outside:
         out.append(
-            f"{len(outside)} tensors of the model are not in the optimizer (buffers, frozen or tied), first {outside[0]}"
+            f"{len(outside)} {'tensor of the model is' if len(outside) == 1 else 'tensors of the model are'} not in the optimizer (buffers, frozen or tied), first {outside[0]}"
         )
     return out
 

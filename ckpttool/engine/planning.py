@@ -98,7 +98,7 @@ class Plan(Shown):
     def lines(self) -> Iterator[str]:
         """What would be written, and what would be left behind."""
         draft, ckpt = self.draft, self.draft.checkpoint
-        ranks = f" for {ckpt.world_size} ranks" if ckpt.world_size else ""
+        ranks = f" for {ckpt.world_size} rank{'s' if ckpt.world_size != 1 else ''}" if ckpt.world_size else ""
         yield f"{self.opened.layout.name} -> {self.target.name}{ranks}: {len(ckpt.tensors):,} tensors, {unread_files.human(draft.nbytes)} in {len(draft.files):,} files"
         if dropped := self.account.dropped:
             yield f"left behind: {len(dropped):,} entries, first {dropped[0].name}"

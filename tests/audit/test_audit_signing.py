@@ -342,12 +342,12 @@ def test_keys_that_cannot_be_used(keys: Keys, tmp_path: Path) -> None:
 
 
 def test_what_proves_a_signature_must_be_given(keys: Keys) -> None:
-    with pytest.raises(UsageError, match=r"was signed with a key .*give --public-key"):
+    with pytest.raises(UsageError, match=r"was signed with a key .*give public_key"):
         signing.verify(signed(keys, "key"), listed(FILES))
     with pytest.raises(UsageError, match="with a key, not with a certificate"):
         signing.verify(signed(keys, "key"), listed(FILES), certificates=[keys.root])
     # the library would take the roots of the web, below which everybody has a certificate
-    with pytest.raises(UsageError, match="give --cert, the root that you trust"):
+    with pytest.raises(UsageError, match="give certificates, the root that you trust"):
         signing.verify(signed(keys, "certificate"), listed(FILES), public_key=keys.public)
 
 

@@ -243,6 +243,12 @@ def hostile() -> Report:
     return report
 
 
+def test_no_output_has_a_character_that_does_not_print(tmp_path: Path) -> None:
+    write(hostile(), folder=tmp_path, junit_file=tmp_path / "x.xml", metrics_file=tmp_path / "x.prom")
+    for file in tmp_path.iterdir():
+        assert all(line.isprintable() for line in file.read_text().split("\n")), file.name
+
+
 def large() -> Report:
     report = passing(100)
     report.candidate = trace(100, apart=2e-6, tensors=3000, world=64)

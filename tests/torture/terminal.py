@@ -23,7 +23,7 @@ import torch
 
 from ..commands import ckpttool_here
 
-__all__ = ["PIECES", "case", "commands", "faults_of", "made", "on_terminal", "run"]
+__all__ = ["PIECES", "case", "commands", "faults_of", "made", "on_terminal", "run", "wrong"]
 
 #: What a terminal, a reader of lines, HTML, Markdown, rich, a template or a metrics file could take for its own.
 PIECES = (
@@ -82,7 +82,7 @@ def commands(folder: Path, r: random.Random) -> list[list[Any]]:
     a, b = folder / "a.pt", folder / "b.pt"
     evil = r.choice(PIECES).replace("\0", "") or "x"
     out = folder / f"out{r.random()}"
-    return [
+    lines = [
         ["inspect", a], ["inspect", a, "--tree"], ["inspect", a, "--json", "--tree"], ["inspect", a, "--tensor", "*"],
         ["inspect", a, "--tensor", evil], ["inspect", file], ["inspect", hidden], ["inspect", folder], ["inspect", f"{folder}/{evil}"],
         ["inspect", folder, "--latest"], ["verify", a, "--read-data"], ["verify", file, "--against", a], ["verify", a, "--against", b],
@@ -102,6 +102,7 @@ def commands(folder: Path, r: random.Random) -> list[list[Any]]:
         ["push", a, f"hf://x/ {evil}", "--dry-run"], ["pull", f"hf://x/ {evil}", out],
         ["resume-verify", a, "--against", b, "--config", hidden], ["resume-verify", a, "--against", b, "--job", f"{evil}.py:f"],
     ]  # fmt: skip
+    return [words for words in lines if not any("\0" in str(w) for w in words)]  # which no shell can pass
 
 
 def faults_of(printed: str, terminal: bool = False) -> list[str]:
@@ -151,31 +152,31 @@ def _json_faults(words: Sequence[Any], printed: str, names: Sequence[str]) -> It
         yield f"other names: {sorted(listed)[:3]!a}"
 
 
+def wrong(words: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """What a command prints on a pipe that it should not."""
+    done = ckpttool_here(*words)
+    found = faults_of(done.stdout + "\n" + done.stderr)
+    return [*found, *(_json_faults(words, done.stdout, names) if "--json" in words else ())]
+
+
 def case(number: int, work: Path, most: int = 6) -> dict[str, Any]:
     """Names of their own, and `most` of the commands: all but one on a pipe."""
     r = random.Random(number)
     names = made(r, work)
-    lines = commands(work, r)
-    if most < len(lines):
-        lines = r.sample(lines, most)
-    why, seen = "", 0
+    lines = r.sample(commands(work, r), most)
+    why = ""
     for k, words in enumerate(lines):
-        words = [w if isinstance(w, (str, Path)) else str(w) for w in words]
-        if any("\0" in str(w) for w in words):
-            continue
-        seen += 1
-        if k == 0 and most < 60:
-            found = faults_of(on_terminal(words), terminal=True)
-        else:
-            done = ckpttool_here(*words)
-            found = faults_of(done.stdout + "\n" + done.stderr)
-            if "--json" in words:
-                found += _json_faults(words, done.stdout, names)
+        found = faults_of(on_terminal(words), terminal=True) if k == 0 else wrong(words, names)
         if found:
             why = f"{' '.join(map(str, words))!a}: {found}"
             break
     shutil.rmtree(work, ignore_errors=True)
-    return {"id": f"terminal:names:{number}", "status": "raw" if why else "printable", "why": why, "commands": seen}
+    return {
+        "id": f"terminal:names:{number}",
+        "status": "raw" if why else "printable",
+        "why": why,
+        "commands": len(lines),
+    }
 
 
 def run(lab: Any, until: float, log: Path, part: int, parts: int, most: int, first: int) -> None:
