@@ -338,6 +338,7 @@ class Source:
             warnings.warn(
                 f"{self.root} was opened and never closed; use `with ckpttool.open(...)`, or close().",
                 ResourceWarning,
+                stacklevel=2,
                 source=self,
             )
             self.close()
