@@ -6,7 +6,10 @@ an unknown class) becomes `Opaque`, which keeps class, arguments and state and c
 (pickle_writer.py). REDUCE of a `Global` (a call) becomes one where the call makes data, and is refused otherwise; `_record_of_call`
 has the rule.
 
-Bounds: opcodes, stack, string and total length follow from the size of the input, which is itself bounded; integers
+Bounds: string and total length follow from the size of the input, which is itself bounded. Instructions have a budget (`_BUDGET`), since a
+million take a third of a second here: three million, one for every 32 bytes of the pickle, and for every storage 64 and one for every
+16 bytes; numbers that follow each other, as in a list of tokens, are read at once and are not counted. Every 2^18 instructions, what is on
+the stack and in the memo is compared with what a pickler writes (`watched`). Integers
 have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested is ever hashed, and none is set twice; the result
 is walked once and refused if it is deeper than 100 or expands to more than 16 nodes per opcode. An instance that holds itself, as
 a config whose nodes point to their parents, is copied once, with an `Again` for each reference back (`_untangled`).
@@ -26,10 +29,12 @@ import _compat_pickle
 import builtins
 import io
 import pickle
+import re
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, repeat
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -49,6 +54,15 @@ MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESE
 
 MAX_BYTES = 1 << 30
 MAX_DEPTH = 100
+#: Instructions that a pickle may have without a tensor. A vocabulary of half a million entries has 1.5 to 2 million.
+_BUDGET = 3_000_000
+_LOOK = 1 << 18  # instructions between two looks at what they leave
+_MOST_POPS = _MOST_GLOBALS = 100_000  # picklers pop for tuples that hold themselves, and write a global once
+#: Numbers, bools and None, one after the other.
+_SCALARS = re.compile(rb"(?:K.|M..|J.{4}|G.{8}|[N\x88\x89]){0,65536}+", re.DOTALL)
+_PLAIN_TYPES = frozenset((int, float, bool, str, bytes, type(None)))
+_FEW = 32  # items, above which a look at the types of all of them pays
+_RUN = 256  # bytes of them from which on the C unpickler is faster
 
 
 class _TooDeep(Unsafe):
@@ -448,6 +462,9 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
     u16, u32, u64 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from, struct.Struct("<Q").unpack_from
     i32, f64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
     size = len(data)
+    budget = _BUDGET + (size - pos) // 32
+    storages: set[Any] = set()
+    named = popped = 0
     if size > MAX_BYTES:
         raise Corrupt(f"{what}: {size} bytes of pickle; at most {MAX_BYTES} are read.")
 
@@ -470,6 +487,12 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
         return take(end + 1 - pos)[:-1]
 
     def find(module: str, name: str) -> Any:
+        nonlocal named
+        named += 1
+        if named > _MOST_GLOBALS:
+            raise Unsafe(
+                f"{what}: the pickle names more than {_MOST_GLOBALS:,} classes and functions, which no training state does."
+            )
         if "." in name and not _is_attribute(module, name):
             raise Unsafe(f"{what}: the pickle names {module}.{name}, an attribute of something; refused.")
         found = known.get((module, name), known.get((ANY_MODULE, name)))
@@ -494,7 +517,27 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             )
         return f(*args)
 
-    while True:
+    def watched() -> Iterator[Iterator[None]]:
+        """The instructions, in portions, after each of which what they left is looked at."""
+        done = before = memoized = 0
+        while True:
+            yield repeat(None, _LOOK)
+            done += _LOOK
+            unfinished = len(stack) + sum(map(len, below))
+            left, kept = unfinished - before, len(memo) - memoized
+            before, memoized = unfinished, len(memo)
+            if done > budget:
+                raise Unsafe(
+                    f"{what}: a pickle of {size:,} bytes and {len(storages):,} storages has more than {done:,} instructions, which no training "
+                    "state does. If it is genuine, load it with torch, and save large tables of values apart from the tensors."
+                )
+            if 10 * left > 9 * _LOOK or 10 * kept > 6 * _LOOK or len(below) > 10 * MAX_DEPTH or popped > _MOST_POPS:
+                raise Unsafe(
+                    f"{what}: no pickler writes such a pickle: {unfinished:,} unfinished objects after {done:,} instructions."
+                )
+            _refuse_chain(stack[-1] if stack else None, what)
+
+    for _ in chain.from_iterable(watched()):
         op = data[pos]
         pos += 1
         # ordered by how often torch's pickles use them
@@ -527,6 +570,11 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             below.append(stack)
             stack = []
             push, pop = stack.append, stack.pop
+            while (
+                run := _SCALARS.match(data, pos)
+            ) is not None and run.end() - pos > _RUN:  # it has nothing that could act
+                stack.extend(pickle.loads(b"".join((b"\x80\x02(", run[0], b"t."))))
+                pos = run.end()
         elif op == 0x74:  # TUPLE
             items = since_mark()
             push(tuple(items))
@@ -591,6 +639,11 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
                 d = stack[-1]
                 if not isinstance(d, dict):
                     raise TypeError("SETITEMS on a " + type(d).__name__)
+                if len(items) > _FEW and _PLAIN_TYPES.issuperset(map(type, items[::2])):
+                    new = dict(zip(items[::2], items[1::2], strict=True))
+                    if 2 * len(new) == len(items) and d.keys().isdisjoint(new):
+                        d.update(new)
+                        continue
                 for i in range(0, len(items), 2):
                     _set(d, items[i], items[i + 1], what)
         elif op == 0x73:  # SETITEM
@@ -629,6 +682,10 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             if persistent is None:
                 raise Unsafe(f"{what}: the pickle refers to an object outside of it.")
             push(persistent(pid))
+            key = pid[2] if isinstance(pid, tuple) and len(pid) > 2 else None
+            if isinstance(key, str) and key not in storages:
+                storages.add(key)
+                budget += 64 + getattr(stack[-1], "length", 0) // 16
         elif op == 0x88:
             push(True)
         elif op == 0x89:
@@ -677,11 +734,11 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             items = since_mark()
             push(frozenset(map(_key, items)))
         elif op == 0x30:  # POP
+            popped += 1
             pop() if stack else since_mark()
         elif op == 0x31:  # POP_MARK
+            popped += 1
             since_mark()
-        elif op == 0x32:  # DUP
-            push(stack[-1])
         elif op == 0x6C:
             items = since_mark()
             push(items)
@@ -709,6 +766,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             return stack[0], pos
         else:
             raise Unsafe(f"{what}: pickle instruction 0x{op:02x} at byte {pos - 1}, which no checkpoint needs.")
+    raise AssertionError  # there is always another one
 
 
 def short(x: Any) -> str:
@@ -730,6 +788,15 @@ def children(x: Any) -> Any:
     return x if isinstance(x, (list, tuple, set, frozenset)) and not isinstance(x, Global) else ()
 
 
+def _refuse_chain(x: Any, what: str) -> None:
+    """Refuse an object whose last parts are nested deeper than any training state, before all of it is read."""
+    for _ in range(10 * MAX_DEPTH):
+        if type(x) not in (list, tuple) or not x:
+            return
+        x = x[-1]
+    raise _TooDeep(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.")
+
+
 def refuse_deep(obj: Any, what: str, most: int) -> None:
     """Walk an object without recursion, seeing shared parts as often as they are met.
 
@@ -746,6 +813,8 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
         seen += 1 + len(inside)
         if seen > most:
             raise Unsafe(f"{what}: expands to more than {most:,} objects; no training state does.")
+        if len(inside) > _FEW and _PLAIN_TYPES.issuperset(map(type, inside)):
+            continue
         for c in inside:
             if isinstance(c, (dict, list, tuple, set, frozenset, Opaque)):
                 todo.append((c, depth + 1))

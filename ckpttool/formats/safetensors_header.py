@@ -36,6 +36,7 @@ CODES: dict[str, str] = {
 _NAMES = {v: k for k, v in CODES.items()}
 _RANK = {k: i for i, k in enumerate(CODES)}
 MAX_HEADER_BYTES = 100_000_000
+_MOST_TENSORS = 100_000  # and one for every 64 bytes: each takes 20 microseconds, whatever its size
 _USUAL_HEADER_BYTES = 64 << 10
 
 
@@ -67,6 +68,10 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     text = source.read(file, 8, n)
     if text[:1] != b"{":
         raise Corrupt(f"{what}: not a safetensors file (its header does not begin with {{).")
+    if (most := _MOST_TENSORS + (size - 8 - n) // 64) < (count := text.count(b'"data_offsets"')):
+        raise Unsafe(
+            f"{what}: {count:,} tensors in {size - 8 - n:,} bytes; no checkpoint has more than {most:,} there."
+        )
     data = parse(text, what)
     meta = data.pop("__metadata__", None) or {}
     if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..errors import Corrupt, Unsupported
+from ..errors import Corrupt, Unsafe, Unsupported
 from ..extras import need
 from ..formats.sandbox import in_child
 
@@ -36,6 +36,9 @@ PLAIN = frozenset((
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+
+
+_MOST_LAYERS = 10_000
 
 
 class View(NamedTuple):
@@ -85,10 +88,15 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
         Unsupported: it does not know the architecture, or would compute instead of rename.
     """
     need(f"asking how the Hub names the weights of model_type {config.get('model_type')!r}", "torch", "transformers")
+    most = _MOST_LAYERS if tensors is None else min(_MOST_LAYERS, len(tensors))
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    if isinstance(layers, int) and layers > most:  # transformers would build them all
+        weights = "" if tensors is None else f" for {len(tensors):,} weights"
+        raise Unsupported(f"config.json describes {layers:,} layers{weights}; it is that of another model.")
     question = json.dumps({"config": config, "tensors": tensors, "judge": judge}).encode()
     try:
         answer = json.loads(_asked(question))
-    except Corrupt as e:
+    except (Corrupt, Unsafe) as e:
         raise Unsupported(
             f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {str(e)[:300]}"
         ) from None

@@ -266,6 +266,7 @@ class RemoteSource(Source):
                 pass
 
     def _piece(self, name: str, start: int, n: int) -> bytes:
+        self._refuse_closed()
         path, how = self._path(name), {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead
 
         def once() -> bytes:
@@ -345,7 +346,8 @@ class RemoteSource(Source):
         return SourceChanged(f"{self._url(name)} changed while it was read. Wait until its writer has finished.")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing is open, and nothing can be read any more."""
+        self._closed = True
 
 
 def _at_commit(fs: Any, path: str) -> tuple[str, str | None]:

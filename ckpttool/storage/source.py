@@ -12,12 +12,23 @@ import errno
 import os
 import stat
 import threading
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import CkpttoolError, Corrupt, NoSpace, NotPermitted, SourceChanged, Unreadable, Unsafe, kind_of_failure
+from ..errors import (
+    CkpttoolError,
+    Corrupt,
+    NoSpace,
+    NotPermitted,
+    SourceChanged,
+    Unreadable,
+    Unsafe,
+    UsageError,
+    kind_of_failure,
+)
 
 __all__ = ["FileBytes", "ReadAt", "Source", "raise_file_limit", "read_error", "short_of"]
 
@@ -81,6 +92,7 @@ class Source:
     )
     working_bytes = 0  # memory that making them takes
     _expected: Mapping[str, Identity] = {}
+    _closed = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(root)
@@ -137,9 +149,11 @@ class Source:
 
         Raises:
             Unsafe: the file lies outside the folder, or is not a regular file.
-            Corrupt: it is missing. Unreadable, NotPermitted: it cannot be read. NoSpace: too many files are open.
+            Corrupt: it is missing. Unreadable, NotPermitted: it cannot be read. NoSpace: too many files are open. UsageError: the source
+                was closed.
         """
         with self._lock:
+            self._refuse_closed()
             if (name, flags) in self._open:
                 self._open.move_to_end((name, flags))
                 return self._open[name, flags]
@@ -164,6 +178,8 @@ class Source:
                 self._busy[name, flags] -= 1
                 if not self._busy[name, flags]:
                     del self._busy[name, flags]
+                    if self._closed:
+                        self._close_idle()
 
     def _open_file(self, name: str, flags: int) -> int:
         parts = Path(name).parts
@@ -315,12 +331,33 @@ class Source:
                 raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
 
     def close(self) -> None:
-        """Close every descriptor."""
-        while self._open:
+        """Close every descriptor; one that another thread reads from is closed when that has its bytes. Nothing can be read any more."""
+        with self._lock:
+            self._closed = True
+            self._close_idle()
+
+    def _close_idle(self) -> None:
+        for key in [k for k in self._open if not self._busy[k]]:
             try:
-                os.close(self._open.popitem()[1])
+                os.close(self._open.pop(key))
             except OSError:
                 pass  # only read from
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError(
+                f"{self.root} was closed, and is read after that. Read inside the `with ckpttool.open(...)`."
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", None):  # a subclass has none
+            warnings.warn(
+                f"{self.root} was opened and never closed; use `with ckpttool.open(...)`, or close().",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            self.close()
 
     def __enter__(self) -> Source:
         return self

@@ -62,7 +62,7 @@ def saved(value: Any, **how: Any) -> bytes:
 
 def laughs(n: int = 64) -> bytes:
     """Instructions for a tuple that unfolds to 2**n leaves."""
-    return b"K\x01" + b"2\x86" * n
+    return b"K\x01" + b"q\x63h\x63\x86" * n
 
 
 def rezipped(data: bytes, change: Callable[[dict[str, bytes]], Any] = lambda r: None, **how: Any) -> bytes:

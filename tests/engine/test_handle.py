@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,8 +25,9 @@ from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.handle import TensorHandle, UnknownTensor
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, Unsupported, UsageError
 from ckpttool.storage.remote import RemoteSource
+from ckpttool.storage.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")
 
@@ -365,3 +367,35 @@ def test_an_index_that_numpy_alone_understands(
 def test_no_copy_is_not_possible(zoos: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is in a file"):
         zoos["full"]["model.float32"].__array__(copy=False)
+
+
+# ---------------------------------------------------------------------------------------------------- open and closed
+
+
+def test_a_checkpoint_that_nobody_closes_is_closed_with_a_warning() -> None:
+    with ckpttool.open(FIXTURES / "fsdp2_w3" / "ckpt") as opened:
+        name = next(iter(opened))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.warns(ResourceWarning, match="was opened and never closed; use `with ckpttool.open"):
+        assert ckpttool.open(FIXTURES / "fsdp2_w3" / "ckpt")[name].numpy().size
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_read_after_the_end_of_the_with_is_an_error_of_its_own() -> None:
+    with ckpttool.open(FIXTURES / "fsdp2_w3" / "ckpt") as opened:
+        tensor = opened[next(iter(opened))]
+        tensor.numpy()
+    with pytest.raises(UsageError, match=r"was closed, and is read after that\. Read inside the `with"):
+        tensor.numpy()
+    opened.close()
+
+
+def test_a_descriptor_that_a_thread_reads_from_is_closed_after_that(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    source = Source(tmp_path)
+    with source.borrow_fd("a") as fd:
+        source.close()
+        assert os.pread(fd, 3, 0) == b"abc"
+    with pytest.raises(OSError):
+        os.fstat(fd)

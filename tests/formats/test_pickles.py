@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -258,7 +259,7 @@ def glob(module: str, name: str) -> bytes:
 
 def laughs(n: int = 64) -> bytes:
     """2**n leaves in n + 3 objects."""
-    return b"K\x01" + b"2\x86" * n
+    return b"K\x01" + b"q\x63h\x63\x86" * n
 
 
 def deep(n: int) -> bytes:
@@ -358,7 +359,7 @@ def test_a_list_that_holds_itself_is_refused() -> None:
 
 def test_a_value_that_unfolds_without_bound_is_refused() -> None:
     assert "expands to more than" in refusal(b"\x80\x02" + laughs() + b".")
-    assert "expands to more than" in refusal(b"\x80\x02" + b"K\x01" + b"2\x86" * 20 + b".")
+    assert "expands to more than" in refusal(b"\x80\x02" + b"K\x01" + b"q\x63h\x63\x86" * 20 + b".")
 
 
 @pytest.mark.parametrize(
@@ -371,7 +372,7 @@ def test_a_value_that_unfolds_without_bound_is_refused() -> None:
         b"\x8f(" + laughs() + b"\x90.",
         glob("builtins", "set") + b"](" + laughs() + b"e\x85R.",
         glob("builtins", "frozenset") + b"](" + laughs() + b"e\x85R.",
-        b"}" + deep(1_000_000) + b"Ns.",
+        b"}" + deep(200_000) + b"Ns.",
     ],
 )
 def test_a_key_whose_hash_has_no_bound_is_refused(data: bytes) -> None:
@@ -626,3 +627,62 @@ def test_a_checkpoint_that_such_a_python_saved(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "there" / ".metadata").write_bytes(evil)
     with pytest.raises(Unsafe, match="getattr"):
         diff(str(source), str(tmp_path / "there"))
+
+
+# ------------------------------------------------------------------------------------------- how long it may take
+
+_N = 2_000_000  # bytes; without a bound, 50 MB of these take 10 to 20 s of CPU
+_ENDLESS = {
+    "lists": b"]" * _N + b".",
+    "copies": b"K\x01" + b"2" * _N + b".",
+    "popped": b"N0" * (_N // 2) + b"}.",
+    "empty tuples that are popped": b"(1" * (_N // 2) + b"}.",
+    "marks": b"(" * _N + b".",
+    "memo": b"N" + b"".join(b"r" + struct.pack("<I", i) for i in range(_N // 5)) + b".",
+    "calls": b"ccollections\nOrderedDict\nq\x00" + b"h\x00)R0" * (_N // 5) + b"}.",
+    "tuples in tuples": b")" + b"\x85" * _N + b".",
+    "lists in lists": b"]" + b"l(".join([b"("] * 300_000) + b"l.",
+    "globals": b"(" + b"ca\nb\n" * (_N // 5) + b"l.",
+    "text": b"(" + b"I1\n" * (_N // 3) + b"l.",
+    "large integers": b"(" + b"\x8a\x01\x05" * (_N // 3) + b"l.",
+    "references": b"}q\x00]" + (b"(" + b"h\x00" * 1000 + b"e") * 4000 + b".",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _ENDLESS)
+def test_work_that_no_pickler_leaves_is_refused_early(name: str) -> None:
+    began = time.process_time()
+    with pytest.raises(CkpttoolError):
+        pickles.load(b"\x80\x02" + _ENDLESS[name])
+    assert time.process_time() - began < 4  # 1.5 for the one with the most, alone on a core
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_large_tables_of_a_training_state_are_read(protocol: int) -> None:
+    values = {
+        "vocabulary": {f"token{i}": i for i in range(200_000)},
+        "seen": {i: 2 * i for i in range(100_000)},
+        "tokens": [[i % 255, 70_000, -3, 0.5, None, True, 300] * 100 for i in range(200)],
+        "order": list(range(400_000)),
+        "pair": (0, 1, 2.5, None) * 5000,
+        "names": tuple(map(str, range(100_000))),
+    }
+    assert pickles.load(pickle.dumps(values, protocol)) == (values, len(pickle.dumps(values, protocol)))
+
+
+def test_a_key_that_is_twice_among_many_is_refused() -> None:
+    pairs = b"".join(b"J" + struct.pack("<i", i) + b"K\x01" for i in (*range(1000), 7))
+    for batches in (b"(" + pairs + b"u", b"(" + pairs[:-70] + b"u(" + pairs[-70:] + b"u"):
+        with pytest.raises(Unsafe, match="the key 7 is set twice"):
+            pickles.load(b"\x80\x02}" + batches + b".")
+
+
+def test_storages_pay_for_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary is as long as its embedding, so a file with tensors may have larger tables."""
+    monkeypatch.setattr(pickles, "_BUDGET", 300_000)
+    table = pickle.dumps({f"token{i}": i for i in range(300_000)}, 2)[2:-1]
+    with pytest.raises(Unsafe, match="instructions, which no training state does"):
+        pickles.load(b"\x80\x02" + table + b".")
+    stored = b"(X\x07\x00\x00\x00storageK\x01X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ0"
+    big = SimpleNamespace(length=150_000 * 64)
+    assert len(pickles.load(b"\x80\x02" + stored + table + b".", persistent=lambda pid: big)[0]) == 300_000

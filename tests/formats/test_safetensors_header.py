@@ -234,3 +234,15 @@ def test_any_json_is_a_value_or_an_error_of_ours(data: bytes) -> None:
         safetensors_header.parse(data, "x")
     except CkpttoolError:
         pass
+
+
+def test_more_tensors_than_a_file_has_room_for_are_refused_before_the_header_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes time, and an empty one takes none of the file."""
+    monkeypatch.setattr(safetensors_header, "_MOST_TENSORS", 10)
+    safetensors.torch.save_file({f"t{i}": torch.zeros(0) for i in range(11)}, tmp_path / "empty.safetensors")
+    with pytest.raises(Unsafe, match="11 tensors in 0 bytes; no checkpoint has more than 10 there"):
+        ckpttool.verify(tmp_path / "empty.safetensors")
+    safetensors.torch.save_file({f"t{i}": torch.zeros(16) for i in range(11)}, tmp_path / "some.safetensors")
+    ckpttool.verify(tmp_path / "some.safetensors")

@@ -407,7 +407,7 @@ def test_numbers_without_bound_are_refused_and_not_printed(where: str) -> None:
     import subprocess
     import sys
 
-    many = b"K\x01" + b"2\x86" * 40
+    many = b"K\x01" + b"q\x63h\x63\x86" * 40
     plain = {"offset": b"K\x00", "size": b"K\x01\x85", "stride": b"K\x01\x85"}
     arguments = b"".join(many if k == where else v for k, v in plain.items())
     data = {

@@ -264,3 +264,13 @@ def test_inspect_does_not_promise_that_weights_are_loaded_which_are_not_of_the_c
     assert said in told and "from_pretrained reads it" not in told and "random numbers" in told
     with pytest.raises(Unsupported, match=r"of another model|describes a"):
         ckpttool.convert(folder, tmp_path / "out", to="hf")
+
+
+def test_a_config_of_more_layers_than_weights_is_not_built(tmp_path: Path) -> None:
+    """transformers would build them all: 20 s of CPU for 200,000."""
+    config = json.loads((FIXTURES / "hf_moe" / "ckpt" / "config.json").read_text()) | {"num_hidden_layers": 200_000}
+    with pytest.raises(Unsupported, match=r"describes 200,000 layers for 1 weights; it is that of another model"):
+        hub_names.relate(config, {"w": (1,)})
+    shutil.copytree(FIXTURES / "hf_moe" / "ckpt", tmp_path / "ck")
+    (tmp_path / "ck" / "config.json").write_text(json.dumps(config))
+    ckpttool.verify(tmp_path / "ck")

@@ -132,7 +132,7 @@ def payloads() -> list[bytes]:
         name("collections OrderedDict") + b")R",
         name("my.module Thing") + b")\x81}" + text("a") + integer(1) + b"sb",
         name("decimal Decimal") + text("1e999999999") + b"\x85R",
-        b"K\x01" + b"2\x86" * 40,
+        b"K\x01" + b"q\x63h\x63\x86" * 40,
         b"N" + b"\x85" * 200,
         b"}(" + text("a") + integer(1) + text("a") + integer(2) + b"u",
         b"}" + b"N" + integer(1) + b"s",
