@@ -43,10 +43,10 @@ from ckpttool.audit.frame_writer import Cut, FrameWriter
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.verification import verify_archive
 from ckpttool.audit.verify import verify
-from ckpttool.cli.main import _fail, app
+from ckpttool.cli.main import _end, app
 from ckpttool.engine import fill
 from ckpttool.engine.opening import open as open_checkpoint
-from ckpttool.errors import CkpttoolError, Corrupt, Unsafe
+from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, as_flags
 from ckpttool.formats import values
 from ckpttool.formats.crc import crc32
 from ckpttool.index.checkpoint import Chunks, TensorEntry, Value, joined
@@ -241,11 +241,12 @@ REFUSALS = {3, 4, 5, 7}
 
 def run(*words: object) -> tuple[int, str]:
     """(exit code, what is said) of a command, as `ckpttool` would end; what is no refusal of ours is raised."""
-    done = RUNNER.invoke(COMMAND, [str(w) for w in words])
+    with as_flags():
+        done = RUNNER.invoke(COMMAND, [str(w) for w in words])
     e = done.exception
     if isinstance(e, CkpttoolError):
         with redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit):
-            _fail(e, e.exit_code)
+            _end(e)
         return e.exit_code, told.getvalue()
     if e is not None and not isinstance(e, SystemExit):
         raise e
