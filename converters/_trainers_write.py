@@ -108,7 +108,7 @@ def _written(
     name: str, ckpt: Checkpoint, source: Source, options: WriteOptions, small: list[SmallFile], placed: set[Path], world: int,
     notes: list[str], made: Mapping[Path, Any] = MappingProxyType({}),
 ) -> Draft:  # fmt: skip
-    if not any(t.path[0] == "model" for t in ckpt.tensors.values()):
+    if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
             f"the checkpoint holds no model weights, and a job resumes from no directory without them.{without_weights(ckpt)}"
         )

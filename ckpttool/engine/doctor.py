@@ -71,7 +71,11 @@ class Diagnosis(Shown):
     def lines(self, verbose: bool = False) -> Iterator[str]:
         """What was found, and the first names of what is lost; with `verbose` all of them."""
         state = (
-            "damaged" if not self.sound else "sound" if self.fits is not False else "sound, but it does not fit --like"
+            "damaged"
+            if not self.sound
+            else "sound"
+            if self.fits is not False
+            else f"sound, but it does not fit {argument('like')}"
         )
         yield f"{self.path}: {state}"
         for f in self.findings:

@@ -351,7 +351,9 @@ def open(
         source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
-    return open_with(path, options)
+    opened = open_with(path, options)
+    opened.source.is_users = True
+    return opened
 
 
 def open_with(

@@ -22,10 +22,6 @@ def check(ckpt: Checkpoint) -> None:
     """
     ends = [0] * len(ckpt.files)
     for name, t in ckpt.tensors.items():
-        if t.path == ("optim", "state"):
-            raise Corrupt(
-                f'"{name}" is a tensor. The state of an optimizer is a dict of its parameters, so this is none.'
-            )
         _check_tensor(ckpt, name, t)
         for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
             if offset + length > ends[file]:

@@ -195,7 +195,7 @@ class AnyLayoutReader(StorageReader):
             self._read(plan.items, planner, share)
             self._open.check_recorded(share.names)
         finally:
-            self._open.source.close()
+            self._open.source.close_files()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -259,7 +259,7 @@ class AnyLayoutReader(StorageReader):
     def __del__(self) -> None:
         opened = self.__dict__.get("_open")
         if opened is not None:
-            opened.source.close()
+            opened.source.close_files()
 
 
 def _saved(x: Any) -> io.BytesIO:

@@ -91,6 +91,10 @@ class ComputedSource(Source):
         for source in (self.base, *self.others):
             source.assert_unchanged()
 
+    def close_files(self) -> None:
+        for source in (self.base, *self.others):
+            source.close_files()
+
     def close(self) -> None:
         self._held = ("", memoryview(b""))
         for source in (self.base, *self.others):

@@ -150,5 +150,8 @@ class PatchedSource(Source):
     def assert_unchanged(self) -> None:
         self.inner.assert_unchanged()
 
+    def close_files(self) -> None:
+        self.inner.close_files()
+
     def close(self) -> None:
         self.inner.close()

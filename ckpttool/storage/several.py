@@ -84,6 +84,10 @@ class SeveralSources(Source):
         for source in self.sources:
             source.assert_unchanged()
 
+    def close_files(self) -> None:
+        for source in self.sources:
+            source.close_files()
+
     def close(self) -> None:
         for source in self.sources:
             source.close()

@@ -92,6 +92,7 @@ class Source:
     )
     working_bytes = 0  # memory that making them takes
     _expected: Mapping[str, Identity] = {}
+    is_users = False  # whether a program opened it, which has to close it
     _closed = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -336,6 +337,12 @@ class Source:
             self._closed = True
             self._close_idle()
 
+    def close_files(self) -> None:
+        """Close every descriptor that nobody reads from; the next read opens the file again."""
+        if getattr(self, "_open", None):  # a subclass has none
+            with self._lock:
+                self._close_idle()
+
     def _close_idle(self) -> None:
         for key in [k for k in self._open if not self._busy[k]]:
             try:
@@ -350,14 +357,16 @@ class Source:
             )
 
     def __del__(self) -> None:
-        if getattr(self, "_open", None):  # a subclass has none
+        if not getattr(self, "_open", None):  # a subclass has none
+            return
+        if self.is_users:
             warnings.warn(
                 f"{self.root} was opened and never closed; use `with ckpttool.open(...)`, or close().",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,
             )
-            self.close()
+        self.close()
 
     def __enter__(self) -> Source:
         return self
@@ -412,6 +421,9 @@ class _Below(Source):
 
     def assert_unchanged(self) -> None:
         self._above.assert_unchanged()
+
+    def close_files(self) -> None:
+        """The source above does."""
 
     def close(self) -> None:
         """The source above closes."""

@@ -435,7 +435,8 @@ def parsed_items(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_only_items_that_a_rank_needs_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = FIXTURES / "fsdp2_w3" / "ckpt"
-    it = LiveReader(folder, ckpttool.open(folder))  # as on a rank that does not coordinate the load
+    opened = ckpttool.open(folder)
+    it = LiveReader(folder, opened)  # as on a rank that does not coordinate the load
     seen = parsed_items(monkeypatch)
     t = load_file(FIXTURES / "fsdp2_w3" / "truth.safetensors")["model.lm_head.weight"]  # 131 rows: 44, 44, 43
     for _ in range(2):
@@ -443,6 +444,7 @@ def test_only_items_that_a_rank_needs_are_looked_into(monkeypatch: pytest.Monkey
         it.fill([Wanted("model.lm_head.weight", (50, 0), (38, 36), target[:38])])
         assert torch.equal(target[:38], t[50:88])
     assert seen == ["model.lm_head.weight"], "one of its three items, once"
+    opened.close()
 
 
 def items(folder: Path, n: int = 4) -> tuple[dict[str, Tensor], Path, list[int]]:
