@@ -522,9 +522,10 @@ def ranks(n: int) -> str:
 
 def draw(*renderables: Any) -> None:
     """Tables and trees, on stdout."""
-    screen = console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+    on_screen = sys.stdout.isatty()
+    screen = console(highlight=False, emoji=False, width=None if on_screen else 160)
     for r in renderables:
-        screen.print(r)
+        screen.print(r, soft_wrap=not on_screen)  # in a file, a wrapped name would begin a line
 
 
 def console(stderr: bool = False, **options: Any) -> Console:

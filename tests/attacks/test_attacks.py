@@ -227,7 +227,6 @@ PT: dict[str, Case] = {
     "a requires_grad that is a number": Case(pt(lambda c: torch_pickle(NAMED, BUILDS, b"(j\xe8\x03\x00\x00K\x00K\x04\x85K\x01\x85K\x01}tRs")), Corrupt, "has requires_grad 1"),
     "integers that require gradients": Case(pt(lambda c: with_record(INTEGERS, "data.pkl", BUILT_WITH_GRADIENT)), Corrupt, "has requires_grad True"),
     "a storage of a part too many": Case(pt(lambda c: with_record(VIEW, "data.pkl", STORAGE_OF_SIX)), Corrupt, "unknown kind of reference"),
-    "the state of an optimizer that is a tensor": Case(pt(lambda c: saved({"model": {"w": torch.ones(4)}, "optimizer": {"state": torch.ones(2), "param_groups": []}})), Corrupt, '"optim.state" is a tensor'),
     "a view past its storage": Case(pt(lambda c: rebuilt(0, (1000, 1000), (1000, 1))), Corrupt, "reaches past its storage"),
     "a view with a huge stride": Case(pt(lambda c: rebuilt(0, (2, 2), (1 << 40, 1))), Corrupt, "reaches past its storage"),
     "a view before its storage": Case(pt(lambda c: rebuilt(-1, (2,), (1,))), Corrupt, "offset -1"),
