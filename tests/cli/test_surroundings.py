@@ -286,7 +286,7 @@ def test_state_of_an_optimizer_that_is_a_tensor_itself(tmp_path: Path) -> None:
     )
     ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=2)
     assert load_dcp(tmp_path / "out")["optim"]["state"].tolist() == [1.0, 1.0, 1.0]
-    with pytest.raises(errors.Unsupported, match='The state of an optimizer is a dict'):
+    with pytest.raises(errors.Unsupported, match="The state of an optimizer is a dict"):
         ckpttool.convert(tmp_path / "in.pt", tmp_path / "zero", to="zero3", world_size=2)
 
 
