@@ -359,7 +359,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_no_destination_and_the_next_run_c
 @pytest.mark.parametrize("parent", ["/sys", "/proc"])
 def test_a_parent_that_cannot_be_written_to_is_named_and_is_no_bug_of_ours(parent: str, small: Path) -> None:
     done = run("convert", small, f"{parent}/out.pt", "--to", "full")
-    assert 0 < done.returncode < 9
+    assert done.returncode in (*range(1, 9), 14)
     assert parent in done.stderr
     assert "bug" not in done.stderr
     assert "Traceback" not in done.stderr
