@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from ckpttool.huggingface import hub_names, model_names
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, in the same way
+
+# Tests start some 3,000 processes of ckpttool. Where this is set, each one would compile the whole package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # The same examples in every run; `pytest --hypothesis-profile=long` throws dice, and more of them.
 settings.register_profile(
