@@ -27,6 +27,7 @@ MODULES = {
 
 #: What is not in the standard library and may be imported as a module is loaded; numpy, torch, ... only where used.
 OUTSIDE: dict[str, set[str]] = {
+    "storage.aiohttp_limits": {"aiohttp"},
     "audit.sidecar": {"blake3"},
     "audit.reading": {"blake3"},
     "cli.adapter.arguments": {"typer"},

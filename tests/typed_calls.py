@@ -1,0 +1,20 @@
+"""What a user's script calls, for mypy alone (pyproject.toml lists this file): each misspelt name is an error.
+
+mypy --strict also refuses a `type: ignore` that ignores nothing, so a name that it no longer checks fails `make lint`.
+"""
+
+from __future__ import annotations
+
+import ckpttool
+
+done = ckpttool.convert("a", "b", to="zero3", world_size=4)
+print(done.digest["all"], done.verified)
+with ckpttool.open("a", source_layout="dcp") as opened:
+    print(opened.checkpoint.nbytes)
+if ckpttool.diff("a", "b", rtol=1e-5):
+    print(ckpttool.inspect("b").step)
+
+ckpttool.convert("a", "b", to="zero3", world_sze=4)  # type: ignore[call-arg]
+print(done.verifyed)  # type: ignore[attr-defined]
+ckpttool.diff("a", "b", rtoll=1e-5)  # type: ignore[call-arg]
+ckpttool.open("a", layout="dcp")  # type: ignore[call-arg]
