@@ -88,7 +88,7 @@ def test_a_signal_at_any_moment_is_answered_with_what_is_there(made: Path, tmp_p
     events = int((tmp_path / "whole" / "count").read_text())
     draw = random.Random(command)
     seen = 0
-    for k in range(6):
+    for k in range(4):
         at = 1 if k == 0 else draw.randrange(1, events)
         number = draw.choice([signal.SIGINT, signal.SIGTERM])
         done = ran(made, tmp_path / str(k), command, at, number)
@@ -103,7 +103,7 @@ def test_a_signal_at_any_moment_is_answered_with_what_is_there(made: Path, tmp_p
             assert json.loads(done.stdout)["error"]["exit_code"] == 130 if '"error"' in done.stdout else True, where
         _as_it_says(tmp_path / str(k), done.stderr)
         shutil.rmtree(tmp_path / str(k))
-    assert seen >= 3
+    assert seen >= 2
 
 
 def _as_it_says(work: Path, said: str) -> None:

@@ -83,11 +83,11 @@ def can_be_split(o: Original) -> bool:
 NOT_FLAT = {"awkward_w3", "zero3_w3_fresh"}
 
 #: name -> (ranks, mesh, {way to load: which of the checkpoints, a slice of them}, whether all models are sharded so: not all
-#: can with TP, and replicas are no other case). Every checkpoint is loaded by ours at 3 ranks and by dcp.load at 2; other
-#: meshes and ways take turns, since what they change does not depend on the layout.
+#: can with TP, and replicas are no other case). Every checkpoint is loaded by ours at 3 ranks and by dcp.load at 1 or 2;
+#: other meshes and ways take turns, since what they change does not depend on the layout.
 JOBS: dict[str, tuple[int, dict[str, int], dict[str, slice], bool]] = {
-    "1 rank": (1, {"dp": 1}, {"dcp": slice(0, None, 4)}, True),
-    "2 ranks": (2, {"dp": 2}, {"dcp": slice(None), "flat": slice(1, None, 3), "bare": slice(2, None, 4)}, True),
+    "1 rank": (1, {"dp": 1}, {"dcp": slice(0, None, 2)}, True),
+    "2 ranks": (2, {"dp": 2}, {"dcp": slice(1, None, 2), "flat": slice(1, None, 3), "bare": slice(2, None, 4)}, True),
     "3 ranks": (3, {"dp": 3}, {"load": slice(None), "dcp": slice(3, None, 6)}, True),
     "4 ranks": (4, {"dp": 4}, {"load": slice(0, None, 5)}, True),
     "HSDP 2 x 2": (4, {"replicate": 2, "shard": 2}, {"dcp": slice(0, None, 2)}, False),
