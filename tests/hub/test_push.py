@@ -26,6 +26,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -1144,7 +1145,18 @@ def test_the_journal_holds_no_secret_and_is_ones_own(hub: Hub, tmp_path: Path) -
     assert push(str(DCP), URL, config=CONFIG).commit is None
     journal.unlink()
     os.mkfifo(journal)
+    before = record(hub)
+    done = push(str(DCP), URL, config=CONFIG)
+    assert done.commit is None, {k: (before.get(k), v) for k, v in record(hub).items() if before.get(k) != v}
+
+
+def test_the_same_push_a_second_later_is_no_new_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    push(str(DCP), URL, config=CONFIG)
+    first = record(hub)["created"]
+    clock = type("Later", (), {"now": lambda zone: datetime.now(zone) + timedelta(seconds=90)})
+    monkeypatch.setattr(recorded, "datetime", clock)
     assert push(str(DCP), URL, config=CONFIG).commit is None
+    assert record(hub)["created"] == first
 
 
 def test_hashes_of_other_bytes_are_dropped(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
