@@ -412,8 +412,10 @@ class Push:
         if RECORD in state.files:
             try:
                 old = parse(self.repository.read(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
-                if isinstance(old, dict) and {**old, "created": None} == {**content, "created": None}:
-                    content["created"] = old["created"]  # the same push, only later
+                if isinstance(old, dict):
+                    # as text, since JSON has no tuples: the same push, only later, keeps its time and is no new commit
+                    earlier = {**content, "created": old.get("created")}
+                    content = earlier if recorded.encoded(earlier) == recorded.encoded(old) else content
             except (LookupError, Corrupt, Unsafe):
                 pass  # damaged: it is replaced
         text = recorded.encoded(content)
