@@ -24,6 +24,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import Composite, class_of, collapsed
 from ckpttool.index.draft import Draft, DraftFile, Written
+from ckpttool.index.trees import check_no_leaf_inside_leaf
 from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
 
@@ -38,9 +39,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
     Raises:
         UsageError: no world size was given and the source has none.
+        Corrupt: an entry is inside another one, so that no job could load both.
     """
     world = options.ranks(ckpt)
     tree, notes = tree_of(collapsed(ckpt.leaves()), _sharded_origin(ckpt), None, options)
+    check_no_leaf_inside_leaf(tree)
     parts = Parts(_frame_sizes)
     objects: dict[str, Composite] = {}  # by the names of the tensors inside
     wholes: dict[str, tuple[Path, Whole]] = {}  # the same

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import Corrupt
 from .checkpoint import Number, Path, joined
 
-__all__ = ["nest"]
+__all__ = ["check_no_leaf_inside_leaf", "nest"]
+
+
+def check_no_leaf_inside_leaf(paths: Collection[Path]) -> None:
+    """Check that no path begins with another one, as ("a", "b") does with ("a",): a dict cannot hold both.
+
+    Raises:
+        Corrupt: with the path that does.
+    """
+    for path in paths:
+        if any(path[:k] in paths for k in range(1, len(path))):
+            raise _inside_a_leaf(path)
+
+
+def _inside_a_leaf(path: Path) -> Corrupt:
+    return Corrupt(f"{joined(path)!r} is inside a value that is neither a dict nor a list.")
 
 
 def nest(leaves: Mapping[Path, Any]) -> Any:
@@ -23,7 +38,7 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
         for key in path[:-1]:
             inner = at.setdefault(key, _Node())
             if type(inner) is not _Node:
-                raise Corrupt(f"{joined(path)!r} is inside a value that is neither a dict nor a list.")
+                raise _inside_a_leaf(path)
             at = inner
         if path[-1] in at:
             raise Corrupt(f"{joined(path)!r} is a value and a dict or list at once.")

@@ -271,3 +271,12 @@ def test_a_damaged_step_of_a_rank_is_damage_and_not_another_step(layout: str, tm
     file.write_bytes(flipped(file.read_bytes(), 3.0))
     with pytest.raises(Corrupt, match="CRC32"):
         ckpttool.open(tmp_path / "in").locate()
+
+
+def test_a_scheduler_that_is_a_number_is_not_written_beside_its_epoch(tmp_path: Path) -> None:
+    """torchtitan wants `last_epoch` inside it; torch cannot load a folder that has both."""
+    state = {"model": {"w": A}, "optim": OPTIM, "scheduler": 3, "trainer": {"step": 3}}
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(Corrupt, match=r"lr_scheduler\.last_epoch.* is inside a value"):
+        ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to="torchtitan", world_size=2)
+    assert not (tmp_path / "out").exists()

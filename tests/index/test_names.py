@@ -18,7 +18,7 @@ from ckpttool.index.checkpoint import Chunks, Number, TensorEntry, joined, same_
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original, own_tree
 from ckpttool.index.optimizer_names import name_order
-from ckpttool.index.trees import nest
+from ckpttool.index.trees import check_no_leaf_inside_leaf, nest
 
 
 class T:
@@ -569,6 +569,13 @@ def test_nest_builds_dicts_of_text_and_lists_of_numbers() -> None:
     assert nest({("a", 1): 2, ("a", 0): 1, ("b", "c"): {"x": 1}}) == {"a": [1, 2], "b": {"c": {"x": 1}}}
     assert nest({("g", 0, "lr"): 1, ("g", 1, "lr"): 2}) == {"g": [{"lr": 1}, {"lr": 2}]}
     assert nest({}) == {}
+
+
+def test_an_entry_inside_another_one_is_refused() -> None:
+    for paths in [("a",), ("a", "b")], [("a", "b", 0), ("a",)], [("a", 0, "b", "c"), ("a", 0, "b")]:
+        with pytest.raises(Corrupt, match="inside a value that is neither a dict nor a list"):
+            check_no_leaf_inside_leaf(paths)
+    check_no_leaf_inside_leaf([("a", "b"), ("a", "b.c"), ("a.b",), ("b", 0), ("b", 1)])
 
 
 @given(

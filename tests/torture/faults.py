@@ -164,7 +164,7 @@ class Lab:
 
         command = typer.main.get_command(cli.app)  # two thirds of a small conversion's time, and the same every time
         typer.main.get_command = lambda _: command
-        importlib.metadata.entry_points = lambda **_: ()  # type: ignore[assignment]
+        importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints()  # type: ignore[assignment]
         for name in names:
             self.clean(name)
             ran = self.command(self.arguments(name), here=True)

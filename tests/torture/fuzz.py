@@ -374,7 +374,7 @@ def warm(seeds: dict[str, Path], work: Path, targets: Iterable[str] = TARGETS) -
             oracle.theirs(reader, out)
         ckpttool.verify(out, read_data=True)
         _removed(out)
-    importlib.metadata.entry_points = lambda **_: ()  # type: ignore[assignment]  # no third-party layouts; it is slow
+    importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints()  # type: ignore[assignment]  # no third-party layouts; it is slow
 
 
 def limit() -> None:

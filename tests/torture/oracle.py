@@ -58,9 +58,9 @@ class Refused(Exception):
 
 
 def of_tensor(t: Tensor) -> tuple[Any, ...]:
-    """dtype, shape, digest; of a sparse tensor only what it is."""
-    if t.layout != torch.strided:
-        return str(t.layout), tuple(t.shape)
+    """dtype, shape, digest; of a sparse tensor, or one without bytes, only what it is."""
+    if t.layout != torch.strided or t.is_meta:
+        return str(t.layout) if t.layout != torch.strided else "meta", tuple(t.shape)
     try:
         t = t.detach().resolve_conj().resolve_neg().contiguous()
     except NotImplementedError:  # a negated bool, which torch loads and cannot compute with
