@@ -995,7 +995,8 @@ def judged(liar: Liar, done: Ran, idle_bytes: int) -> list[str]:
         written = done.out / "model.safetensors"
         if not written.exists() or sorted(_tensors(written.read_bytes())) != sorted(_tensors(checkpoint())):
             bad.append("another result, without an error")
-        elif not told.right and liar.told and liar.name not in ("hangs_up", "always_busy"):
+        elif not told.right and liar.told and not liar.after and liar.name not in ("hangs_up", "always_busy"):
+            # a lie that begins later may be about what is known already: then the bytes are the right ones
             bad.append("it believed the lie")
     elif done.code is not None:
         if done.out.exists():

@@ -43,7 +43,10 @@ class _Body:
         pieces = []
         while piece := await self.readany():
             pieces.append(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if self._counted:
+            self._question.check_body(body)
+        return body
 
     async def readany(self) -> bytes:
         """As StreamReader's."""

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
+from ..bounded_json import refuse_bomb
 from ..errors import RemoteError, Unsafe
 
 __all__ = ["LIMITS", "Limits", "Question", "Stalled", "asking", "current", "everywhere", "permit_redirect"]
@@ -150,6 +151,14 @@ class Question:
     def read(self, n: int) -> None:
         """`n` bytes of an answer without a range were read."""
         self._left = max(0, self._left - n)
+
+    def check_body(self, body: bytes) -> None:
+        """Refuse the body of an answer without a range that would fill the memory once its reader parses it as JSON.
+
+        Raises:
+            Unsafe: it would.
+        """
+        refuse_bomb(body, self.url)
 
     def _hold_back(self, status: int, headers: Mapping[str, str]) -> None:
         """Grant the time that a server wants us to wait."""

@@ -93,14 +93,17 @@ class _Body:
         )
 
     def __iter__(self) -> Iterator[bytes]:
-        got = 0
+        got, whole = 0, bytearray()
         for data in self._stream:
             got += len(data)
             if self._counted:
                 self._question.read(len(data))
             if got > self._most:
                 raise self._question.too_long(self._most, ignored=self._ignored and not self._counted)
+            if self._counted:
+                whole += data
             yield data
+        self._question.check_body(bytes(whole))
 
     def close(self) -> None:
         self._stream.close()
