@@ -340,13 +340,10 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         )
     world = options.ranks(ckpt)
     step = _step_of(ckpt, source)
-    made: dict[Path, Any] = {}
-    if ckpt.value("trainer.step") is None:
-        made["trainer", "step"] = step
-    if ckpt.value("trainer.ntokens_seen") is None:
-        made["trainer", "ntokens_seen"] = 0
-    if ckpt.value("scheduler.last_epoch") is None:
-        made["scheduler", "last_epoch"] = step
+    needed: dict[Path, Any] = {
+        ("trainer", "step"): step, ("trainer", "ntokens_seen"): 0, ("scheduler", "last_epoch"): step
+    }  # fmt: skip
+    made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     dcp = layouts.find("dcp")
     assert dcp.write is not None
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}

@@ -204,7 +204,24 @@ def _mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[int], 
 
 
 def _flat_ints(x: Any) -> list[int]:
-    return [x] if type(x) is int else [n for y in x for n in _flat_ints(y)]
+    """The integers in nested tuples or lists, in no particular order.
+
+    Raises:
+        ValueError: there are more than a mesh has, as in a list that contains itself.
+    """
+    out: list[int] = []
+    left = [x]
+    for _ in range(4096):
+        if not left:
+            return out
+        y = left.pop()
+        if type(y) is int:
+            out.append(y)
+        elif isinstance(y, (tuple, list)) and len(y) <= 64:
+            left += y
+        else:
+            break
+    raise ValueError(f"{short(x)} is not the shape of a mesh")
 
 
 def _ints(x: Any) -> tuple[int, ...]:

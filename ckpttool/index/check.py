@@ -14,12 +14,16 @@ __all__ = ["check", "check_chunk"]
 def check(ckpt: Checkpoint) -> None:
     """Prove, before a byte is copied, that the index is sound.
 
-    Every element of every tensor is covered exactly once, every extent lies inside its file, dtype x shape equals the
-    length of every raw extent, no number overflows.
+    No name is that of a tensor and of a value. Every element of every tensor is covered exactly once, every extent lies
+    inside its file, dtype x shape equals the length of every raw extent, no number overflows.
 
     Raises:
         Corrupt: with the tensor, the file and the numbers, for the first problem.
     """
+    if twice := min(ckpt.tensors.keys() & ckpt.values.keys(), default=None):
+        raise Corrupt(
+            f'"{twice}" is a tensor and a plain value at once: its files are not of one save. Take another copy.'
+        )
     ends = [0] * len(ckpt.files)
     for name, t in ckpt.tensors.items():
         _check_tensor(ckpt, name, t)

@@ -18,7 +18,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import ckpttool
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.formats.sharded import _flat_ints
 from ckpttool.formats.zip_bytes import zip_records
+from ckpttool.index.check import check
+from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, Value
 
 
 class Twice:
@@ -280,3 +283,34 @@ def test_a_scheduler_that_is_a_number_is_not_written_beside_its_epoch(tmp_path: 
     with pytest.raises(Corrupt, match=r"lr_scheduler\.last_epoch.* is inside a value"):
         ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to="torchtitan", world_size=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_is_a_value_in_another_file_is_refused() -> None:
+    """Files of ranks of two saves: one has a moment, the other a plain value under the same name."""
+    tensor = TensorEntry("float32", (0,), ("optim", "state", "w", "exp_avg"), Chunks(1))
+    value = Value(("optim", "state", "w", "exp_avg"), "cpu")
+    ckpt = Checkpoint("nanotron", "", None, [], [], {"optim.state.w.exp_avg": tensor}, {"optim.state.w.exp_avg": value})
+    with pytest.raises(Corrupt, match=r'"optim\.state\.w\.exp_avg" is a tensor and a plain value at once'):
+        check(ckpt)
+
+
+def test_a_scheduler_whose_epoch_is_a_tensor_keeps_it(tmp_path: Path) -> None:
+    state = {"model": {"w": A}, "optim": OPTIM, "scheduler": {"last_epoch": torch.tensor(3)}, "trainer": {"step": 3}}
+    torch.save(state, tmp_path / "x.pt")
+    ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to="torchtitan", world_size=2)
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert (
+            opened["scheduler.last_epoch"][...].item() == 3 and "scheduler.last_epoch" not in opened.checkpoint.values
+        )
+
+
+def test_the_shape_of_a_mesh_that_contains_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    wide: list[Any] = [[]]
+    for _ in range(40):
+        wide = [wide] * 60
+    for shape in endless, wide, (2, "x"), [1] * 9000:
+        with pytest.raises(ValueError, match="not the shape of a mesh"):
+            _flat_ints(shape)
+    assert sorted(_flat_ints((2, [3, (4,)], ()))) == [2, 3, 4]

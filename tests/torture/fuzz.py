@@ -206,7 +206,11 @@ class Bench:
         return done
 
     def _theirs(self, kind: str, path: Path) -> oracle.Tree:
+        """What the real reader reads, in this process: what stops it inside C ends the process (`supervised`)."""
         self.phase = f"oracle {kind}"
+        at = self.work / "at"
+        mutant = at.read_text() if at.exists() else ""
+        at.write_text(f"{mutant} oracle")
         signal.alarm(SECONDS)
         with self.sandbox.watch("oracle"):
             try:
@@ -215,6 +219,7 @@ class Bench:
                 raise oracle.Refused(f"Stopped: not done after {SECONDS} s") from None
             finally:
                 signal.alarm(0)
+                at.write_text(mutant)
 
     def _judged(self, name: str, rng: random.Random, source: Path, out: dict[str, Any]) -> tuple[str, str]:
         seed = SEEDS[name]
@@ -439,9 +444,11 @@ def supervised(
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in pids:
             k = pids.pop(pid)
-            name, n = _at(where[k][0])
+            name, n, phase = _at(where[k][0])
             if name not in ("", "end"):
                 killed = {"id": f"fuzz:{name}:{n}", "said": "", "status": "died", "detail": f"status {status}"}
+                if phase == "oracle":  # what ckpttool accepted, torch cannot be stopped at
+                    killed |= {"status": ALONE, "detail": f"Stopped: the reader hangs, or died (status {status})"}
                 with open(where[k][1], "a") as f:
                     f.write(json.dumps(killed) + "\n")
                 if time.time() < until:
@@ -454,9 +461,10 @@ def supervised(
         time.sleep(0.2)
 
 
-def _at(folder: Path) -> tuple[str, int]:
+def _at(folder: Path) -> tuple[str, int, str]:
+    """(seed, number, "oracle" while the real reader reads) of the mutant that a worker is at; ("", 0, "") before the first."""
     try:
-        name, n = (folder / "at").read_text().split()
-        return name, int(n)
+        name, n, *phase = (folder / "at").read_text().split()
+        return name, int(n), phase[0] if phase else ""
     except (OSError, ValueError):
-        return "", 0
+        return "", 0, ""

@@ -40,6 +40,7 @@ from ckpttool.formats.pickles import Global
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.index import names
 from ckpttool.index.checkpoint import joined
+from ckpttool.index.fqns import WRAPPERS
 
 Reading = dict[Any, Any]
 Tree = dict[tuple[Any, ...], Any]
@@ -67,7 +68,8 @@ def of_tensor(t: Tensor) -> tuple[Any, ...]:
         return "negated", tuple(t.shape)
     if t.dtype == torch.bool:  # a byte of neither 0 nor 1, which ckpttool keeps, is 1 after any copy_ of torch's
         t = t.view(torch.uint8) != 0
-    raw = t.reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
+    row = t.reshape(-1).clone(memory_format=torch.contiguous_format)  # one element may have any stride
+    raw = row.view(torch.uint8).numpy().tobytes() if t.numel() else b""
     return str(t.dtype).removeprefix("torch."), tuple(t.shape), blake3(raw).hexdigest()
 
 
@@ -448,8 +450,12 @@ def differences(mine: Reading, tree: Tree, oracle: str) -> list[str]:
         tied = set(plain.values())
         mine = {n: x for n, x in mine.items() if n in plain or x not in tied}
     first = _compared(mine, plain)
-    if not first or scope is not None:
+    if not first:
         return first
+    if scope is not None:  # a script keeps the names of a compiled or wrapped module
+        return _compared(
+            mine, {".".join(part for part in n.split(".") if part not in WRAPPERS): x for n, x in plain.items()}
+        )
     try:
         named = names.canonical(
             dict(tree), lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=are_tied
