@@ -159,6 +159,8 @@ class _Collector:
                 if self.forgets(state):
                     return
                 key = state["fqn"]
+                if not isinstance(key, str):  # hashing a tuple of tuples has no bound
+                    raise TypeError("fqn")
                 found = stored.get(key)
                 if found is None:
                     found = stored[key] = _Stored()

@@ -315,6 +315,8 @@ def no_bound(where: str) -> Any:
                 object.__setattr__(entry.chunks[0], "offsets", "LAUGHS")
             elif where == "index":
                 object.__setattr__(index, "offset", "LAUGHS")
+            elif where == "name":
+                object.__setattr__(index, "fqn", "LAUGHS")
             else:
                 m.planner_data["model.b"] = Path("LAUGHS")
 
@@ -340,6 +342,7 @@ OPEN: dict[str, Case] = {
     "dcp: laughs in a path": Case(no_bound("planner path"), Corrupt),
     "dcp: laughs as a chunk": Case(no_bound("chunk"), Corrupt),
     "dcp: laughs as an index": Case(no_bound("index"), Corrupt),
+    "dcp: laughs as the name of an index": Case(no_bound("name"), Corrupt),
     "dcp: laughs as a file name": Case(no_bound("pathlib"), Corrupt),
     "dcp: laughs as a key of an OrderedDict": Case(raw_metadata(lambda c: b"\x80\x02ccollections\nOrderedDict\n](" + laughs() + b"N\x86e\x85R."), Unsafe),
     "pt: laughs as a key of an OrderedDict": Case(pt(lambda c: torch_pickle(b"ccollections\nOrderedDict\n](" + laughs() + b"N\x86e\x85R")), Unsafe),
