@@ -76,6 +76,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             folder = Path(file).parent.name
             return "live" if file.endswith(LAUNCHING) else folder if folder in ("gpu", "packaging") else file
 
+        def remove_node(self, node: Any) -> str | None:
+            """As pytest-xdist's, which runs the test that killed its worker again, until no worker is left."""
+            running = self.assigned_work[node]
+            ended = next(((unit, test) for unit in running.values() for test, done in unit.items() if not done), None)
+            if ended is None:
+                return super().remove_node(node)  # type: ignore[no-any-return]
+            unit, test = ended
+            unit[test] = True
+            if self._pending_of(running):
+                super().remove_node(node)
+            else:
+                del self.assigned_work[node]
+            return test
+
     config.option.loadscopereorder = False  # as pytest collects them: launching ones first
     return ByFile(config, log)
 
