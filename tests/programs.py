@@ -77,14 +77,15 @@ def script(code: str, *arguments: object, before: tuple[str, ...] = (), **more: 
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of these processes that run; zombies do not."""
+    """Those of these processes that run; a zombie does not, once its last thread has ended and it can be waited for."""
     out = []
     for pid in pids:
         try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                out.append(pid)
+            state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
-            pass
+            continue
+        if state != "Z" or int(rest[16]) > 1:  # fields 3 and 20 of proc(5): the state, the number of threads
+            out.append(pid)
     return out
 
 

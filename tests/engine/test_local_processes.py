@@ -110,7 +110,7 @@ def test_a_worker_that_died_without_work_is_replaced_silently(either: LocalProce
     pids = {either.submit(functions.pid, "").result() for _ in range(30)}
     for pid in pids:
         os.kill(int(pid), signal.SIGKILL)
-    wait_for(lambda: not alive([int(p) for p in pids]), 2)
+    assert wait_for(lambda: not alive([int(p) for p in pids]), 10)
     assert either.submit(functions.pid, "").result() not in pids
 
 
