@@ -156,9 +156,13 @@ class Question:
         """Refuse the body of an answer without a range that would fill the memory once its reader parses it as JSON.
 
         Raises:
-            Unsafe: it would.
+            RemoteError: it would.
         """
-        refuse_bomb(body, self.url)
+        try:
+            refuse_bomb(body, "the server's answer")
+        except Unsafe as e:
+            found = str(e).partition(". ")[0]
+            raise RemoteError(f"{self.url}: {found}. Check the address, the server and the proxy.") from None
 
     def _hold_back(self, status: int, headers: Mapping[str, str]) -> None:
         """Grant the time that a server wants us to wait."""

@@ -25,6 +25,8 @@ _LINK = re.compile(
     r"""\bhref\s*=\s*(?:"([^"<>]{1,4096})"|'([^'<>]{1,4096})')|(https?://[-\w@:%+.~#?&/=]{1,4096})""", re.IGNORECASE
 )
 
+_MOST_TOKEN = 1 << 14  # characters; S3 and GCS send some hundred, and refuse a longer URL themselves
+
 
 def pages(
     url: str,
@@ -52,17 +54,20 @@ def pages(
             raise RemoteError(
                 f"{url}: the server says that its listing has another page, and gives no {e} for it. Check the server."
             ) from None
-        if more is not None and (repr(more) in seen or len(seen) >= LIMITS.answers):
-            again = (
-                "comes back to a page that was there" if repr(more) in seen else f"has more than {LIMITS.answers} pages"
+        if len(token := repr(more)) > _MOST_TOKEN:
+            raise RemoteError(
+                f"{url}: the server names the next page of its listing with {len(token):,} characters, and no store takes more than "
+                f"{_MOST_TOKEN:,} in a URL. Check the server."
             )
+        if more is not None and (token in seen or len(seen) >= LIMITS.answers):
+            again = "comes back to a page that was there" if token in seen else f"has more than {LIMITS.answers} pages"
             raise RemoteError(f"{url}: the server's listing {again}, so it has no end. Check the server.")
         if more is not None and time.monotonic() > until:
             raise RemoteError(
                 f"{url}: the server's listing did not end in {LIMITS.question_seconds:.0f} seconds. Check the network and the server, then run "
                 "the same command again."
             )
-        seen.add(repr(more))
+        seen.add(token)
 
 
 def entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str, Any]]:
