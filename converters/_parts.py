@@ -22,6 +22,7 @@ from typing import Any
 from ckpttool import bounded_json, layouts
 from ckpttool.errors import Corrupt, IncompleteWeights, MissingPackage, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.formats.pickles import short
 from ckpttool.huggingface import model_files, model_names
 from ckpttool.index.checkpoint import (
     Checkpoint,
@@ -406,6 +407,8 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
         out.notes += torch_zip.refuse_other_rank(read_at, out.sizes[0], what, options.allow_equal_ranks)
         tree = torch_zip.read(read_at, 0, source.size(part.name), what)
         leaves, out.records = stored_tensors.leaves(tree, (), 0, read_at, what)
+    if part.layout != DATA and () in leaves:
+        raise Corrupt(f"{what} holds {short(leaves[()])}, not a dict with names.")
     if part.layout == _OURS:
         leaves = _of_ours(leaves, what)
     if part.layout == FOREIGN:

@@ -229,14 +229,15 @@ class _Reading:
         names = sorted(n for n in self.source.list("optimizer") if _OPTIMIZER.fullmatch(n))
         if not names:
             return
-        config = self._json("optimizer/optimizer_config.json")
-        sizes = config.get("parallelism", {})
+        file = "optimizer/optimizer_config.json"
+        config = self._json(file)
+        sizes = self._object(file, config, "parallelism")
         if sizes.get("expert_parallel_size", "1") != "1":
             raise Unsupported(
                 f"{self.source.root}: experts on {sizes['expert_parallel_size']} ranks of their own, of whose weights nanotron's files do not tell "
                 "the expert. Save with expert_parallel_size=1."
             )
-        ranges = config.get("configs", {}).get("param_name_to_dp_rank_offsets", {})
+        ranges = self._object(file, self._object(file, config, "configs"), "param_name_to_dp_rank_offsets")
         _, dps, tps = self._complete(names, sizes, bool(ranges))
         state: dict[tuple[str, str], list[_Held]] = {}
         dtypes: dict[tuple[str, str], str] = {}
@@ -319,14 +320,19 @@ class _Reading:
                 return found
         raise ValueError(f"the optimizer has {name}, which the model does not have")
 
-    def _complete(self, names: list[str], sizes: Mapping[str, str], zero: bool) -> list[int]:
+    def _complete(self, names: list[str], sizes: Mapping[str, Any], zero: bool) -> list[int]:
         """How many pipeline, data and tensor parallel ranks there are; all have a file.
 
         Raises:
-            Corrupt: one is missing.
+            Corrupt: one is missing, or the config says no numbers.
         """
         there = {(m["pp"], m["dp"], m["tp"]) for n in names if (m := _OPTIMIZER.fullmatch(n))}
-        many = [int(sizes.get(f"{k}_size", "1")) for k in ("pp", "dp", "tp")]
+        said = [str(sizes.get(f"{k}_size", "1")) for k in ("pp", "dp", "tp")]
+        if not all(re.fullmatch(r"[1-9][0-9]{0,5}", n) for n in said):
+            raise Corrupt(
+                f"{self.source.root}/optimizer/optimizer_config.json: {', '.join(said)[:80]} are no numbers of ranks."
+            )
+        many = [int(n) for n in said]
         self.world = prod(many)
         for pp, dp, tp in product(*map(range, many)):
             if (str(pp), str(dp) if zero else None, str(tp)) not in there and (zero or not dp):
@@ -360,7 +366,7 @@ class _Reading:
     def rest(self) -> None:
         """Counters, scheduler, random states."""
         found = self._json(_META)
-        for key, data in (found.get("metas") or {}).items():
+        for key, data in self._object(_META, found, "metas").items():
             self._leaf(("trainer", "step" if key == "last_train_step" else key), data)
         for key in ("version", "tp", "dp"):
             if key in found:
@@ -386,6 +392,13 @@ class _Reading:
         if not isinstance(found, dict):
             raise Corrupt(f"{self.source.root}/{file} is not what nanotron writes.")
         return found
+
+    def _object(self, file: str, found: dict[str, Any], key: str) -> dict[str, Any]:
+        """An object inside the JSON of a file; an empty one where the key is missing or null."""
+        inner = found.get(key)
+        if not isinstance(inner, dict | None):
+            raise Corrupt(f'{self.source.root}/{file}: "{key}" is no object, which nanotron writes.')
+        return inner or {}
 
     def _leaves(self, path: Path, number: int, tree: Any) -> None:
         what = f"{self.source.root}/{self.files[number]}"

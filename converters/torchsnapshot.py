@@ -319,6 +319,8 @@ class _Reading:
     def _range(self, entry: _Entry, what: str) -> tuple[str, int, int, int]:
         """(name, number, first byte, end) of the file of an entry."""
         name, found = entry.get("location"), entry.get("byte_range")
+        if not isinstance(found, list | None):
+            raise Corrupt(f"{what}: {short(found)} is not a range of bytes.")
         if not isinstance(name, str) or not name:
             raise Corrupt(f"{what}: its entry names no file.")
         if name not in self.numbers:

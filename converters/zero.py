@@ -395,7 +395,8 @@ def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: An
     params = [
         v.data for v in out.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
     ]
-    if not isinstance(masters, list) or [len(m) for m in masters if isinstance(m, list)] != [len(p) for p in params]:
+    lists = isinstance(masters, list) and all(isinstance(m, list) for m in masters)
+    if not lists or [len(m) for m in masters] != [len(p) for p in params]:
         raise Corrupt(f"{model.what}: fp32_groups does not fit the param groups.")
     for names, tensors in zip(params, masters, strict=True):
         for name, t in zip(names, tensors, strict=True):

@@ -86,7 +86,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
 def _fields(x: Any) -> dict[str, Any]:
     """The attributes of an instance, as pickled: its __dict__, or (None, {slot: value})."""
     state = x.state if isinstance(x, Opaque) else None
-    if isinstance(state, tuple) and len(state) == 2:
+    if isinstance(state, tuple) and len(state) == 2 and all(isinstance(s, dict | None) for s in state):
         return {**(state[0] or {}), **(state[1] or {})}
     return state if isinstance(state, dict) else {}
 

@@ -201,9 +201,11 @@ class Chunks(Sequence[Chunk]):
             self.strides = {**self.strides, len(self.file): strides}
         try:
             self.start.extend(start)
+            self.shape.extend(shape)
         except OverflowError:
-            raise Corrupt(f"A chunk of a tensor begins at {list(start)[:8]}, which no tensor reaches.") from None
-        self.shape.extend(shape)
+            raise Corrupt(
+                f"A chunk of a tensor begins at {list(start)[:8]} and has the shape {list(shape)[:8]}, which no tensor reaches."
+            ) from None
         self.file.append(file)
         self.offset.append(offset)
         self.length.append(length)

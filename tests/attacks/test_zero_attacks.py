@@ -310,6 +310,9 @@ OPTIMIZER: dict[str, Case] = {
     "no param_groups": Case(optim(without(*GROUPS)), Corrupt, "'param_groups' is missing"),
     "stage 0: a master of another shape": Case(z0(put("optimizer", "fp32_groups", 0, 0, torch.ones(3))), Corrupt, 'the master of "w" in fp32_groups'),
     "stage 0: a master less": Case(z0(put("optimizer", "fp32_groups", [[]])), Corrupt, "fp32_groups does not fit"),
+    "stage 0: one group of masters too many, which is no list": Case(
+        z0(put("optimizer", "fp32_groups", lambda groups: [None, *groups])), Corrupt, "fp32_groups does not fit"
+    ),
     "stage 0: masters by name": Case(z0(put("optimizer", "fp32_groups", {"a": 1})), Corrupt, "fp32_groups does not fit"),
     "stage 0: no optimizer": Case(z0(without("optimizer")), Corrupt, 'has no "optimizer"'),
     "stage 0: no groups": Case(z0(without("optimizer", "optimizer_state_dict", "param_groups")), Corrupt, "'param_groups' is missing"),
