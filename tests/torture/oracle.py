@@ -428,6 +428,12 @@ def entry(x: Any) -> Any:
     return of_tensor(x) if isinstance(x, Tensor) else text_of(x)
 
 
+def _once(mine: Reading, theirs: Reading) -> Reading:
+    """Without our names of what they have under another one: tied names are stored once, and which they are is said elsewhere."""
+    tied = set(theirs.values())
+    return {n: x for n, x in mine.items() if n in theirs or x not in tied}
+
+
 def differences(mine: Reading, tree: Tree, oracle: str) -> list[str]:
     """In what our reading is not theirs; [] where they are equal, by the names as they are or by canonical ones."""
     scope = READERS[oracle][1]
@@ -446,16 +452,12 @@ def differences(mine: Reading, tree: Tree, oracle: str) -> list[str]:
             mine = {n: x for n, x in mine.items() if x[1] or not n.startswith("optim.")}
             tree = {p: t for p, t in tree.items() if t.ndim or p[0] != "optim"}
     plain = {joined(p): entry(x) for p, x in tree.items()}
-    if scope is not None:  # tied names are stored once, and which they are is said elsewhere
-        tied = set(plain.values())
-        mine = {n: x for n, x in mine.items() if n in plain or x not in tied}
+    if scope is not None:  # a script keeps the names of a compiled or wrapped module
+        bare = {".".join(part for part in n.split(".") if part not in WRAPPERS): x for n, x in plain.items()}
+        return _compared(_once(mine, plain), plain) and _compared(_once(mine, bare), bare)
     first = _compared(mine, plain)
     if not first:
         return first
-    if scope is not None:  # a script keeps the names of a compiled or wrapped module
-        return _compared(
-            mine, {".".join(part for part in n.split(".") if part not in WRAPPERS): x for n, x in plain.items()}
-        )
     try:
         named = names.canonical(
             dict(tree), lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=are_tied
