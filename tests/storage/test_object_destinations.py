@@ -7,6 +7,7 @@ import io
 import json
 import signal
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -192,17 +193,26 @@ def test_an_interruption_says_what_is_there(s3: Moto, bucket: str, proxied: Flak
         convert(DCP, url, to="dcp", force=True, progress=stop)
     assert verify(url, against=DCP).against["verdict"] == "equal"
 
-    sent: list[str] = []
+    once, begun = threading.Lock(), threading.Event()
+
+    def interrupt(*_: object) -> None:
+        begun.set()
+        raise KeyboardInterrupt
 
     def rule(method: str, path: str) -> None:
-        """Interrupt the conversion once: a second signal could arrive after it has ended, and would end pytest."""
-        if method == "PUT" and path.endswith("distcp") and not sent:
-            sent.append(path)
-            signal.raise_signal(signal.SIGINT)
+        """Interrupt the main thread once, and answer when it was: later, the conversion could have ended, and pytest would."""
+        if method == "PUT" and path.endswith("distcp") and once.acquire(blocking=False):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert begun.wait(10)
 
+    usual = signal.signal(signal.SIGINT, interrupt)
     proxied.rule = rule
-    with pytest.raises(Interrupted, match="what they replace is gone"):
-        convert(DCP, url, to="dcp", force=True)
+    try:
+        with pytest.raises(Interrupted, match="what they replace is gone"):
+            convert(DCP, url, to="dcp", force=True)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert begun.is_set()
 
 
 def test_no_room_for_parts_that_wait(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
