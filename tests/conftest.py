@@ -77,17 +77,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "live" if file.endswith(LAUNCHING) else folder if folder in ("gpu", "packaging") else file
 
         def remove_node(self, node: Any) -> str | None:
-            """As pytest-xdist's, which runs the test that killed its worker again, until no worker is left."""
-            running = self.assigned_work[node]
-            ended = next(((unit, test) for unit in running.values() for test, done in unit.items() if not done), None)
-            if ended is None:
-                return super().remove_node(node)  # type: ignore[no-any-return]
-            unit, test = ended
-            unit[test] = True
-            if self._pending_of(running):
-                super().remove_node(node)
-            else:
-                del self.assigned_work[node]
+            """Give what a worker that died has not run to the others, except the test that killed it.
+
+            pytest-xdist gives them that test again, and files that are done: a worker waits for ever after such a file.
+            """
+            files = self.assigned_work.pop(node)
+            test = next((test for tests in files.values() for test, done in tests.items() if not done), None)
+            for tests in files.values():
+                if test in tests:
+                    tests[test] = True
+            self.workqueue.update({file: tests for file, tests in files.items() if not all(tests.values())})
+            for other in self.assigned_work if test is not None else ():
+                self._reschedule(other)
             return test
 
     config.option.loadscopereorder = False  # as pytest collects them: launching ones first
