@@ -293,13 +293,13 @@ def argument(name: str, value: object = None, of: str | None = None) -> str:
     The command line may be one of a command that lacks it. Then it says whose option it is: "--drop of `ckpttool convert`".
 
     Args:
-        value: None for the name alone, True for an option that is a switch.
+        value: None for the name alone, True or False for an option that is a switch.
         of: the dataclass that it is a field of, where it belongs to one layout.
     """
     if _command is not None:
-        flag = _FLAGS.get(name) or "--" + name.replace("_", "-")
+        flag = _FLAGS.get(name) or ("--no-" if value is False else "--") + name.replace("_", "-")
         text = flag
-        if value is not None and value is not True:
+        if value is not None and not isinstance(value, bool):
             text += (
                 f" {','.join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value}"
             )

@@ -203,8 +203,13 @@ def resume_verify(
         ),
     ] = None,
     deterministic: Annotated[
-        bool, typer.Option(help="Use deterministic kernels and collectives if torch has them.", rich_help_panel="Job")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--deterministic/--no-deterministic",
+            help="Use deterministic kernels and collectives. By default as the job of --reference did; otherwise if torch has them.",
+            rich_help_panel="Job",
+        ),
+    ] = None,
     reread: Annotated[
         bool,
         typer.Option(

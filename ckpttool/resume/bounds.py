@@ -158,6 +158,8 @@ def held(reference: Trace, got: Trace) -> bool:
         return False
     if not got.micro_batch or got.micro_batch != reference.micro_batch:
         return False
+    if got.device == "cuda" and got.environment.get("deterministic") is False:
+        return False  # the backward pass of attention adds in any order
     recorded = "deterministic" not in reference.environment  # what every trace of the runner says
     if low(got) and (recorded or got.world_size != reference.world_size):
         return False

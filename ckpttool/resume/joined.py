@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from ..errors import CkpttoolError, RankLost, UsageError, argument
 from ..live.collectives import gathered
+from .numerics import before_cuda
 from .settings import Status
 from .watch import Beat, Watch, at, beating, parsed, period_of, written
 
@@ -109,9 +110,7 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
     """
     at("joining the job")
     if deterministic:
-        # before CUDA starts; the collectives' algorithm is fixed too, so that sums have one order at one world size
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("NCCL_ALGO", "Ring")
+        before_cuda()
     import torch
     import torch.distributed as dist
 
@@ -132,12 +131,6 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
             except dist.DistError as e:
                 raise _not_joined(e) from None
-    if deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     except BaseException:

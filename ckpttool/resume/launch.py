@@ -21,16 +21,18 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
-from ..errors import CkpttoolError, RankLost, UsageError, argument
+from ..errors import CkpttoolError, RankLost, Unsupported, UsageError, argument
 from ..extras import need
 from .batches import refuse_missing
 from .bounds import PROFILES
 from .first_step import step_of
 from .joined import in_job, joined_job, lost_peer, watched_job
 from .judging import MEASURING, Judged, judged_runs
+from .numerics import NO_KERNEL
 from .ranks import launch_runs
 from .recipe import looked_over, refuse_no_config
 from .settings import Settings, Status, mesh_of
+from .text import plural
 from .trace import Trace, read_reference
 from .verdict import Cause, Report
 from .watch import at, stage
@@ -70,7 +72,7 @@ def resume_verify(
     compile: bool = False,
     cpu_offload: bool = False,
     module_prefix: str | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     reread: bool = True,
     round_trip: bool = True,
     scratch: str | os.PathLike[str] | None = None,
@@ -120,7 +122,8 @@ def resume_verify(
         activation_checkpointing, compile, cpu_offload: how the job computes.
         module_prefix: what the names of the checkpoint begin with and those of the job's model do not: "net." of a Lightning
             module that keeps its model in self.net.
-        deterministic: use deterministic algorithms.
+        deterministic: use deterministic kernels and collectives. By default as the job of `reference` did, else True where torch has such
+            kernels for all that the model needs.
         reread: read the files a second time and compare them with what the job holds.
         round_trip: save after the first step, load again and compare.
         scratch: a folder that all ranks share, for that save; a temporary one if all ranks are on this machine.
@@ -183,6 +186,8 @@ def resume_verify(
             if recorded is not None and start_step is None:
                 begin = _begin_of(recorded, begin, reference)
             known = recorded or Trace()
+            numerics = dict(known.environment.get("numerics") or {})
+            computes = numerics.get("deterministic", True) if deterministic is None else deterministic
             model_config = found_config if config is None and job is None else config
             shared = None if as_rank else folder
             if scratch is not None and round_trip:
@@ -191,10 +196,11 @@ def resume_verify(
                 source=os.fspath(source), reading=candidate_reading, mesh=dims, config=model_config, job=job, steps=steps, start=begin,
                 data=data, seed=seed, sequence=sequence or known.sequence,
                 global_batch=global_batch or known.global_batch or 8, micro_batch=micro_batch or known.micro_batch or 1,
-                dtype=dtype or known.dtype or ("bf16" if device == "cuda" else "fp32"), device=device,
+                numerics=numerics,
+                buffers=known.buffers, dtype=dtype or known.dtype or ("bf16" if device == "cuda" else "fp32"), device=device,
                 clip=(known.clip if clip is None else clip) or None, keep_dropout=keep_dropout,
                 activation_checkpointing=activation_checkpointing, compile=compile, cpu_offload=cpu_offload,
-                module_prefix=module_prefix or "", deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=shared, timeout=timeout,
+                module_prefix=module_prefix or "", deterministic=computes, reread=reread, round_trip=round_trip, scratch=shared, timeout=timeout,
             )  # fmt: skip
             plan: dict[str, Settings] = {}
             if against is not None:
@@ -234,13 +240,21 @@ def resume_verify(
             return judged_runs(traces, recorded, profile)
 
         if as_rank:
-            of_rank = _run_here(planned, (device, deterministic, timeout), judged, folder, status)
+            of_rank = _run_here(planned, (device, deterministic is not False, timeout), judged, folder, status)
             if of_rank is None:
                 return None
             plan, traces, found = of_rank
         else:
             plan, again = planned()
-            traces = launch_runs(plan, folder, status)
+            try:
+                traces = launch_runs(plan, folder, status)
+            except Unsupported as e:
+                if deterministic is not None or not str(e).startswith(NO_KERNEL):
+                    raise
+                status(f"{e} Starting once more without.")
+                plan, again = ({k: replace(s, deterministic=False) for k, s in runs.items()} for runs in (plan, again))
+                os.mkdir(without := os.path.join(folder, "without"))
+                traces = launch_runs(plan, without, status)
             found = judged(traces)
             if again and found.unsure:
                 status(MEASURING)
@@ -328,7 +342,8 @@ def _mesh(world_size: int | None, mesh: str | None, as_rank: bool, device: str, 
         raise UsageError(f"{argument('mesh', mesh)} has {size} ranks, but there are {ranks}.")
     if device == "cuda" and not as_rank and ranks > gpus:
         raise UsageError(
-            f"{ranks} ranks, but this machine has {gpus} GPUs. To use several nodes, start ckpttool with torchrun or srun."
+            f"{ranks} ranks, but this machine has {plural(gpus, 'GPU')}. Pass {argument('device', 'cpu')} to run them on the CPU, or start "
+            "ckpttool with torchrun or srun to use several nodes."
         )
     return dims
 

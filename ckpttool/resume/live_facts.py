@@ -15,6 +15,7 @@ from ..live.live_values import leaves
 from ..live.optimizers import OWN_FLAGS
 from .beside import mark
 from .fingerprint import combine, local, owned
+from .numerics import numerics
 
 __all__ = [
     "Measure", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_parameters",
@@ -228,6 +229,7 @@ def environment() -> dict[str, Any]:
     out: dict[str, Any] = {"ckpttool": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.cuda.is_available():
         out["gpu"] = torch.cuda.get_device_name()
+        out["numerics"] = numerics()
         out["cuda"] = torch.version.cuda
         if torch.distributed.is_nccl_available():
             version: Any = torch.cuda.nccl.version

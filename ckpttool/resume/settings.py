@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from ..engine.opening import OpenOptions
 from ..errors import UsageError, argument, flags_are_named
@@ -48,6 +49,8 @@ class Settings:
     clip: float | None = None
     rates: dict[int, list[float]] = field(default_factory=dict)
     probe: dict[str, list[list[int]]] = field(default_factory=dict)
+    numerics: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, list[Any]] = field(default_factory=dict)
     keep_dropout: bool = False
     activation_checkpointing: bool = False
     compile: bool = False

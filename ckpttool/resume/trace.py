@@ -82,6 +82,7 @@ class Trace:
     `variants` {name: [...]}: of values and others that the ranks of a recorded job held differently, those of the ranks.
     `generators` are marks of the random states of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and
     "numpy_position". `unrecorded` {what: why} is what a `Recorder` did not record.
+    `buffers` {name: [dtype, shape, bytes in hex]} of small buffers of a recorded job that no checkpoint holds (`numerics.small_buffers`).
     `quanta` {FQN: L2 norm} of the distance from each element of a parameter of 16 bits to the next number.
     `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
     `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.
@@ -128,6 +129,7 @@ class Trace:
     scalars: dict[str, float] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     variants: dict[str, list[Any]] = field(default_factory=dict)
+    buffers: dict[str, list[Any]] = field(default_factory=dict)
     generators: list[dict[str, Any]] = field(default_factory=list)
     unrecorded: dict[str, str] = field(default_factory=dict)
     quanta: dict[str, float] = field(default_factory=dict)
@@ -192,6 +194,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
                     "variants": {str(n): list(v) for n, v in record.get("variants", {}).items()},
                     "generators": [dict(g) for g in record.get("generators", [])],
                     "probe": _probe(record.get("probe", {})),
+                    "buffers": {str(n): [str(b[0]), list(map(int, b[1])), str(b[2])] for n, b in record.get("buffers", {}).items()},
                     "unrecorded": {str(k): str(v) for k, v in record.get("unrecorded", _EARLIER).items()},
                     "scalars": _numbers(record.get("scalars", {})),
                     "groups": [dict(g) for g in record.get("groups", [])],

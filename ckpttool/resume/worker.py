@@ -48,6 +48,7 @@ from .live_facts import (  # fmt: skip
     tied_names,
 )
 from .load_cost import LoadCost
+from .numerics import no_kernel_named, take_buffers, use_numerics
 from .recipe import fitting
 from .round_trip import round_trip
 from .settings import Settings, Status, read_settings
@@ -78,11 +79,13 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
 
     torch.manual_seed(settings.seed)
     at(f"reading the index of {settings.source}")
+    use_numerics(settings.deterministic, settings.numerics)
     opened, problem = look_together(settings.source, settings.reading)
     with opened:
         ckpt = opened.checkpoint
         stage("building the model")
         job = start(settings, opened)
+        job.notes.extend(take_buffers(job.model, settings.buffers))
         out = Trace(
             source=settings.source, layout=opened.layout.name, start=settings.start, world_size=dist.get_world_size(),
             mesh=settings.mesh, device=settings.device, dtype=settings.dtype, seed=settings.seed, data=settings.data,
@@ -120,14 +123,15 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         _state(job, trained, opened, settings, out, status)
         _restore_rng(settings, opened, out)
     stage("probing")
-    probe(job, rows, settings, probe_file, out)
-    probe_as_recorded(job, settings, out)
-    for k in range(settings.steps):
-        step = settings.start + 1 + k
-        out.steps.append(train_step(job, rows, step, settings))
-        status(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
-        if k == 0:
-            round_trip(job, settings, out, status)
+    with no_kernel_named():
+        probe(job, rows, settings, probe_file, out)
+        probe_as_recorded(job, settings, out)
+        for k in range(settings.steps):
+            step = settings.start + 1 + k
+            out.steps.append(train_step(job, rows, step, settings))
+            status(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
+            if k == 0:
+                round_trip(job, settings, out, status)
     if any(gathered(job.random)):
         out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
     out.memory = measure_memory(settings)

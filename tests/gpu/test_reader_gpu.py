@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,9 +68,10 @@ def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
 
 
 @pytest.fixture
-def world() -> Iterator[Any]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A process group of one rank, and its mesh."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29507", RANK="0", WORLD_SIZE="1")
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29507", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda:0"))
     yield init_device_mesh("cuda", (1,))
     dist.destroy_process_group()

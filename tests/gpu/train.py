@@ -1,4 +1,7 @@
-"""The original job of test_resume_gpu: FSDP2 under NCCL, bfloat16, synthetic rows; saved after two steps, recorded after."""
+"""The original job of test_resume_gpu: FSDP2 under NCCL, bfloat16, synthetic rows; saved after two steps, recorded after.
+
+Its model is built on the GPU. With "deterministic" it computes with deterministic kernels, otherwise with those that torch chooses.
+"""
 
 import os
 import sys
@@ -18,11 +21,11 @@ from ckpttool.resume.batches import open_data
 ROWS, MICRO, SEQUENCE, SAVED, STEPS = 8, 4, 1024, 2, 12
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, kernels: str) -> None:
     """The whole job."""
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(kernels == "deterministic")
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "config"), dtype=torch.float32)
@@ -59,6 +62,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
     sys.stdout.flush()
     os._exit(0)  # threads of torch.distributed now and then abort the process on the usual way out

@@ -43,6 +43,20 @@ def meta(mesh: Any, device: str) -> Any:
     return {"model": model, "optimizer": optimizer, "scheduler": jobs.build_scheduler, "data": sample, "loss": loss}
 
 
+def scattered(mesh: Any, device: str) -> Any:
+    """The job of `meta` with a loss of an operation of which torch has no deterministic kernel, on no device."""
+    job = meta(mesh, device)
+    inner = job["loss"]
+
+    def loss(model: Any, batch: Any) -> Any:
+        return (
+            inner(model, batch)[0] * torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))[0],
+            *inner(model, batch)[1:],
+        )
+
+    return {**job, "loss": loss}
+
+
 def broken() -> Any:
     """A job that cannot be built."""
     raise RuntimeError("the data set is not mounted")

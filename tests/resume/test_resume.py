@@ -113,6 +113,31 @@ def test_a_job_on_meta_with_a_scheduler_and_a_loss_goes_on_with_its_learning_rat
     assert "<html" in (tmp_path / "report" / "report.html").read_text()
 
 
+def test_a_job_without_deterministic_kernels_is_run_without_and_asks_for_the_option_where_it_cannot(
+    tmp_path: Path,
+) -> None:
+    source = FIXTURES / "fsdp2_w2_groups" / "ckpt"
+    reference = recorded("fsdp2_w2_groups", tmp_path / "r.jsonl")
+    job = [
+        "--job",
+        f"{JOBS}:scattered",
+        "--reference",
+        reference,
+        "--global-batch",
+        24,
+        "--micro-batch",
+        12,
+        "--steps",
+        3,
+    ]
+    code, report, said = verify(source, *job)
+    assert code == 0, failures(report)
+    assert report["candidate"]["environment"]["deterministic"] is False
+    assert "torch has no deterministic kernel for put_" in said and "Starting once more without" in said
+    code, report, _ = verify(source, *job, "--deterministic")
+    assert code == 3 and "pass --no-deterministic" in report["error"]["message"].lower()
+
+
 def test_torchrun_may_start_it_and_rank_0_alone_speaks(config: Path, tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     source = FIXTURES / "fsdp2_w2_groups" / "ckpt"

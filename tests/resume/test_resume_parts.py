@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from ckpttool.errors import Corrupt, MissingPackage, Unsupported, UsageError
 from ckpttool.formats.pickles import Truncated
 from ckpttool.resume import batches, fingerprint, launch, live_facts, ranks, worker
 from ckpttool.resume.adapted import adapted
+from ckpttool.resume.bounds import held
 from ckpttool.resume.first_step import step_of
+from ckpttool.resume.numerics import numerics, take_buffers, use_numerics
 from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
 from ckpttool.resume.trace import Step, Trace, line, read_reference, read_trace, to_json
 
@@ -275,6 +277,49 @@ def test_a_recorder_writes_what_the_optimizer_did_in_numbers_that_are_not_rounde
     assert step.update_norm == pytest.approx(math.hypot(*moved.values()), rel=1e-6)
     assert trace.state.keys() == {f"model.{n}" for n in before}, "there was no optimizer state before the first step"
     assert trace.groups[0]["lr"] == 0.1 and "fused" not in trace.groups[0]
+
+
+def test_buffers_that_no_checkpoint_has_are_those_of_the_recorded_job(tmp_path: Path) -> None:
+    class Rotary(torch.nn.Module):
+        def __init__(self, last: float) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.tensor([1.0, 0.5, last]), persistent=False)
+            self.register_buffer("mask", torch.zeros(2000), persistent=False)
+            self.register_buffer("kept", torch.ones(2))
+
+    theirs, ours = (torch.nn.ModuleDict({"rope": Rotary(last)}) for last in (0.25, 0.25 + 2**-20))
+    recorder = ckpttool.Recorder(tmp_path / "r.jsonl", torch.compile(theirs, backend="eager"))
+    recorder.state(0)
+    (tmp_path / "r.jsonl").open("a").write(line("step", step=1, loss=1.0))
+    known = read_reference(tmp_path / "r.jsonl", 0)
+    assert [*known.buffers] == ["rope.inv_freq"], "neither what the checkpoint has nor what is large"
+    (note,) = take_buffers(ours, known.buffers)
+    assert "rope.inv_freq" in note and "9.5e-07" in note
+    assert torch.equal(ours["rope"].inv_freq, theirs["rope"].inv_freq) and take_buffers(ours, known.buffers) == []
+    assert take_buffers(torch.nn.ModuleDict({"other": Rotary(1.0)}), known.buffers) == []
+
+
+def test_kernels_of_a_gpu_are_those_of_the_recorded_job() -> None:
+    try:
+        use_numerics(True, {})
+        assert numerics() == {"deterministic": True, "tf32": False, "bf16_reduced_precision": False}
+        known = {"deterministic": False, "tf32": True, "bf16_reduced_precision": True}
+        use_numerics(False, known)
+        assert numerics() == known
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert numerics()["deterministic"] is False, "attention adds in any order with warn_only"
+    finally:
+        use_numerics(False, {"tf32": False, "bf16_reduced_precision": True})
+    a = Trace(
+        micro_batch=4, sequence=8, dtype="bf16", device="cuda", global_batch=8, environment={"deterministic": True}
+    )
+    assert held(a, a) and not held(a, replace(a, environment={"deterministic": False}))
+    assert held(a, replace(a, device="cpu", environment={"deterministic": False})), "the CPU has one order"
+
+
+def test_a_job_that_needs_more_gpus_names_the_cpu() -> None:
+    with pytest.raises(UsageError, match=r"3 ranks, but this machine has 1 GPU\. Pass device='cpu'"):
+        launch._mesh(3, None, False, "cuda", 1)
 
 
 def test_the_state_of_a_trained_job_has_its_moments_and_steps(tmp_path: Path) -> None:
