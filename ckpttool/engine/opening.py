@@ -512,19 +512,18 @@ def _undo_values_of_layout(opened: OpenCheckpoint) -> None:
     """Remove the values that ckpttool had to add for the layout, put together those that the layout holds in pieces, and take apart lists
     that lost elements, as ckpttool.json says, where the files still have what was written."""
     ckpt, found = opened.checkpoint, opened.recorded()
-    if known := ckpt.recorded_values or (found and found.values):
+    if found is not None:
+        for name, data in found.made.items():
+            if name in ckpt.values and equal_values(Value((), ckpt.values[name].data), Value((), data)):
+                del ckpt.values[name]
+                opened.of_layout.add(name)
+        for name, value in found.whole.items():
+            pieces = _pieces(value)
+            held = _pieces(ckpt.values[name]) if name in ckpt.values else ckpt.values
+            if all(n in held and equal_values(held[n], piece) for n, piece in pieces.items()):
+                ckpt.values = {n: v for n, v in ckpt.values.items() if n not in pieces} | {name: value}
+    if known := ckpt.recorded_values or (found and found.values):  # whole values have no elements that could be missing
         _find_left_elements(ckpt, known)
-    if found is None:
-        return
-    for name, data in found.made.items():
-        if name in ckpt.values and equal_values(Value((), ckpt.values[name].data), Value((), data)):
-            del ckpt.values[name]
-            opened.of_layout.add(name)
-    for name, value in found.whole.items():
-        pieces = _pieces(value)
-        held = _pieces(ckpt.values[name]) if name in ckpt.values else ckpt.values
-        if all(n in held and equal_values(held[n], piece) for n, piece in pieces.items()):
-            ckpt.values = {n: v for n, v in ckpt.values.items() if n not in pieces} | {name: value}
 
 
 def _find_left_elements(ckpt: Checkpoint, known: Mapping[str, str]) -> None:

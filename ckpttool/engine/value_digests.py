@@ -59,7 +59,7 @@ def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Va
     A reader takes a list apart for the dicts and tensors in it. Where a layout could not hold those, the other elements are values of
     the state, and the reader finds one list.
     """
-    heads = {head for n in names for head in accumulate(n.split("."), "{}.{}".format)}
+    heads = {head for n in names for head in accumulate(n.split(".")[:-1], "{}.{}".format)}
     out: dict[str, Value] = {}
     todo = list(held.items())
     for name, v in todo:

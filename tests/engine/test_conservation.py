@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import shutil
 import sys
@@ -149,6 +150,7 @@ def test_an_element_that_full_cannot_hold_leaves_none_at_its_position(tmp_path: 
         [{b"k": frozenset()}, {1, 2}, {"a": frozenset()}],
         [{0: 1}, 2, {"a": frozenset()}],
         [{"a": frozenset()}, 3, {"b": 1}],
+        [{"a": frozenset()}, "None", []],
     ],
 )
 def test_a_list_that_loses_all_for_which_a_reader_takes_it_apart(mine: list[Any], tmp_path: Path) -> None:
@@ -162,6 +164,15 @@ def test_a_list_that_loses_all_for_which_a_reader_takes_it_apart(mine: list[Any]
     ckpttool.verify(tmp_path / "out.pt", read_data=True)
     again = ckpttool.convert(tmp_path / "out.pt", tmp_path / "dcp", to="dcp", world_size=1)
     assert {n for n in done.kept if n.startswith("extra.mine")} <= set(again.kept)
+
+
+def test_none_in_a_value_that_dcp_takes_apart_is_no_place_of_a_lost_element(tmp_path: Path) -> None:
+    value = {1.5: [bytearray(b"x")], 0: [None, collections.Counter({6: 2}), torch.Size((2,))]}
+    torch.save({"model": {"w": torch.ones(2)}, "mine": collections.OrderedDict(d=value)}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "dcp", to="dcp", world_size=1)
+    assert conserved.unaccounted(tmp_path / "in.pt", tmp_path / "dcp", done) == []
+    with ckpttool.open(tmp_path / "dcp") as opened:
+        assert conserved.identical(opened.checkpoint.values["extra.mine.d"].data[0][0], None)
 
 
 def test_counters_of_a_deepspeed_engine_come_back_from_torchtitan(tmp_path: Path) -> None:
