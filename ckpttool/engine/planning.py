@@ -185,6 +185,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         # the draft, which must account for every entry
         draft = _drafted(opened.checkpoint, opened.source, target, options, account)
         _refuse_casts(draft, target, codes)
+        _refuse_file_names(draft)
         draft.averages = frozenset() if reading.allow_mixed_steps else averages_of(draft.sources)
         draft.dropped += unplaced
         if not drop:
@@ -507,6 +508,21 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
             raise Unsupported(
                 f'"{joined(of.path)}" is {of.dtype}, two numbers in a byte, and the destination keeps it as {t.dtype}. ckpttool moves '
                 "such tensors, it does not convert them. Choose a layout that keeps dtypes, such as dcp."
+            )
+
+
+def _refuse_file_names(draft: Draft) -> None:
+    """Names of files that no file system and no store would take, as where a layout has a file for each value.
+
+    Raises:
+        Unsupported: a name is longer than 255 bytes.
+    """
+    for f in draft.files:
+        part = max(map(os.fsencode, f.name.split("/")), key=len)
+        if len(part) > 255:
+            raise Unsupported(
+                f"this layout would write a file with a name of {len(part):,} bytes, {part[:40].decode(errors='replace')}…; the limit is 255. The name "
+                "is that of an entry of the state: rename it, or write another layout."
             )
 
 

@@ -348,8 +348,8 @@ def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
 
 
 def _is_unknown_class(f: Global) -> bool:
-    """Whether a name looks like a class that is neither in `_KEPT` nor of Python's own library."""
-    standard = f.module.partition(".")[0] in _STANDARD
+    """Whether a name looks like a class that is neither in `_KEPT` nor of Python's own library, nor one of torch's own for numbers."""
+    standard = f.module.partition(".")[0] in _STANDARD or f.module in _OF_TORCH
     return not standard and f not in _KEPT and all(map(_is_class_name, f.name.split(".")))
 
 
@@ -358,6 +358,8 @@ def _is_of_torchao(f: Global, args: tuple[Any, ...]) -> bool:
     return f.module.partition(".")[0] == "torchao" and len(args) == 1 and type(args[0]) in (str, int)
 
 
+#: Where torch has its classes of tensors and storages. What it pickles of them is in `_KEPT` or has a stand-in; it calls no other.
+_OF_TORCH = ("torch", "torch._C", "torch._tensor", "torch.storage")
 _PARTIAL = Global("functools", "partial")
 _TYPE = tuple(Global(module, "type") for module in _BUILTINS)
 _OF_GENERATORS = ("numpy.random._pickle", "numpy.random.bit_generator")

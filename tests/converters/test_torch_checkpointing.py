@@ -364,3 +364,10 @@ def test_a_rank_of_another_step_is_refused(tmp_path: Path) -> None:
         ckpttool.open(source)
     with ckpttool.open(source, only=["model"]) as opened:
         assert opened["model.emb.weight"].shape == (131, 6)
+
+
+def test_an_entry_whose_name_no_file_can_have_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "k" * 300: [1]}, tmp_path / "in.pt")
+    with pytest.raises(Unsupported, match=r"a name of 30\d bytes, k+…; the limit is 255"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="torch_checkpointing", world_size=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.pt"]

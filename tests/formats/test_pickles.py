@@ -686,3 +686,10 @@ def test_storages_pay_for_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = b"(X\x07\x00\x00\x00storageK\x01X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ0"
     big = SimpleNamespace(length=150_000 * 64)
     assert len(pickles.load(b"\x80\x02" + stored + table + b".", persistent=lambda pid: big)[0]) == 300_000
+
+
+@pytest.mark.parametrize(
+    "made", [Evil(torch.FloatTensor, [1.0]), Evil(torch.FloatStorage, 3), Evil(torch.Tensor, 2)], ids=["tensor", "storage", "base"]
+)  # fmt: skip
+def test_numbers_that_a_call_would_make_are_refused(made: Any) -> None:
+    assert "ckpttool never runs" in refusal(pickle.dumps({"weight": made}))
