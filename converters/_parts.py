@@ -37,7 +37,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import Composite, place_composite, shape_of
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical
+from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original
 from ckpttool.index.optimizer_names import possible_orders
 from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
@@ -247,6 +247,8 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
     else:
         found = layouts.find(part.layout).read(where, mine)
     whole.config = whole.config or found.config
+    if part.component == "model" and not part.whole:
+        found = _with_root_buffers(found)
     stray = [n for n in [*found.tensors, *found.values] if found.component(n) != part.component]
     if part.component == "optim" and stray and len(stray) == len(found.tensors) + len(found.values):
         asked = options.only is not None and "optim" in options.only
@@ -273,6 +275,16 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
         found.tensors = {n: replace(t, path=("extra", *t.path[1:])) for n, t in found.tensors.items()}
         found.recorded = {}
     return found
+
+
+def _with_root_buffers(ckpt: Checkpoint) -> Checkpoint:
+    """A file of a model's state dict, whose root may have a buffer `step` of its own, as ema_pytorch's EMA has: no counter of a trainer."""
+    tensors = {}
+    for n, t in ckpt.tensors.items():
+        if t.path[0] != "model" and len(at := original(t.path, ckpt.origin)) == 1:
+            n, t = joined(("model", *at)), replace(t, path=("model", *at))
+        tensors[n] = t
+    return replace(ckpt, tensors=tensors)
 
 
 def _refuse_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None:

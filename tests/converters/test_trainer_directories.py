@@ -748,3 +748,17 @@ def test_components_that_share_a_file_may_be_asked_for_alone() -> None:
     for only in ("trainer", "extra"):
         with ckpttool.open(source, only=[only]) as opened:
             assert {opened.checkpoint.component(n) for n in opened.checkpoint.values} == {only}
+
+
+def test_a_buffer_named_as_a_counter_is_the_model_s(tmp_path: Path) -> None:
+    """As ema_pytorch's EMA has `step` and `initted` at its root."""
+    shutil.copytree(FIXTURES / "trainers" / "accelerate_fsdp2_full", tmp_path / "a")
+    (found,) = (tmp_path / "a").rglob("pytorch_model_fsdp.bin")
+    weights = {**torch.load(found), "step": torch.tensor(7), "epoch": torch.tensor([2.0])}
+    torch.save(weights, found)
+    with ckpttool.open(found.parent) as opened:
+        assert "trainer.step" not in opened.checkpoint.tensors
+        assert opened["model.step"][...] == 7 and opened["model.epoch"][0] == 2.0
+    ckpttool.convert(found.parent, tmp_path / "hf", to="hf", drop=True)
+    back = load_file(tmp_path / "hf" / "model.safetensors")
+    assert back.keys() == weights.keys() and all(torch.equal(back[n], weights[n]) for n in weights)

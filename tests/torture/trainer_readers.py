@@ -57,7 +57,8 @@ def lightning(path: Path) -> Tree:
 
 def full(path: Path) -> Tree:
     """A file of all weights and one of the optimizer, by names."""
-    return named(flat(load(path / "pytorch_model_fsdp.bin"))) | named(flat({"optim": load(path / "optimizer.bin")}))
+    weights = {("model", n): x for n, x in load(path / "pytorch_model_fsdp.bin").items() if isinstance(x, Tensor)}
+    return weights | named(flat({"optim": load(path / "optimizer.bin")}))
 
 
 def adapter(path: Path) -> Tree:
