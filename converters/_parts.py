@@ -260,7 +260,7 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
     if part.component == "optim" and not part.whole:
         _refuse_weights(f"{source.root}/{part.name}", (t.path for t in found.tensors.values()), whole)
     if part.component == "optim" and model:
-        named = {str(t.path[2]) for t in found.tensors.values() if t.path[:2] == ("optim", "state")}
+        named = {str(t.path[2]) for t in found.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 2}
         if not named <= set(model) and part.renamed and {part.renamed + n for n in named} <= set(model):
             found = with_prefix(found, part.renamed)
         elif not named <= set(model) and {saved_name(n) for n in named} <= set(model):

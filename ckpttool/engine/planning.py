@@ -368,8 +368,13 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
     """Note what is odd about the state of an optimizer.
 
     Raises:
-        Unsupported: it has no names, and what resumes from the layout finds it by them.
+        Unsupported: it has no names, and what resumes from the layout finds it by them, or it is a tensor.
     """
+    if target.needs_named_optimizer and "optim.state" in ckpt.tensors:
+        raise Unsupported(
+            '"optim.state" is a tensor. The state of an optimizer is a dict of its parameters, so no engine and no trainer loads it. '
+            f"{argument('only', ['model'])} converts the weights alone; dcp and full keep it."
+        )
     unnamed = [] if drop else unnamed_optimizer_state(ckpt)
     numbered = next((n.removeprefix(f"{KEEPS_NUMBERS}: ") for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), None)
     by_name = target.needs_named_optimizer or target.name == "dcp"  # a job of ranks asks for names

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import Corrupt, Unsupported, argument
+from ..errors import Corrupt, Unsupported
 from ..formats.stored_tensors import Inline, flattened
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined, tied_weights
 from ..index.draft import Dropped
@@ -151,11 +151,6 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
     groups: dict[int, dict[Any, Any]] = {}
     params: dict[int, list[str]] = {}
     scalars: list[str] = []
-    if "optim.state" in ckpt.tensors:
-        raise Unsupported(
-            '"optim.state" is a tensor. The state of an optimizer is a dict of its parameters, so no engine loads it. '
-            f"{argument('only', ['model'])} converts the weights alone; dcp and full keep it."
-        )
     for name, v in ckpt.values.items():
         if v.path[:2] == ("optim", "param_groups") and len(v.path) > 3:
             i = int(v.path[2])

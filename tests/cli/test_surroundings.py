@@ -286,8 +286,11 @@ def test_state_of_an_optimizer_that_is_a_tensor_itself(tmp_path: Path) -> None:
     )
     ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=2)
     assert load_dcp(tmp_path / "out")["optim"]["state"].tolist() == [1.0, 1.0, 1.0]
-    with pytest.raises(errors.Unsupported, match="The state of an optimizer is a dict"):
-        ckpttool.convert(tmp_path / "in.pt", tmp_path / "zero", to="zero3", world_size=2)
+    for to in ("zero3", "trainer", "torchtitan", "megatron"):
+        with pytest.raises(errors.Unsupported, match="The state of an optimizer is a dict"):
+            ckpttool.convert(
+                tmp_path / "in.pt", tmp_path / "there", to=to, world_size=2 if to != "megatron" else None, drop=True
+            )
 
 
 def test_an_index_that_names_a_file_with_half_a_surrogate_pair(tmp_path: Path, small: Path) -> None:

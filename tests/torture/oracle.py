@@ -451,6 +451,7 @@ def differences(mine: Reading, tree: Tree, oracle: str) -> list[str]:
         if oracle == "universal":  # stage 3 has the steps elsewhere
             mine = {n: x for n, x in mine.items() if x[1] or not n.startswith("optim.")}
             tree = {p: t for p, t in tree.items() if t.ndim or p[0] != "optim"}
+    tree = {q: y for p, x in tree.items() for q, y in _elements(p, x, mine)}
     plain = {joined(p): entry(x) for p, x in tree.items()}
     if scope is not None:  # a script keeps the names of a compiled or wrapped module
         bare = {".".join(part for part in n.split(".") if part not in WRAPPERS): x for n, x in plain.items()}
@@ -465,6 +466,13 @@ def differences(mine: Reading, tree: Tree, oracle: str) -> list[str]:
     except ckpttool.CkpttoolError as e:
         return [*first, f"their tree has no canonical names: {e}"]
     return _compared(mine, {joined(p): entry(x) for p, x in named.items()})
+
+
+def _elements(path: tuple[Any, ...], x: Any, mine: Reading) -> list[tuple[tuple[Any, ...], Any]]:
+    """A leaf; the param groups of an optimizer one by one, where nothing in them makes torch take their list apart."""
+    if isinstance(x, list) and path[-1:] == ("param_groups",) and f"{joined(path)}.0" in mine:
+        return [((*path, i), y) for i, y in enumerate(x)]
+    return [(path, x)]
 
 
 def are_tied(a: Any, b: Any) -> bool:
