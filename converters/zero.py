@@ -371,6 +371,11 @@ def _read_stage0(reading: Reading, model: File) -> Checkpoint:
     masters = state.get("fp32_groups")
     if masters is None and "fp32_groups_flat" in state:
         raise Unsupported(f"{model.what}: flat masters of a fused fp16 optimizer, whose order the file does not hold.")
+    if masters is None and "optimizer_state_dict" in state:  # deepspeed/runtime/fp16/unfused_optimizer.py, state_dict
+        raise Corrupt(
+            f"{model.what}: the optimizer has no fp32_groups, the masters that DeepSpeed writes beside its optimizer_state_dict. The file is damaged, or "
+            "another program changed it; fetch it again."
+        )
     aliases = ds.tied([model])
     own = [n for n in reading.model if n not in set(model.tree.get("buffer_names") or ()) | aliases.keys()]
     groups = model.get("param_groups", list, inner)

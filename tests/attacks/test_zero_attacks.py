@@ -314,6 +314,7 @@ OPTIMIZER: dict[str, Case] = {
         z0(put("optimizer", "fp32_groups", lambda groups: [None, *groups])), Corrupt, "fp32_groups does not fit"
     ),
     "stage 0: masters by name": Case(z0(put("optimizer", "fp32_groups", {"a": 1})), Corrupt, "fp32_groups does not fit"),
+    "stage 0: no masters": Case(z0(without("optimizer", "fp32_groups")), Corrupt, "has no fp32_groups"),
     "stage 0: no optimizer": Case(z0(without("optimizer")), Corrupt, 'has no "optimizer"'),
     "stage 0: no groups": Case(z0(without("optimizer", "optimizer_state_dict", "param_groups")), Corrupt, "'param_groups' is missing"),
     "stage 0: no state": Case(z0(without("optimizer", "optimizer_state_dict", "state")), Corrupt, "'state' is missing"),
