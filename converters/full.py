@@ -83,10 +83,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """The index of a file.
 
     Raises:
-        Unsupported: it holds no dict of tensors.
+        Unsupported: it holds no dict of tensors. Corrupt: a trainer's file of this name is a folder.
     """
     source, name = where
-    assert name is not None
+    if name is None:
+        raise Corrupt(f"{source.root} is a folder, and a file of torch.save has this name. Fetch the checkpoint again.")
     what = f"{source.root}/{name}"
     read_at = source.reader_of(name)
     tree = torch_zip.read(read_at, 0, source.size(name), what, later=True)

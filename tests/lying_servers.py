@@ -987,7 +987,7 @@ def judged(liar: Liar, done: Ran, idle_bytes: int) -> list[str]:
     told, bad = LIES[liar.kind][liar.name], []
     if done.code is None or done.seconds > DEADLINE:
         bad.append(f"it took {done.seconds:.1f} s")
-    if done.most_bytes > idle_bytes + MOST_BYTES:
+    if done.most_bytes > MOST_BYTES:
         bad.append(f"{done.most_bytes >> 20} MiB of memory; {idle_bytes >> 20} MiB with an honest server")
     if "Traceback" in done.text or "bug of ckpttool" in done.text:
         bad.append("a traceback")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
+from xml.parsers import expat
 
 from ..bounded_json import refuse_bomb
 from ..errors import RemoteError, Unsafe
@@ -153,13 +154,15 @@ class Question:
         self._left = max(0, self._left - n)
 
     def check_body(self, body: bytes) -> None:
-        """Refuse the body of an answer without a range that would fill the memory once its reader parses it as JSON.
+        """Refuse the body of an answer without a range that would fill the memory once its reader parses it as JSON, or for S3 as XML.
 
         Raises:
             RemoteError: it would.
         """
         try:
             refuse_bomb(body, "the server's answer")
+            if self.url.startswith("s3://"):
+                _refuse_deep_xml(body)
         except Unsafe as e:
             found = str(e).partition(". ")[0]
             raise RemoteError(f"{self.url}: {found}. Check the address, the server and the proxy.") from None
@@ -188,6 +191,34 @@ class Question:
             f"{self.url}: the server sends more than the {most:,} bytes that an answer to this request may have. Check the server, or "
             "download the file by other means."
         )
+
+
+#: How deep XML of S3 is nested at most: a listing has four levels.
+_XML_DEPTH = 32
+
+
+def _refuse_deep_xml(body: bytes) -> None:
+    """Measure the elements of XML, of which each open one takes 400 bytes in its reader. What is no XML is for the reader to refuse.
+
+    Raises:
+        Unsafe: elements are nested deeper than in any answer of S3.
+    """
+    depth = 0
+
+    def opened(name: str, attributes: Mapping[str, str]) -> None:
+        nonlocal depth
+        depth += 1
+        if depth > _XML_DEPTH:
+            raise Unsafe(f"the server's answer has XML nested deeper than {_XML_DEPTH} levels")
+
+    def closed(name: str) -> None:
+        nonlocal depth
+        depth -= 1
+
+    parser = expat.ParserCreate()
+    parser.StartElementHandler, parser.EndElementHandler = opened, closed
+    with suppress(expat.ExpatError):
+        parser.Parse(body, True)
 
 
 _CURRENT: ContextVar[Question | None] = ContextVar("ckpttool question", default=None)

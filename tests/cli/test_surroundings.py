@@ -293,6 +293,15 @@ def test_state_of_an_optimizer_that_is_a_tensor_itself(tmp_path: Path) -> None:
             )
 
 
+def test_a_folder_in_the_place_of_a_trainer_s_file(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "trainers" / "trainer_fsdp2_full" / "ckpt" / "checkpoint-3", tmp_path / "a")
+    (tmp_path / "a" / "optimizer.bin").unlink()
+    (tmp_path / "a" / "optimizer.bin").mkdir()
+    (tmp_path / "a" / "optimizer.bin" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(errors.Corrupt, match=r"optimizer\.bin is a folder"):
+        ckpttool.open(tmp_path / "a")
+
+
 def test_an_index_that_names_a_file_with_half_a_surrogate_pair(tmp_path: Path, small: Path) -> None:
     ckpttool.convert(small / "in.pt", tmp_path / "hf", to="hf")
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(

@@ -13,7 +13,7 @@ from ckpttool.storage.answer_limits import permit_redirect
 SAMPLE = [
     ("web", "gzip_bomb"), ("web", "slow_body"), ("web", "endless_listing"), ("s3", "endless_range"), ("s3", "same_token"), ("s3", "name_climbs"),
     ("s3", "redirects_elsewhere"), ("hub", "endless_whole"), ("hub", "continues_for_ever"), ("hub", "links_for_ever"), ("hub", "name_climbs"),
-    ("hub", "come_back_next_year"), ("s3", "huge_tokens"),
+    ("hub", "come_back_next_year"), ("s3", "huge_tokens"), ("s3", "deep_xml"),
 ]  # fmt: skip
 
 

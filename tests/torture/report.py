@@ -22,6 +22,7 @@ ALLOWED = {
     r"KeyError: 'shared_params'": "DeepSpeed before 0.9 wrote no shared_params: accepted where nothing in the file could be tied",
     r"No such file|is a directory": "a file that the script wants and the state does not need",
     r"Stopped": "its reader is slow, and was stopped",
+    r"is a FIFO": "a FIFO in the place of a file beside the state, which is listed as not read",
 }
 
 
