@@ -396,6 +396,16 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                     "make the key and loads by the key alone, so the file was altered; take another copy."
                 )
             out.paths[key] = list(path)
+        lost = (
+            [key for key in state["state_dict_metadata"] if key not in state["planner_data"]]
+            if state["planner_data"]
+            else ()
+        )
+        if lost:
+            raise Corrupt(
+                f"{what}: planner_data has the paths of other entries, and none for {len(lost):,} of {len(state['state_dict_metadata']):,}, first "
+                f"{pickles.short(lost[0])}. torch writes all or none; the file was altered, take another copy."
+            )
         _refuse_mixed_paths(out.paths, what)
         listed = sum(isinstance(meta, collector.tensor_class) for meta in state["state_dict_metadata"].values())
         values = sum(isinstance(meta, _Bytes) for meta in state["state_dict_metadata"].values())

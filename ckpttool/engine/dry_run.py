@@ -31,7 +31,8 @@ class DryRun:
     `read_bytes` counts the source once and, where the result is read back, the result too. `memory_bytes` is the most for
     buffers and Python of all processes on this machine together; the index comes on top, in each. `workers` is None where one process does
     the work, else {"name", "count": None if the engine was not asked, "memory_bytes": of each}. `seconds` is reading and writing at `bytes_per_second`, which is assumed.
-    `free_bytes` is None for an object store. `files` {"name", "bytes"}, `dropped` {"name", "bytes", "why"}.
+    `free_bytes` is None for an object store. `files` {"name", "bytes"}; an index that is made
+    at the end (.metadata, pickles) is estimated, there and in `written_bytes`. `dropped` {"name", "bytes", "why"}.
     """
 
     source: str

@@ -13,13 +13,14 @@ of either makes other weights. They are known by their names, dtypes and shapes,
     m.qweight    int32        m.scales            GPTQ, AWQ, with m.qzeros, m.g_idx
     m.weight     float8, int8 m.scale             DeepSeek's own files
     m.weight     int8         m.SCB               bitsandbytes, 8 bits
+    m.weight     uint32       m.scales            MLX, 2 to 8 bits, with m.biases; [rows, columns * bits / 32]
     w            any          w.absmax            bitsandbytes, 4 bits, with w.quant_map, w.quant_state.*
 
 `w` is the name of a parameter, "model.layers.0.mlp.up_proj.weight", and `m` of its module. A pair counts if the scale has a shape that fits the codes.
 What config.json says (`stated`) decides where names alone do not: a plain float8 weight, or a parameter that is called "scale", is no code.
 
 Sources: compressed_tensors/compressors 0.20; transformers/quantizers and integrations 5.23 (finegrained_fp8, mxfp4, bitsandbytes, awq);
-modelopt/torch/export/quant_utils.py; DeepSeek-V3 inference/fp8_cast_bf16.py; OCP Microscaling Formats 1.0 (groups of 32).
+modelopt/torch/export/quant_utils.py; mlx.core.quantize; DeepSeek-V3 inference/fp8_cast_bf16.py; OCP Microscaling Formats 1.0 (groups of 32).
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ _PAIRS = (
     _Pair(".scales", ".qweight", frozenset(("int32",))),
     _Pair(".scale", ".weight", _FLOAT8 | {"int8", "float4_e2m1fn_x2"}, sure=False),
     _Pair(".SCB", ".weight", frozenset(("int8",))),
+    _Pair(".scales", ".weight", frozenset(("uint32",))),
     _Pair(".absmax", "", _CODES | _WIDE, sure=False),
 )
 _SCALES = tuple(pair.scale for pair in _PAIRS)
@@ -90,7 +92,7 @@ _WITH_WEIGHT = (
 )  # fmt: skip
 _WITH_MODULE = (
     "qzeros", "g_idx", "zero_point", "weight_format", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
-    "output_zero_point", "activation_scale", "pre_quant_scale",
+    "output_zero_point", "activation_scale", "pre_quant_scale", "biases",
 )  # fmt: skip
 #: Scales of the cache of keys and values, beside weights that may be no codes.
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale")
@@ -195,7 +197,8 @@ def stated(ckpt: Checkpoint, source: Source | None) -> Mapping[str, Any] | None:
             if isinstance(found, dict):
                 return found
         if isinstance(config, dict) and isinstance(config.get("quantization"), dict):
-            return {"quant_method": "modelopt", **config["quantization"]}
+            own = config["quantization"]  # ModelOpt's has quant_algo, MLX's group_size and bits
+            return {"quant_method": "modelopt" if "quant_algo" in own else "mlx", **own}
     return None
 
 
@@ -321,6 +324,8 @@ def _scheme(pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEnt
         fits = len(c.shape) > 2 and s.shape == c.shape[:-1] and c.shape[-1] == 16 and s.dtype == "uint8"
         # transformers' parameter is transposed
         return ("mxfp4 (groups of 32)", (*c.shape[:-3], c.shape[-2] * 32, c.shape[-3])) if fits else None
+    if c.dtype == "uint32":
+        return _of_mlx(c.shape, s.shape, said)
     if c.dtype == "int32":
         return _packed(pair, c.shape, s, said)
     if c.dtype in _TWO_IN_A_BYTE and (fp4 := _fp4(c, s)) is not None:
@@ -347,6 +352,15 @@ def _packed(pair: _Pair, codes: _Shape, s: TensorEntry, said: _Stated) -> _Schem
         return None
     kinds = {codes[1]: "gptq", 8 * codes[1]: "awq", 4 * codes[1]: "awq"}
     return (f"{kinds[s.shape[1]]} ({text})", None) if s.shape[1] in kinds else None
+
+
+def _of_mlx(codes: _Shape, scales: _Shape, said: _Stated) -> _Scheme | None:
+    """MLX's weights: a scale for each group of 32, 64 or 128 numbers in a row. Their shape needs the bits of the config."""
+    if len(codes) < 2 or scales[:-1] != codes[:-1]:
+        return None
+    if said.bits is None:
+        return "mlx", None
+    return f"mlx ({said.bits} bits)", (*codes[:-1], codes[-1] * 32 // said.bits) if said.bits > 0 else None
 
 
 def _fp4(c: TensorEntry, s: TensorEntry) -> str | None:

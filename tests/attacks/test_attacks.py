@@ -183,6 +183,7 @@ DCP: dict[str, Case] = {
     "a path that is not its key's": Case(rename("model.v", ("model", "w")), Corrupt, "gives 'model.v' the path ('model', 'w')"),
     "a path that is no path": Case(rename("model.v", [["model"], "w"]), Corrupt, "the path of 'model.v'"),
     "a path with a key where others have positions": Case(rename(LR, ("optim", "param_groups", "0", "lr")), Corrupt, "others have list positions"),
+    "no path for one key": Case(metadata(lambda m, _: m.planner_data.pop("model.w")), Corrupt, "none for 1 of"),
     "no field planner_data": Case(metadata(lambda m, _: m.__dict__.pop("planner_data")), Corrupt, "has no planner_data"),
     "a path of nothing": Case(rename("model.v", ()), Corrupt, "the path of 'model.v'"),
     "a value where a tensor is listed": Case(item("model.b", lambda c: saved(3)), Corrupt, "holds a int, not a tensor"),

@@ -211,6 +211,27 @@ def test_an_encoding_that_is_not_whole_is_found_and_not_cast(case: str, tmp_path
     ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1, cast={"*.bias": "fp16"})
 
 
+def test_a_folder_of_mlx_is_named_and_its_codes_are_not_cast(tmp_path: Path) -> None:
+    q = "model.layers.0.self_attn.q_proj"
+    codes = {
+        f"{q}.weight": torch.zeros(64, 8, dtype=torch.uint32),
+        f"{q}.scales": t(F32, 64, 1),
+        f"{q}.biases": t(F32, 64, 1),
+    }
+    source = folder(tmp_path / "in", PLAIN | codes)
+    (source / "config.json").write_text(
+        json.dumps({"model_type": "llama", "quantization": {"group_size": 64, "bits": 4}})
+    )
+    assert "mlx (4 bits), scales in scales" in str(ckpttool.inspect(source))
+    found = encodings.find(entries(codes), {"bits": 4})
+    assert found.weights[f"{q}.weight"].shape == (64, 64) and set(found.belongs) == set(codes)
+    with pytest.raises(Unsupported, match="A cast would round"):
+        ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1, dtype="bf16")
+    ckpttool.convert(source, tmp_path / "out", to="hf")
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(back[n], x) for n, x in codes.items())
+
+
 def test_a_config_says_more_than_names(tmp_path: Path) -> None:
     _, fp8 = SCHEMES["fp8"]
     cache = {"model.layers.0.self_attn.k_scale": t(F32), "model.layers.0.self_attn.v_scale": t(F32)}
