@@ -479,7 +479,7 @@ def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], file
     Raises:
         Unsupported: with the first codes.
     """
-    if "quantization_config" in config or not encodings.OWN_CONFIGS.isdisjoint(files):
+    if not {"quantization_config", "quantization"}.isdisjoint(config) or not encodings.OWN_CONFIGS.isdisjoint(files):
         return
     if (found := encodings.find(model)).weights:
         raise Unsupported(
