@@ -17,7 +17,8 @@ from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .formats import other_files
@@ -386,6 +387,16 @@ def flags_of(layout: Layout) -> dict[str, Field[Any]]:
     """{option of the command line: field of `Layout.options`}, of fields that were made with `option`."""
     made = [f for f in fields(layout.options) if "help" in f.metadata] if layout.options else []
     return {f.metadata["flag"] or "--" + f.name.replace("_", "-"): f for f in made}
+
+
+def type_of(layout: Layout, option: Field[Any]) -> type:
+    """bool, int, float or str: the type of a field of `Layout.options`, which may be written as a class or as its name, and `| None`."""
+    try:
+        hint: Any = get_type_hints(layout.options)[option.name]
+    except NameError:  # of a name that only a type checker has imported
+        hint = option.type
+    kinds = [t for t in get_args(hint) or (hint,) if t is not NoneType]
+    return next((t for t in (bool, int, float) if kinds in ([t], [t.__name__], [f"{t.__name__} | None"])), str)
 
 
 def options_of(target: Layout, given: Mapping[str, Any]) -> object:

@@ -69,23 +69,27 @@ def _options(targets: tuple[str, ...] | None) -> list[TyperOption]:
 
 
 def _option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
+    from .. import layouts
+
     names = ", ".join(layout.name for layout, _ in rows)
-    if len({str(f.type) for _, f in rows}) > 1:
+    kind, *others = {layouts.type_of(layout, f) for layout, f in rows}
+    if others:
         raise UsageError(f"{names} have an option {flag}, but of different types. Rename it in one of them.")
     field = rows[0][1]
-    kind, size, default = str(field.type).removesuffix(" | None"), field.metadata["size"], field.default
+    size, default = field.metadata["size"], field.default
     text = " ".join(dict.fromkeys(f.metadata["help"] for _, f in rows))
     if size and isinstance(default, int):
         text += f"  [default: {default // 10**9}GB]"
 
     def keep(ctx: Any, param: Any, value: Any) -> None:
-        if value is not None and value is not False:  # 0 is a value
+        if value is not None:  # 0 and False are values
             ctx.meta.setdefault(_META, {})[flag] = bytes_of(value) if size else value
 
-    is_flag = kind == "bool"
+    is_flag = kind is bool
+    no = f"/--no-{flag[2:]}" if is_flag and default is True else ""
     return TyperOption(
-        param_decls=[flag], type=None if is_flag else {"int": int, "float": float}.get("str" if size else kind, str),
-        is_flag=is_flag, default=False if is_flag else None, help=text, metavar="SIZE" if size else field.metadata["metavar"],
+        param_decls=[flag + no], type=None if is_flag else str if size else kind,
+        is_flag=is_flag, default=None, help=text, metavar="SIZE" if size else field.metadata["metavar"],
         expose_value=False, callback=keep, rich_help_panel=f"{WRITING}{names}",
         show_default=False,
     )  # fmt: skip

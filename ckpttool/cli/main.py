@@ -180,7 +180,25 @@ def _run_and_explain() -> None:
 
         where = traceback.extract_tb(e.__traceback__)[-1]
         text = f"unexpected {type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})."
-        _end(CkpttoolError(f"{text} This is a bug of ckpttool; CKPTTOOL_DEBUG=1 shows the traceback to report."))
+        whose = (
+            f"fault of the package {theirs}, which adds a layout to ckpttool"
+            if (theirs := _package_of(e))
+            else "bug of ckpttool"
+        )
+        _end(CkpttoolError(f"{text} This is a {whose}; CKPTTOOL_DEBUG=1 shows the traceback to report."))
+
+
+def _package_of(e: Exception) -> str | None:
+    """The package of another layout in whose code something was raised, or None of ckpttool's own."""
+    from traceback import walk_tb
+
+    from .. import layouts
+
+    functions = [f for x in layouts.layouts().values() for f in (x.detect, x.read, x.write)]
+    theirs = {getattr(f, "__module__", "ckpttool").partition(".")[0] for f in functions}
+    frames = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(e.__traceback__)]
+    last = next((n for n in reversed(frames) if n in theirs), "ckpttool")
+    return None if last == "ckpttool" else last
 
 
 def _interrupted() -> str:

@@ -1,5 +1,4 @@
-"""A layout of your own: a folder with one .npy file for every weight, NAME.npy. Two functions over the index; no byte is copied
-here."""
+"""A layout of your own: a folder with one .npy file for every weight, NAME.npy. Functions over the index; no byte is copied here."""
 
 import io
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from ckpttool.storage.source import Source
 
 @dataclass(frozen=True)
 class NpyOptions:
-    """`--npy-only` of the command line, and `convert(options=NpyOptions(...))` in Python."""
+    """Options of the command line (`--npy-only`, `--no-npy-integers`), and `convert(options=NpyOptions(...))` in Python."""
 
     npy_only: str = option("*", "Glob of the weights to write; the others are left behind.", metavar="GLOB")
+    npy_most: int = option(1 << 40, "Elements of the largest weight to write.")
+    npy_integers: bool = option(True, "Write weights that are integers or bools, too.")
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -48,12 +49,13 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What every file begins with, and which tensor follows. What is not written is named, with the reason."""
-    files, tensors, dropped = [], {}, [Dropped(n, 0, "npy holds weights only") for n in ckpt.values]
+    mine, files, tensors = options.of(NpyOptions), [], {}
+    dropped = [Dropped(n, 0, "npy holds weights only") for n in ckpt.values]
     for name, t in ckpt.tensors.items():
         dtype = options.cast(name, t.dtype)
-        wanted = fnmatchcase(name, f"model.{options.of(NpyOptions).npy_only}")
-        if t.path[0] != "model" or not wanted:
-            dropped.append(Dropped(name, t.nbytes, "npy holds weights only" if wanted else "not in --npy-only"))
+        wanted = fnmatchcase(name, f"model.{mine.npy_only}") and t.numel <= mine.npy_most
+        if t.path[0] != "model" or not wanted or not (mine.npy_integers or "float" in dtype):
+            dropped.append(Dropped(name, t.nbytes, "not a weight that the options ask for"))
             continue
         if dtype == "bfloat16" or dtype.startswith("float8"):
             raise Unsupported(f'"{name}" is {dtype}, which numpy does not have. Cast it: --dtype fp32.')

@@ -67,11 +67,38 @@ def test_the_example_is_read_and_written(site: Path, tmp_path: Path) -> None:
     run("diff", DCP, tmp_path / "back", "--only", "model", site=site)
     run("convert", DCP, tmp_path / "norms", "--to", "npy", "--npy-only", "*norm*", "--drop", site=site)
     assert {p.name for p in (tmp_path / "norms").glob("*.npy")} == {f"{n}.npy" for n in truth if "norm" in n}
-    assert "--npy-only GLOB" in run("convert", "--help", site=site).stdout
+    run("convert", DCP, tmp_path / "small", "--to", "npy", "--npy-most", "40", "--no-npy-integers", "--drop", site=site)
+    small = {f"{n}.npy" for n, t in truth.items() if t.numel() <= 40 and t.is_floating_point()}
+    assert 0 < len(small) < len(truth) and {p.name for p in (tmp_path / "small").glob("*.npy")} == small
+    said = run(
+        "convert", DCP, tmp_path / "x", "--to", "npy", "--npy-most", "many", "--drop", site=site, ok=False
+    ).stderr
+    assert "--npy-most" in said and "not a valid integer" in said
+    helped = run("convert", "--help", site=site).stdout
+    assert "--npy-only GLOB" in helped and "--npy-most INTEGER" in helped and "--no-npy-integers" in helped
     refused = run("convert", DCP, tmp_path / "x", "--to", "dcp", "-n", "2", "--npy-only", "*", site=site, ok=False)
     assert "--npy-only applies to npy; this conversion writes dcp." in refused.stderr
     np.save(tmp_path / "npy" / "odd.npy", np.array(["text"]))
     assert "only row-major arrays of numbers are read" in run("inspect", tmp_path / "npy", site=site, ok=False).stderr
+
+
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_options_have_the_types_of_their_fields_however_these_are_written(tmp_path: Path, future: str) -> None:
+    code = future + (
+        "from dataclasses import dataclass, replace\nfrom typing import Optional\nfrom ckpttool.converters.full import LAYOUTS\n"
+        "from ckpttool.layouts import option\n@dataclass(frozen=True)\nclass Own:\n    rows: int | None = option(None, 'Rows.')\n"
+        "    part: Optional[float] = option(None, 'Part.')\n    quick: bool = option(False, 'Quick.')\n    name: str = option('a', 'Name.')\n"
+        "def write(ckpt, source, options):\n    raise KeyError(options.of(Own))\n"
+        "LAYOUT = replace(LAYOUTS[0], name='mine', options=Own, write=write, aliases=(), suffixes=('.mine',), reader_uses=())\n"
+    )
+    package(tmp_path / "site", "mine", code)
+    given = ["--rows", "0", "--part", "0.5", "--quick", "--name", "b"]
+    done = run("convert", DCP, tmp_path / "out.mine", "--to", "mine", *given, site=tmp_path / "site", ok=False)
+    assert "Own(rows=0, part=0.5, quick=True, name='b')" in done.stderr
+    assert (
+        "a fault of the package mine, which adds a layout to ckpttool" in done.stderr
+        and "bug of ckpttool" not in done.stderr
+    )
 
 
 def test_without_the_package_its_files_are_not_recognised(site: Path, tmp_path: Path) -> None:
