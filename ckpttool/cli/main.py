@@ -137,6 +137,10 @@ _stopped = 0  # how many signals have asked us to end
 def _stop(signum: int, frame: Any) -> None:
     global _stopped
     _stopped += 1
+    while frame is not None:
+        if frame.f_code is _unraisable.__code__:  # what is raised there is lost, too, with a traceback
+            return _interrupt_soon()
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 
@@ -216,11 +220,15 @@ def _interrupted() -> str:
 def _unraisable(what: Any) -> None:
     """An interrupt in a finalizer, where Python can raise nothing, comes again a moment later; anything else as usual."""
     if what.exc_type is KeyboardInterrupt:
-        again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True
-        again.start()
+        _interrupt_soon()
     else:
         sys.__unraisablehook__(what)
+
+
+def _interrupt_soon() -> None:
+    again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 _usual = warnings.showwarning

@@ -22,13 +22,14 @@ import torch
 _SITE = """
 import os, sys
 count, begun, at, number = 0, False, int(os.environ["AT"]), int(os.environ["NUMBER"])
+again = at + int(os.environ["AGAIN"] or 1 << 60)
 def hook(event, args):
     global count, begun
     if not begun and event == "import" and str(args[0]).startswith("ckpttool.cli"):
         begun = True
     if begun:
         count += 1
-        if count == at:
+        if count in (at, again):
             os.kill(os.getpid(), number)
 sys.addaudithook(hook)
 if at < 0:
@@ -65,11 +66,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ran(made: Path, work: Path, command: str, at: int, number: int = signal.SIGINT) -> subprocess.CompletedProcess[str]:
-    """A command in a copy of the folder, with a signal at its `at`-th event; with -1 the events are counted."""
+def ran(
+    made: Path, work: Path, command: str, at: int, number: int = signal.SIGINT, again: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A command in a copy of the folder, with a signal at its `at`-th event, and another one `again` events later; with -1 the events are
+    counted."""
     shutil.copytree(made, work)
     env = {
-        **os.environ, "PYTHONPATH": str(work / "site"), "AT": str(at), "NUMBER": str(int(number)), "COUNT": str(work / "count"), "HF_HUB_OFFLINE": "1",
+        **os.environ, "PYTHONPATH": str(work / "site"), "AT": str(at), "NUMBER": str(int(number)), "AGAIN": str(again or ""), "COUNT": str(work / "count"), "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     return subprocess.run(
         [sys.executable, "-m", "ckpttool", *command.split()],
@@ -126,3 +130,24 @@ def test_a_signal_before_anything_is_imported_has_a_line_too(made: Path, tmp_pat
         done = ran(made, tmp_path / str(number), "inspect s.pt --json", 1, number)
         assert (done.returncode, done.stderr) == (130, "error: interrupted; nothing was changed.\n")
         assert json.loads(done.stdout)["error"]["exit_code"] == 130
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", ["convert s.pt out --to dcp -n 2", "convert s.pt out.pt --force", "audit export s.pt store/out.tar.zst"]
+)
+def test_another_signal_while_the_first_one_is_answered(made: Path, tmp_path: Path, command: str) -> None:
+    ran(made, tmp_path / "whole", command, -1)
+    events = int((tmp_path / "whole" / "count").read_text())
+    draw = random.Random(command)
+    for k in range(3):
+        at, again = draw.randrange(events // 2, events), draw.choice([1, 2, 5, 20])
+        done = ran(made, tmp_path / str(k), command, at, signal.SIGINT, again)
+        where = (command, at, again, events, done)
+        assert "Traceback" not in done.stderr and "ignored" not in done.stderr and done.returncode in (0, 130), where
+        assert done.returncode == 0 or re.search(r"^error: (interrupted|stopped)", done.stderr, re.MULTILINE), where
+        subprocess.run(
+            [sys.executable, "-m", "ckpttool", *command.split(), *([] if "--force" in command or done.returncode else ["--force"])],
+            cwd=tmp_path / str(k), check=done.returncode == 130 and "in place" not in done.stderr and "whole" not in done.stderr, capture_output=True,
+        )  # fmt: skip
+        assert [p.name for p in (tmp_path / str(k)).iterdir() if ".partial" in p.name] == []

@@ -68,7 +68,9 @@ def of_tensor(t: Tensor) -> tuple[Any, ...]:
         return "negated", tuple(t.shape)
     if t.dtype == torch.bool:  # a byte of neither 0 nor 1, which ckpttool keeps, is 1 after any copy_ of torch's
         t = t.view(torch.uint8) != 0
-    row = t.reshape(-1).clone(memory_format=torch.contiguous_format)  # one element may have any stride
+    row = t.reshape(-1)
+    row = row.view(torch.uint8) if t.element_size() == 1 else row  # torch cannot copy all of these
+    row = row.clone(memory_format=torch.contiguous_format)  # one element may have any stride
     raw = row.view(torch.uint8).numpy().tobytes() if t.numel() else b""
     return str(t.dtype).removeprefix("torch."), tuple(t.shape), blake3(raw).hexdigest()
 
