@@ -3,10 +3,12 @@
 <!-- options: audit export -->    a table of the command's options, from its typer declaration
 <!-- exit-codes -->               ckpttool.errors.EXIT_CODES
 <!-- layouts -->                  every installed layout and what it holds
+<!-- modules -->                  every module, with the first sentence of its docstring
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import tempfile
 from pathlib import Path
@@ -83,6 +85,24 @@ def layouts_table() -> str:
     return "\n".join(["| name | what it is | holds |", "|---|---|---|", *rows])
 
 
+def modules_table() -> str:
+    """Every module by folder, with the first sentence of its docstring."""
+    root = Path(__file__).resolve().parents[1]
+    folders: dict[str, list[str]] = {}
+    for path in sorted([*(root / "ckpttool").rglob("*.py"), *(root / "converters").glob("*.py")]):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        first = (
+            re.split(r"(?<=[.:])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+            .rstrip(":")
+            .replace("|", "\\|")
+        )
+        if path.name != "__init__.py":
+            folders.setdefault(str(path.parent.relative_to(root)), []).append(f"| `{path.name}` | {first} |")
+    return "\n\n".join(
+        f"## {folder}/\n\n| module | what it is |\n|---|---|\n" + "\n".join(rows) for folder, rows in folders.items()
+    )
+
+
 def on_post_build(**_: Any) -> None:
     """Remove what `on_config` made."""
     if _tree is not None:
@@ -99,4 +119,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs with the text of each page."""
     markdown = re.sub(r"^<!-- options: (.+?) -->$", lambda m: options_table(m[1]), markdown, flags=re.MULTILINE)
     markdown = markdown.replace("<!-- exports -->", exports(markdown))
-    return markdown.replace("<!-- exit-codes -->", exit_codes_table()).replace("<!-- layouts -->", layouts_table())
+    made = {
+        "<!-- exit-codes -->": exit_codes_table,
+        "<!-- layouts -->": layouts_table,
+        "<!-- modules -->": modules_table,
+    }
+    for mark, make in made.items():
+        markdown = markdown.replace(mark, make()) if mark in markdown else markdown
+    return markdown
