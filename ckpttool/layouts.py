@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -29,6 +29,7 @@ from .index.draft import Draft
 from .index.names import COMPONENTS, CanonicalState, own_tree
 from .index.optimizer_names import Orders
 from .index.param_groups import Groups
+from .options import option
 from .storage import remote, urls
 from .storage.source import Source, read_error
 
@@ -143,22 +144,6 @@ def tree_of(
 ) -> tuple[dict[Path, Any], list[str]]:
     """(the tree that a layout of trees writes, notes) of the leaves of a state: that of the source, or the one asked for."""
     return (options.tree(leaves), []) if options.tree is not None else own_tree(leaves, origin, same)
-
-
-def option(default: Any, help: str, *, flag: str | None = None, size: bool = False, metavar: str | None = None) -> Any:
-    """A field of a layout's options: its default, and what the command line and the documentation say about it.
-
-    Args:
-        help: one sentence, with the unit of a number.
-        flag: the option of the command line; by default the name of the field with dashes.
-        size: the number is in bytes, and the command line takes 5GB and 500MiB for it.
-        metavar: what stands for the value in help texts.
-
-    >>> @dataclass(frozen=True)
-    ... class MyOptions:
-    ...     rows: int = option(64, "Rows of a file.")
-    """
-    return field(default=default, metadata={"help": help, "flag": flag, "size": size, "metavar": metavar})
 
 
 class Saves(NamedTuple):

@@ -91,13 +91,9 @@ def modules_table() -> str:
     folders: dict[str, list[str]] = {}
     for path in sorted([*(root / "ckpttool").rglob("*.py"), *(root / "converters").glob("*.py")]):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        first = (
-            re.split(r"(?<=[.:])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
-            .rstrip(":")
-            .replace("|", "\\|")
-        )
+        sentence = re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0].replace("|", "\\|")
         if path.name != "__init__.py":
-            folders.setdefault(str(path.parent.relative_to(root)), []).append(f"| `{path.name}` | {first} |")
+            folders.setdefault(str(path.parent.relative_to(root)), []).append(f"| `{path.name}` | {sentence} |")
     return "\n\n".join(
         f"## {folder}/\n\n| module | what it is |\n|---|---|\n" + "\n".join(rows) for folder, rows in folders.items()
     )

@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import UsageError
+from ..options import OpenOptions
 from .help import READING, about
 from .layout_options import given
+from .reading import AS_DETECTED, reads
 from .terminal import (  # fmt: skip
-    AllowEqualRanks,
-    AllowMixedSteps,
     CanonicalKeys,
     Cast,
-    Config,
     Drop,
     Dtype,
-    FlatLayout,
     Force,
-    From,
     IgnoreRecorded,
     Json,
     Latest,
-    Like,
     MaxMemory,
     Meter,
     NameMap,
     NoVerify,
-    Only,
     Quiet,
     Src,
-    Tag,
     Threads,
     To,
     Verbose,
     Workers,
     WorldSize,
-    Wrap,
     bytes_of,
     cast_rules,
-    comma,
     left_behind,
     newest_of,
     note,
@@ -105,6 +98,7 @@ def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
     exits=(*READING, 5, 6),
     meaning={5: "the result, read back, differs"},
 )
+@reads()
 def convert(
     ctx: typer.Context,
     src: Src,
@@ -122,19 +116,11 @@ def convert(
             autocompletion=lambda: list(TRAINERS),
         ),
     ] = None,
-    from_: From = None,
+    reading: OpenOptions = AS_DETECTED,
     world_size: WorldSize = None,
-    only: Only = None,
     dtype: Dtype = None,
     cast: Cast = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
     latest: Latest = False,
-    allow_equal_ranks: AllowEqualRanks = False,
-    allow_mixed_steps: AllowMixedSteps = False,
     canonical_keys: CanonicalKeys = False,
     strip_wrappers: Annotated[
         bool,
@@ -195,16 +181,12 @@ def convert(
     verbose: Verbose = False,
 ) -> None:
     """Convert a checkpoint to another layout or world size."""
-    from ..engine import conversion, opening, planning
+    from ..engine import conversion, planning
     from ..engine.dry_run import dry_run_with
     from ..layouts import options_of, target_of
 
     src = newest_of(src, latest, quiet or as_json)
-    reading = opening.OpenOptions(
-        source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-        salvage=salvage, fill_from=fill_from,
-    )  # fmt: skip
+    reading = replace(reading, salvage=salvage, fill_from=fill_from)
     if for_ is not None:
         to, own = _of_trainer(for_, to)
         canonical_keys = canonical_keys or own

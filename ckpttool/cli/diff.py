@@ -6,21 +6,17 @@ from typing import Annotated
 
 import typer
 
+from ..options import OpenOptions
 from .help import READING, about
+from .reading import AS_DETECTED, given_of, reads
 from .terminal import (  # fmt: skip
-    Config,
-    FlatLayout,
     Json,
     Latest,
-    Like,
     Meter,
     NameMap,
-    Only,
     Quiet,
     Src,
     Workers,
-    Wrap,
-    comma,
     newest_of,
     not_read,
     print_json,
@@ -38,16 +34,13 @@ __all__ = ["diff"]
     exits=(*READING, 5),
     meaning={0: "equal", 5: "they differ"},
 )
+@reads("allow_equal_ranks", "allow_mixed_steps")
 def diff(
     a: Src,
     b: Annotated[str, typer.Argument(help="Another checkpoint, in any layout.", show_default=False)],
     rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")] = 0.0,
-    only: Only = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
+    reading: OpenOptions = AS_DETECTED,
     name_map: NameMap = None,
     latest: Latest = False,
     workers: Workers = None,
@@ -61,8 +54,8 @@ def diff(
     meter = Meter(quiet)
     try:
         found = compare(
-            a, b, rtol=rtol, atol=atol, only=comma(only), config=config, like=like, flat_layout=flat_layout,
-            wrap=comma(wrap), map=name_map, workers=workers, progress=meter,
+            a, b, rtol=rtol, atol=atol, map=name_map, workers=workers, progress=meter,
+            **given_of(reading, "allow_equal_ranks", "allow_mixed_steps"),
         )  # fmt: skip
     finally:
         meter.close()

@@ -6,24 +6,16 @@ from typing import Annotated
 
 import typer
 
+from ..options import OpenOptions
 from .help import READING, about
+from .reading import AS_DETECTED, given_of, reads
 from .terminal import (  # fmt: skip
-    AllowEqualRanks,
-    AllowMixedSteps,
-    Config,
-    FlatLayout,
-    From,
     Json,
     Latest,
-    Like,
     Meter,
-    Only,
     Quiet,
     Src,
-    Tag,
     Workers,
-    Wrap,
-    comma,
     newest_of,
     not_read,
     print_json,
@@ -39,18 +31,11 @@ __all__ = ["digest"]
     ("Of every tensor, for a script", "ckpttool digest run/ckpt --tensors --json"),
     exits=READING,
 )
+@reads()
 def digest(
     path: Src,
-    from_: From = None,
-    only: Only = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
+    reading: OpenOptions = AS_DETECTED,
     latest: Latest = False,
-    allow_equal_ranks: AllowEqualRanks = False,
-    allow_mixed_steps: AllowMixedSteps = False,
     workers: Workers = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
     as_json: Json = False,
@@ -62,11 +47,7 @@ def digest(
     path = newest_of(path, latest, quiet or as_json)
     meter = Meter(quiet)
     try:
-        found = compute(
-            path, progress=meter, source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout,
-            wrap=comma(wrap), tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-            workers=workers,
-        )  # fmt: skip
+        found = compute(path, progress=meter, workers=workers, **given_of(reading))
     finally:
         meter.close()
     if as_json:

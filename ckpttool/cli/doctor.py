@@ -6,19 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..options import OpenOptions
 from .help import READING, about
+from .reading import AS_DETECTED, given_of, reads
 from .terminal import (
-    Config,
-    FlatLayout,
-    From,
     Json,
     Latest,
     Meter,
     Quiet,
     Src,
-    Tag,
-    Wrap,
-    comma,
     newest_of,
     print_json,
     say,
@@ -43,6 +39,7 @@ __all__ = ["doctor"]
         5: "it is sound, but does not fit --like",
     },
 )
+@reads("only", "like", "allow_equal_ranks", "allow_mixed_steps")
 def doctor(
     path: Src,
     read_data: Annotated[
@@ -54,11 +51,7 @@ def doctor(
             "--like", help="A checkpoint of the job that refuses to load this one; param groups are compared."
         ),
     ] = None,
-    from_: From = None,
-    config: Config = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
+    reading: OpenOptions = AS_DETECTED,
     latest: Latest = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -76,12 +69,8 @@ def doctor(
             path,
             read_data=read_data,
             like=like,
-            source_layout=from_,
-            config=config,
-            flat_layout=flat_layout,
-            wrap=comma(wrap),
-            tag=tag,
             progress=meter,
+            **given_of(reading, "only", "like", "allow_equal_ranks", "allow_mixed_steps"),
         )
     finally:
         meter.close()

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import NotRecognised, UsageError, argument
+from ..options import OpenOptions
 from .help import READING, about
+from .reading import AS_DETECTED, reads
 from .terminal import (  # fmt: skip
-    Config,
-    FlatLayout,
-    From,
     Json,
     Latest,
-    Like,
     Meter,
     NameMap,
-    Only,
     Src,
-    Tag,
-    Wrap,
-    comma,
     draw,
     newest_of,
     print_json,
@@ -43,6 +38,7 @@ __all__ = ["inspect"]
     ("File and byte range of every chunk", "ckpttool inspect run/ckpt --tensor '*.mlp.down_proj.weight'"),
     exits=READING,
 )
+@reads("allow_equal_ranks", "allow_mixed_steps")
 def inspect(
     path: Src,
     show_tree: Annotated[bool, typer.Option("--tree", help="Print all names as a tree.")] = False,
@@ -52,13 +48,7 @@ def inspect(
             "--tensor", help="Print file and byte range of every chunk of the tensors that match.", metavar="GLOB"
         ),
     ] = None,
-    from_: From = None,
-    only: Only = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
+    reading: OpenOptions = AS_DETECTED,
     name_map: NameMap = None,
     latest: Latest = False,
     as_json: Json = False,
@@ -68,14 +58,11 @@ def inspect(
 
     from ..engine import inspect as look
     from ..engine.detection import Checkpoints
-    from ..engine.opening import OpenOptions, open_with
+    from ..engine.opening import open_with
 
     path = newest_of(path, latest, as_json)
     try:
-        options = OpenOptions(
-            source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
-            allow_equal_ranks=True, allow_mixed_steps=True,
-        )  # fmt: skip
+        options = replace(reading, allow_equal_ranks=True, allow_mixed_steps=True)
         # a map looks at the config, whatever the layout
         found = open_with(path, options, check_hints=name_map is None, needed=lambda component: name_map is not None)
     except NotRecognised as e:
@@ -100,7 +87,7 @@ def inspect(
         if name_map is not None:
             from ..engine.map_choice import kept_text, under_other_names
 
-            mapped = under_other_names(opened.checkpoint, opened.source, kept_text(name_map), config)
+            mapped = under_other_names(opened.checkpoint, opened.source, kept_text(name_map), reading.config)
             opened.checkpoint, opened.source = mapped
         if tensor is not None:
             ckpt = opened.checkpoint

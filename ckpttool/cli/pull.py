@@ -7,28 +7,24 @@ from typing import Annotated
 
 import typer
 
+from ..options import OpenOptions
 from .help import READING, about
 from .layout_options import given
+from .reading import AS_DETECTED, reads
 from .terminal import (  # fmt: skip
     Cast,
-    Config,
     Drop,
     Dtype,
-    FlatLayout,
     Force,
     IgnoreRecorded,
     Json,
-    Like,
     Meter,
-    Only,
     Quiet,
     Threads,
     To,
     Verbose,
     WorldSize,
-    Wrap,
     cast_rules,
-    comma,
     left_behind,
     note,
     peak,
@@ -47,6 +43,7 @@ __all__ = ["pull"]
     exits=(*READING, 5, 6),
     meaning={5: "what was read is not what was pushed"},
 )
+@reads()
 def pull(
     ctx: typer.Context,
     repository: Annotated[
@@ -58,13 +55,9 @@ def pull(
     revision: Annotated[
         str | None, typer.Option("--revision", help="Branch, tag or commit, if the URL does not name one.")
     ] = None,
-    only: Only = None,
+    reading: OpenOptions = AS_DETECTED,
     dtype: Dtype = None,
     cast: Cast = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
     jobs: Threads = 2,
     drop: Drop = False,
     ignore_recorded_digests: IgnoreRecorded = False,
@@ -75,7 +68,6 @@ def pull(
 ) -> None:
     """Convert a repository on the Hugging Face Hub, pinned to one commit, into a training checkpoint."""
     from ..engine.conversion import RunOptions
-    from ..engine.opening import OpenOptions
     from ..engine.planning import WriteRequest
     from ..hub.pull import pull_with as run
     from ..layouts import options_of, target_of
@@ -86,7 +78,7 @@ def pull(
     try:
         done = run(
             repository, dst, revision=revision,
-            reading=OpenOptions(only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap)),
+            reading=reading,
             writing=WriteRequest(
                 to=layout.name, options=options_of(layout, given(ctx)), world_size=world_size, dtype=dtype,
                 cast=cast_rules(cast), drop=drop, ignore_recorded_digests=ignore_recorded_digests,

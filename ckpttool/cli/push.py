@@ -7,29 +7,22 @@ from typing import Annotated
 
 import typer
 
+from ..options import OpenOptions
 from .help import READING, about
 from .layout_options import given
+from .reading import AS_DETECTED, reads
 from .terminal import (  # fmt: skip
-    AllowEqualRanks,
-    AllowMixedSteps,
     Cast,
-    Config,
     Drop,
     Dtype,
-    FlatLayout,
-    From,
     IgnoreRecorded,
     Json,
     Latest,
-    Like,
     Meter,
     Quiet,
     Src,
-    Tag,
     Verbose,
-    Wrap,
     cast_rules,
-    comma,
     left_behind,
     newest_of,
     note,
@@ -50,6 +43,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be upl
     exits=(*READING, 5, 6),
     meaning={6: "another run pushes there, or the branch has moved"},
 )
+@reads("only")
 def push(
     ctx: typer.Context,
     src: Src,
@@ -64,17 +58,10 @@ def push(
     ] = None,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
     message: Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")] = None,
-    from_: From = None,
+    reading: OpenOptions = AS_DETECTED,
     dtype: Dtype = None,
     cast: Cast = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
     latest: Latest = False,
-    allow_equal_ranks: AllowEqualRanks = False,
-    allow_mixed_steps: AllowMixedSteps = False,
     ignore_recorded_digests: IgnoreRecorded = False,
     stage: Annotated[
         str | None,
@@ -96,15 +83,10 @@ def push(
     """Upload a checkpoint to the Hugging Face Hub as a model that from_pretrained loads, without a copy on disk."""
     from dataclasses import asdict
 
-    from ..engine.opening import OpenOptions
     from ..engine.planning import WriteRequest
     from ..hub.push import push_with
     from ..layouts import find, options_of
 
-    reading = OpenOptions(
-        source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-    )  # fmt: skip
     writing = WriteRequest(
         options=options_of(find("hf"), given(ctx)), dtype=dtype, cast=cast_rules(cast), drop=drop,
         ignore_recorded_digests=ignore_recorded_digests,

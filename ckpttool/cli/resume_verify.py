@@ -11,22 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError, kind_of_failure
+from ..options import OpenOptions
 from ..printable import printable
 from .help import READING, about
+from .reading import AS_DETECTED, given_of, reads
 from .terminal import (  # fmt: skip
-    AllowEqualRanks,
-    AllowMixedSteps,
-    Config,
-    FlatLayout,
-    From,
     Json,
     Latest,
-    Like,
     Quiet,
     Src,
-    Tag,
-    Wrap,
-    comma,
     console,
     draw,
     newest_of,
@@ -54,6 +47,7 @@ __all__ = ["resume_verify"]
         12: "the checkpoint does not fit the job",
     },
 )
+@reads("only")
 def resume_verify(
     src: Src,
     against: Annotated[
@@ -71,7 +65,7 @@ def resume_verify(
             "--reference", help="What ckpttool.Recorder wrote in the original job (JSONL).", rich_help_panel="Reference"
         ),
     ] = None,
-    config: Config = None,
+    reading: OpenOptions = AS_DETECTED,
     job: Annotated[
         str | None,
         typer.Option(
@@ -81,14 +75,7 @@ def resume_verify(
             rich_help_panel="Job",
         ),
     ] = None,
-    from_: From = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
     latest: Latest = False,
-    allow_equal_ranks: AllowEqualRanks = False,
-    allow_mixed_steps: AllowMixedSteps = False,
     world_size: Annotated[
         int | None,
         typer.Option(
@@ -311,7 +298,7 @@ def resume_verify(
     with lasting_job():
         try:
             found = run(
-                src, against=against, reference=reference, config=config, job=job,
+                src, against=against, reference=reference, job=job,
                 world_size=world_size, mesh=mesh,
                 against_world_size=against_world_size, steps=steps, start_step=start_step, data=data, seed=seed,
                 sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, dtype=dtype, device=device, clip=clip,
@@ -319,8 +306,7 @@ def resume_verify(
                 activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload, module_prefix=module_prefix,
                 deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, timeout=timeout, peak_tflops=peak_tflops,
                 min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
-                max_load_seconds=max_load_seconds, source_layout=from_, like=like, flat_layout=flat_layout, wrap=comma(wrap),
-                tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps, status=telling,
+                max_load_seconds=max_load_seconds, status=telling, **given_of(reading, "only"),
             )  # fmt: skip
         finally:
             telling.close()

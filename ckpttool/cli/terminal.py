@@ -22,40 +22,32 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 __all__ = [
-    "AllowEqualRanks",
-    "AllowMixedSteps",
     "CanonicalKeys",
     "Cast",
-    "Config",
     "Drop",
     "Dtype",
-    "FlatLayout",
     "Force",
-    "From",
     "IgnoreRecorded",
     "Json",
     "Latest",
-    "Like",
     "MaxMemory",
     "Meter",
     "NameMap",
     "NoVerify",
-    "Only",
     "OutputLost",
     "Quiet",
     "Src",
-    "Tag",
     "Threads",
     "To",
     "Verbose",
     "Workers",
     "WorldSize",
-    "Wrap",
     "bytes_of",
     "cast_rules",
     "comma",
     "console",
     "draw",
+    "layout_names",
     "left_behind",
     "newest_of",
     "not_read",
@@ -77,7 +69,7 @@ Src = Annotated[
 ]
 
 
-def _layout_names(incomplete: str) -> list[str]:
+def layout_names(incomplete: str) -> list[str]:
     """Names of layouts with this prefix, for TAB."""
     from ..layouts import layouts
 
@@ -89,55 +81,17 @@ To = Annotated[
     typer.Option(
         "--to",
         help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, accelerate, trainer, lightning, torchtitan or megatron.",
-        autocompletion=_layout_names,
+        autocompletion=layout_names,
         metavar="LAYOUT",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Name everything that is left behind.")]
-From = Annotated[
-    str | None,
-    typer.Option(
-        "--source-layout",
-        "--from",
-        help="Layout of the source, if it cannot be detected.",
-        autocompletion=_layout_names,
-        metavar="LAYOUT",
-    ),
-]
 CanonicalKeys = Annotated[
     bool,
     typer.Option(
         "--canonical-keys", help="dcp, full: write plain FQNs under model and optim instead of the source's own keys."
-    ),
-]
-Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        help="Hugging Face model of the same architecture: a folder with config.json, or a model id.",
-        metavar="DIR|HF_ID",
-    ),
-]
-Like = Annotated[
-    str | None,
-    typer.Option(
-        "--like",
-        help="Another checkpoint of the same model, for what the source does not say about its parameters.",
-        metavar="PATH",
-    ),
-]
-FlatLayout = Annotated[
-    str | None,
-    typer.Option(
-        "--flat-layout", help="JSON file with the result of ckpttool.describe_fsdp1(model) in the job.", metavar="FILE"
-    ),
-]
-Wrap = Annotated[
-    str | None,
-    typer.Option(
-        "--wrap", help="Modules that FSDP1 wrapped; * matches one name, ** any number.", metavar="PATTERN,..."
     ),
 ]
 NameMap = Annotated[
@@ -147,15 +101,6 @@ NameMap = Annotated[
         help="Names and order of another program, for weights and optimizer: a map of `ckpttool maps`, a file, or none.",
         metavar="NAME|FILE",
     ),
-]
-Tag = Annotated[
-    str | None, typer.Option("--tag", help="DeepSpeed save to read, if a folder holds several.", metavar="TAG")
-]
-AllowEqualRanks = Annotated[
-    bool, typer.Option("--allow-equal-ranks", help="Read it even if one rank's file looks like a copy of another's.")
-]
-AllowMixedSteps = Annotated[
-    bool, typer.Option("--allow-mixed-steps", help="Read it even if its files seem to come from different steps.")
 ]
 WorldSize = Annotated[
     int | None,
@@ -223,14 +168,6 @@ MaxMemory = Annotated[
     typer.Option("--max-memory", help="Memory budget of each process, for Python and the buffers.", metavar="SIZE"),
 ]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")]
-Only = Annotated[
-    str | None,
-    typer.Option(
-        "--only",
-        help="Components to use: model, optim, scheduler, scaler, rng, dataloader, trainer, extra.",
-        metavar="model,optim,...",
-    ),
-]
 
 
 def newest_of(path: str, latest: bool, quiet: bool = False) -> str:

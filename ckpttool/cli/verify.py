@@ -6,23 +6,16 @@ from typing import Annotated
 
 import typer
 
+from ..options import OpenOptions
 from .help import READING, about
+from .reading import AS_DETECTED, given_of, reads
 from .terminal import (  # fmt: skip
-    AllowEqualRanks,
-    AllowMixedSteps,
-    Config,
-    FlatLayout,
-    From,
     Json,
     Latest,
-    Like,
     Meter,
     Quiet,
     Src,
-    Tag,
     Workers,
-    Wrap,
-    comma,
     newest_of,
     not_read,
     note,
@@ -40,6 +33,7 @@ __all__ = ["verify"]
     exits=(*READING, 5),
     meaning={5: "it differs from what was recorded, or from --against"},
 )
+@reads()
 def verify(
     path: Src,
     read_data: Annotated[
@@ -48,15 +42,8 @@ def verify(
     against: Annotated[
         str | None, typer.Option("--against", help="A checkpoint that must contain the same state.", metavar="PATH")
     ] = None,
-    from_: From = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
+    reading: OpenOptions = AS_DETECTED,
     latest: Latest = False,
-    allow_equal_ranks: AllowEqualRanks = False,
-    allow_mixed_steps: AllowMixedSteps = False,
     workers: Workers = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -67,12 +54,7 @@ def verify(
     path = newest_of(path, latest, quiet or as_json)
     meter = Meter(quiet)
     try:
-        found = check(
-            path, read_data=read_data, against=against, progress=meter, source_layout=from_, config=config, like=like,
-            flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
-            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-            workers=workers,
-        )  # fmt: skip
+        found = check(path, read_data=read_data, against=against, progress=meter, workers=workers, **given_of(reading))
     finally:
         meter.close()
     if as_json:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import Differs
+from ..errors import Differs, UsageError, argument
 from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, TensorEntry
@@ -21,7 +21,7 @@ from .dtypes import numbers
 from .executors import WorkersSpec
 from .fill import Progress, silent
 from .map_choice import kept_text, under_other_names
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused, with_fitting_layout
 from .parallel_digests import digests_of, for_reading
 from .stream import Block, Reader, StreamJob, side_by_side
 from .tensor_digests import reporting
@@ -110,11 +110,13 @@ def diff(
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
+    source_layout: str | None = None,
     only: Iterable[str] | None = None,
     config: str | None = None,
     like: str | os.PathLike[str] | None = None,
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
+    tag: str | None = None,
     map: str | os.PathLike[str] | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
@@ -128,7 +130,8 @@ def diff(
         a, b: two folders, files or URLs.
         rtol, atol: relative and absolute tolerance; 0 where not given.
         only: components to compare (["model"]); all where None.
-        config, like, flat_layout, wrap: as `open`, for those of the two whose layout uses them.
+        source_layout: layout of those of the two that may be of this one, where the files alone do not tell.
+        config, like, flat_layout, wrap, tag: as `open`, for those of the two whose layout uses them.
         map: a name map, as `convert` takes it, that `a` goes through first. One process compares then.
         workers: who computes digests of both first, as in `convert`; only tensors with other digests are compared then.
         progress: called with ("diff", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
@@ -137,10 +140,13 @@ def diff(
         CkpttoolError: one of the two cannot be read. Differs: a tensor of six-bit numbers has other bytes, which are not looked into.
     """
     options = OpenOptions(
-        only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap,
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=True, allow_mixed_steps=True,  # to look at them is what diff is for
     )  # fmt: skip
-    with open_with(a, options, check_hints=False) as x, open_with(b, options, check_hints=False) as y:
+    of_each = [with_fitting_layout(path, options) for path in (a, b)]
+    if source_layout is not None and not any(one.source_layout for one in of_each):
+        raise UsageError(f"{argument('source_layout', source_layout)}: neither {a} nor {b} is of this layout.")
+    with open_with(a, of_each[0], check_hints=False) as x, open_with(b, of_each[1], check_hints=False) as y:
         used = {*x.layout.reader_uses, *y.layout.reader_uses, *(["config"] if map is not None else [])}
         refuse_unused(options, f"{x.layout.name} | {y.layout.name}", used)
         with reporting(progress):
@@ -173,7 +179,7 @@ def diff(
             if s.dtype != t.dtype:
                 out.dtypes[n] = (s.dtype, t.dtype)
         if map is None:
-            common = _unequal((a, x), (b, y), options, common, workers, progress)
+            common = _unequal((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)
         for found, close in _data(x, y, common, rtol, atol, progress):
             if close:
                 out.within_tolerance += 1
@@ -189,21 +195,20 @@ def diff(
 
 
 def _unequal(
-    a: tuple[CheckpointPath, OpenCheckpoint],
-    b: tuple[CheckpointPath, OpenCheckpoint],
-    options: OpenOptions,
+    a: tuple[CheckpointPath, OpenOptions, OpenCheckpoint],
+    b: tuple[CheckpointPath, OpenOptions, OpenCheckpoint],
     names: list[str],
     spec: WorkersSpec,
     progress: Progress,
 ) -> list[str]:
     """The tensors that have to be compared element by element: all, where there are no workers to compute their digests before."""
     digests = []
-    for path, opened in (a, b):
+    for path, options, opened in (a, b):
         with for_reading(spec, path, opened.checkpoint.nbytes) as workers:
             if workers is None:
                 return names
             digests.append(digests_of(opened, path, options, workers, progress, "digest"))
-    left, right = (opened.checkpoint.tensors for _, opened in (a, b))
+    left, right = (opened.checkpoint.tensors for *_, opened in (a, b))
     return [n for n in names if left[n].dtype != right[n].dtype or digests[0][n] != digests[1][n]]
 
 

@@ -16,6 +16,7 @@ from ..index.check import check
 from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, tied_weights, without_random_states
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
+from ..options import MergeRequest, OpenOptions
 from ..storage.patched import PatchedSource
 from ..storage.siblings import siblings_in
 from ..storage.source import Source, raise_file_limit
@@ -40,6 +41,7 @@ __all__ = [
     "refuse_unused",
     "shown_path",
     "usable",
+    "with_fitting_layout",
 ]
 
 
@@ -50,56 +52,6 @@ CheckpointPath = str | os.PathLike[str] | layouts.Place
 def shown_path(path: CheckpointPath) -> str:
     """The path or URL of a checkpoint, for people."""
     return os.path.join(path.source.root, path.file or "") if isinstance(path, layouts.Place) else os.fspath(path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeRequest:
-    """An adapter to merge into the checkpoint that is opened (engine/merging.py).
-
-    `adapter` is the checkpoint that holds it, None where it is in the same state; `names` of those to merge, in order, where there are
-    several; `config` the folder with adapter_config.json, where it is not beside the adapter; `lora_alpha` and `rslora` stand for an
-    adapter without that file.
-    """
-
-    adapter: str | os.PathLike[str] | None = None
-    names: tuple[str, ...] = ()
-    config: str | None = None
-    lora_alpha: float | None = None
-    rslora: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenOptions:
-    """How a checkpoint is read; the arguments of `open`, which explains them."""
-
-    source_layout: str | None = None
-    only: Iterable[str] | None = None
-    config: str | None = None
-    like: str | os.PathLike[str] | None = None
-    flat_layout: str | os.PathLike[str] | None = None
-    wrap: Iterable[str] | None = None
-    tag: str | None = None
-    allow_equal_ranks: bool = False
-    allow_mixed_steps: bool = False
-    salvage: bool = False  # what is left of a damaged checkpoint: engine/salvage.py
-    merge: MergeRequest | None = None  # with an adapter merged into it: engine/merging.py
-    fill_from: str | None = None  # another checkpoint of the run, which has what is lost: engine/fill_from.py
-
-    def __post_init__(self) -> None:
-        for name in ("only", "wrap"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise UsageError(f"{name}={value!r} is a string; give a list of strings, such as [{value!r}].")
-            if value is not None:
-                object.__setattr__(self, name, tuple(value))
-        if self.fill_from is not None and not self.salvage:
-            raise UsageError(
-                f"{argument('fill_from')} fills in what a damaged checkpoint has lost; it goes with {argument('salvage', True)}."
-            )
-        for name in ("like", "flat_layout"):  # plan_id compares them as text
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, os.fspath(value))
 
 
 @dataclass(repr=False)
@@ -506,6 +458,16 @@ def usable(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
             found = detection.detect(where)
     unused: dict[str, Any] = dict.fromkeys(k for k in layouts.READ_HINTS if k not in found.reader_uses)
     return replace(options, **unused)
+
+
+def with_fitting_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
+    """The options without their layout, where a path is none of it: of two checkpoints it may be that of one."""
+    if options.source_layout is None:
+        return options
+    where = path if isinstance(path, layouts.Place) else layouts.place(path)
+    with where.source:
+        fits, _ = layouts.find(options.source_layout).detect(where)
+    return options if fits else replace(options, source_layout=None)
 
 
 def _undo_values_of_layout(opened: OpenCheckpoint) -> None:

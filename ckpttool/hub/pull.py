@@ -45,6 +45,7 @@ def pull(
     to: str | None = "dcp",
     options: object = None,
     world_size: int | None = None,
+    source_layout: str | None = None,
     only: Iterable[str] | None = None,
     dtype: str | None = None,
     cast: Mapping[str, str] | None = None,
@@ -55,6 +56,9 @@ def pull(
     like: str | os.PathLike[str] | None = None,
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     max_memory_bytes: int | None = None,
     threads: int = 2,
@@ -73,7 +77,10 @@ def pull(
     """
     return pull_with(
         repository, dst, revision=revision,
-        reading=OpenOptions(only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap),
+        reading=OpenOptions(
+            source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+        ),
         writing=WriteRequest(
             to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
             ignore_recorded_digests=ignore_recorded_digests,

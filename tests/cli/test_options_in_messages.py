@@ -6,6 +6,7 @@ import ast
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import ckpttool
 from ckpttool import errors
 from ckpttool.cli.main import commands, flags_of
 from ckpttool.errors import CommandLine, argument, as_flags
+from ckpttool.options import OpenOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {name: flags_of(command) for name, command in commands()}
@@ -83,7 +85,7 @@ def test_the_scan_finds_what_it_should() -> None:
 def test_no_module_but_the_commands_writes_an_option_without_its_command(folder: str) -> None:
     found = {}
     for path in sorted((REPOSITORY / folder).rglob("*.py")):
-        if "cli" in path.parts or path.name in ("errors.py", "__main__.py", "manifest.py"):
+        if "cli" in path.parts or path.name in ("errors.py", "options.py", "__main__.py", "manifest.py"):
             continue
         if odd := [(flag, text[-80:]) for text in texts(path) for flag in lacking(text)]:
             found[path.name] = odd
@@ -118,12 +120,50 @@ def test_an_option_that_the_command_lacks_is_named_with_one_that_has_it() -> Non
 
 
 def test_a_command_says_whose_option_it_recommends(tmp_path: Path) -> None:
-    """Two saves of DeepSpeed in one folder without `latest`: verify has the option that chooses one, diff does not."""
+    """Two saves of DeepSpeed in one folder without `latest`: verify has the option that chooses one, `audit verify --against` does not."""
     torch.save({"model": {"w": torch.randn(4, 64)}}, tmp_path / "s.pt")
     ckpttool.convert(tmp_path / "s.pt", tmp_path / "zero", to="zero3", world_size=1)
     (tmp_path / "zero" / "latest").unlink()
     (save,) = (p for p in (tmp_path / "zero").iterdir() if p.is_dir())
     shutil.copytree(save, tmp_path / "zero" / "global_step7")
-    done = [ckpttool_here("verify", tmp_path / "zero"), ckpttool_here("diff", tmp_path / "zero", tmp_path / "s.pt")]
+    ckpttool.export(tmp_path / "s.pt", tmp_path / "a.tar.zst")
+    commands = (
+        ("verify", tmp_path / "zero"),
+        ("audit", "verify", tmp_path / "a.tar.zst", "--against", tmp_path / "zero"),
+    )
+    done = [ckpttool_here(*words) for words in commands]
     assert "Choose one with --tag." in done[0].stderr
     assert "Choose one with --tag of `ckpttool convert`." in done[1].stderr
+
+
+#: What a command that reads a checkpoint has no use for, and why.
+LACKS: dict[str, dict[str, str]] = {
+    "inspect": dict.fromkeys(("--allow-equal-ranks", "--allow-mixed-steps"), "it shows such a checkpoint, with a note"),
+    "diff": dict.fromkeys(("--allow-equal-ranks", "--allow-mixed-steps"), "to look at them is what it is for"),
+    "doctor": dict.fromkeys(("--only", "--allow-equal-ranks", "--allow-mixed-steps"), "it looks at all, and refuses nothing"),
+    "push": {"--only": "the Hub gets the model; --include-optimizer pushes the rest"},
+    "resume-verify": {"--only": "a job needs its whole state"},
+    "adapter extract": {"--only": "it takes the adapter"},
+    "audit restore": dict.fromkeys(("--source-layout", "--tag", "--allow-equal-ranks", "--allow-mixed-steps"), "the source is an archive"),
+}  # fmt: skip
+READERS = (
+    "convert", "inspect", "verify", "diff", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "audit export",
+    "audit restore",
+)  # fmt: skip
+
+
+def test_every_command_that_reads_a_checkpoint_has_all_options_of_reading() -> None:
+    flags = {f.metadata["flag"] or "--" + f.name.replace("_", "-") for f in fields(OpenOptions) if "help" in f.metadata}
+    wanted = {flag.partition("/")[0] for flag in flags}
+    assert {name: wanted - FLAGS[name] for name in READERS} == {n: set(LACKS.get(n, ())) for n in READERS}
+    takes = {name for name, of in FLAGS.items() if {"--like", "--flat-layout"} <= of}
+    assert takes == set(READERS), "another command reads checkpoints"
+
+
+def test_a_layout_that_one_of_two_has_is_that_of_this_one(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp", world_size=1)
+    assert ckpttool.diff(tmp_path / "a.pt", tmp_path / "dcp", source_layout="full", tag=None).equal
+    assert ckpttool_here("diff", tmp_path / "a.pt", tmp_path / "dcp", "--source-layout", "dcp").returncode == 0
+    done = ckpttool_here("diff", tmp_path / "a.pt", tmp_path / "dcp", "--source-layout", "zero3")
+    assert done.returncode == 2 and "is of this layout" in done.stderr

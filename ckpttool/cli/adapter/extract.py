@@ -6,29 +6,22 @@ from typing import Annotated
 
 import typer
 
+from ...options import OpenOptions
 from ..help import READING, about
+from ..reading import AS_DETECTED, given_of, reads
 from ..terminal import (  # fmt: skip
-    AllowEqualRanks,
-    AllowMixedSteps,
-    Config,
     Dtype,
-    FlatLayout,
     Force,
-    From,
     IgnoreRecorded,
     Json,
     Latest,
-    Like,
     MaxMemory,
     NoVerify,
     Quiet,
     Src,
-    Tag,
     Threads,
     Verbose,
-    Wrap,
     bytes_of,
-    comma,
     newest_of,
 )
 from .arguments import AdapterConfig, LoraAlpha, Rslora, run
@@ -46,6 +39,7 @@ __all__ = ["extract"]
     exits=(*READING, 5, 6),
     meaning={3: "no adapter, or no adapter_config.json", 5: "the result, read back, differs"},
 )
+@reads("only")
 def extract(
     src: Src,
     dst: Annotated[
@@ -61,7 +55,7 @@ def extract(
         ),
     ] = None,
     adapter_config: AdapterConfig = None,
-    config: Config = None,
+    reading: OpenOptions = AS_DETECTED,
     lora_alpha: LoraAlpha = None,
     rslora: Rslora = False,
     base_model: Annotated[
@@ -73,14 +67,7 @@ def extract(
         typer.Option("--strip-prefix", help="Prefix to remove from the names of weights.", metavar="PREFIX"),
     ] = None,
     dtype: Dtype = None,
-    from_: From = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
     latest: Latest = False,
-    allow_equal_ranks: AllowEqualRanks = False,
-    allow_mixed_steps: AllowMixedSteps = False,
     ignore_recorded_digests: IgnoreRecorded = False,
     max_memory: MaxMemory = None,
     jobs: Threads = 2,
@@ -96,11 +83,10 @@ def extract(
     src = newest_of(src, latest, quiet or as_json)
     run(
         lambda meter: adapter_extract(
-            src, dst, adapter_name=adapter_name, adapter_config=adapter_config, config=config, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model,
-            strip_prefix=strip_prefix, dtype=dtype, source_layout=from_, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
-            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-            ignore_recorded_digests=ignore_recorded_digests, force=force, verify=not no_verify,
+            src, dst, adapter_name=adapter_name, adapter_config=adapter_config, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model,
+            strip_prefix=strip_prefix, dtype=dtype, ignore_recorded_digests=ignore_recorded_digests, force=force, verify=not no_verify,
             max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs, progress=meter,
+            **given_of(reading, "only"),
         ),
         as_json=as_json, quiet=quiet, verbose=verbose,
     )  # fmt: skip

@@ -7,31 +7,24 @@ from typing import Annotated
 import typer
 
 from ...errors import UsageError
+from ...options import OpenOptions
 from ..help import READING, about
 from ..layout_options import LayoutCommand, given
+from ..reading import AS_DETECTED, given_of, reads
 from ..terminal import (  # fmt: skip
-    AllowEqualRanks,
-    AllowMixedSteps,
     Cast,
-    Config,
     Drop,
     Dtype,
-    FlatLayout,
     Force,
-    From,
     IgnoreRecorded,
     Json,
-    Like,
     MaxMemory,
     NoVerify,
-    Only,
     Quiet,
-    Tag,
     Threads,
     To,
     Verbose,
     WorldSize,
-    Wrap,
     bytes_of,
     cast_rules,
     comma,
@@ -57,6 +50,7 @@ class MergeCommand(LayoutCommand):
     exits=(*READING, 5, 6),
     meaning={3: "cannot be merged exactly; training state would be left out", 5: "the result, read back, differs"},
 )
+@reads()
 def merge(
     ctx: typer.Context,
     paths: Annotated[
@@ -81,17 +75,9 @@ def merge(
     lora_alpha: LoraAlpha = None,
     rslora: Rslora = False,
     world_size: WorldSize = None,
-    only: Only = None,
+    reading: OpenOptions = AS_DETECTED,
     dtype: Dtype = None,
     cast: Cast = None,
-    from_: From = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
-    allow_equal_ranks: AllowEqualRanks = False,
-    allow_mixed_steps: AllowMixedSteps = False,
     ignore_recorded_digests: IgnoreRecorded = False,
     max_memory: MaxMemory = None,
     jobs: Threads = 2,
@@ -120,11 +106,9 @@ def merge(
     run(
         lambda meter: adapter_merge(
             src, dst, adapter=adapter, adapter_name=comma(adapter_name), adapter_config=adapter_config,
-            lora_alpha=lora_alpha, rslora=rslora, to=target.name, options=options, world_size=world_size, only=comma(only),
-            dtype=dtype, cast=cast_rules(cast), drop=drop, force=force, verify=not no_verify, source_layout=from_, config=config,
-            like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag, allow_equal_ranks=allow_equal_ranks,
-            allow_mixed_steps=allow_mixed_steps, ignore_recorded_digests=ignore_recorded_digests,
-            max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs, progress=meter,
+            lora_alpha=lora_alpha, rslora=rslora, to=target.name, options=options, world_size=world_size,
+            dtype=dtype, cast=cast_rules(cast), drop=drop, force=force, verify=not no_verify, ignore_recorded_digests=ignore_recorded_digests,
+            max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs, progress=meter, **given_of(reading),
         ),
         as_json=as_json, quiet=quiet, verbose=verbose,
     )  # fmt: skip

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from ...errors import UsageError
+from ...options import OpenOptions
 from ..help import READING, about
+from ..reading import AS_DETECTED, reads
 from ..terminal import (  # fmt: skip
-    AllowEqualRanks,
-    AllowMixedSteps,
-    Config,
     Drop,
     Dtype,
-    FlatLayout,
-    From,
     IgnoreRecorded,
     Json,
     Latest,
-    Like,
     MaxMemory,
     Meter,
-    Only,
     Quiet,
     Src,
-    Tag,
-    Wrap,
     bytes_of,
-    comma,
     newest_of,
     note,
     peak,
@@ -76,12 +68,13 @@ def _epoch(reproducible: bool) -> int | None:
     exits=(*READING, 5, 6),
     meaning={5: "the archive, read back, differs", 6: "the archive exists, or must be kept"},
 )
+@reads()
 def export(
     src: Src,
     dst: Annotated[
         str, typer.Argument(help="The archive: NAME.tar.zst, NAME.tar.zst.age, or an s3:// URL.", show_default=False)
     ],
-    only: Only = None,
+    reading: OpenOptions = AS_DETECTED,
     meta: Annotated[
         list[str] | None,
         typer.Option("--meta", help="Who, why, which ticket, ...; may be repeated.", metavar="KEY=VALUE"),
@@ -127,15 +120,7 @@ def export(
         list[str] | None,
         typer.Option("--encrypt-to", help="age or ssh public key, or a file of them.", metavar="RECIPIENT"),
     ] = None,
-    from_: From = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
-    tag: Tag = None,
     latest: Latest = False,
-    allow_equal_ranks: AllowEqualRanks = False,
-    allow_mixed_steps: AllowMixedSteps = False,
     dtype: Dtype = None,
     ignore_recorded_digests: IgnoreRecorded = False,
     max_memory: MaxMemory = None,
@@ -152,12 +137,11 @@ def export(
     from ...audit.options import ArchiveOptions
     from ...engine.conversion import RunOptions
     from ...engine.inspect import human
-    from ...engine.opening import OpenOptions
     from ...engine.planning import WriteRequest
 
     options = ArchiveOptions(
         level=level, shuffle=shuffle, member_bytes=bytes_of(member_size), meta=_meta(meta), git_commit=git_commit,
-        only=tuple(comma(only) or ()) or None, reproducible=reproducible, epoch=_epoch(reproducible), retain=retain,
+        only=tuple(reading.only or ()) or None, reproducible=reproducible, epoch=_epoch(reproducible), retain=retain,
         hold=legal_hold, lock_mode=lock_mode, key=sign_key, password=os.environ.get("CKPTTOOL_SIGN_PASSWORD"),
         certificate=sign_cert, chain=tuple(cert_chain or ()), recipients=tuple(encrypt_to or ()),
     )  # fmt: skip
@@ -167,10 +151,7 @@ def export(
     try:
         done = run(
             src, dst, options, in_ledger=not no_ledger,
-            reading=OpenOptions(
-                source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
-                allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-            ),
+            reading=replace(reading, only=None),  # it is what the archive holds
             writing=WriteRequest(dtype=dtype, drop=drop, ignore_recorded_digests=ignore_recorded_digests),
             running=RunOptions(
                 force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,

@@ -7,26 +7,22 @@ from typing import Annotated
 
 import typer
 
+from ...options import OpenOptions
 from ..help import READING, about
 from ..layout_options import given
+from ..reading import AS_DETECTED, reads
 from ..terminal import (  # fmt: skip
-    Config,
     Drop,
     Dtype,
-    FlatLayout,
     Force,
     Json,
-    Like,
     MaxMemory,
     Meter,
     NoVerify,
-    Only,
     Quiet,
     To,
     WorldSize,
-    Wrap,
     bytes_of,
-    comma,
     note,
     peak,
     print_json,
@@ -48,18 +44,15 @@ __all__ = ["restore"]
     exits=(*READING, 5, 6),
     meaning={4: "damaged", 5: "the state is not the one in the manifest"},
 )
+@reads("source_layout", "tag", "allow_equal_ranks", "allow_mixed_steps")
 def restore(
     ctx: typer.Context,
     archive: ArchivePath,
     dst: Annotated[str, typer.Argument(help="Where to write the checkpoint.", show_default=False)],
     to: To = None,
     world_size: WorldSize = None,
-    only: Only = None,
+    reading: OpenOptions = AS_DETECTED,
     dtype: Dtype = None,
-    config: Config = None,
-    like: Like = None,
-    flat_layout: FlatLayout = None,
-    wrap: Wrap = None,
     identity: Identity = None,
     scratch: Scratch = None,
     max_memory: MaxMemory = None,
@@ -77,7 +70,6 @@ def restore(
     from ...audit.export import restore_with as run
     from ...engine.conversion import RunOptions
     from ...engine.inspect import human
-    from ...engine.opening import OpenOptions
     from ...engine.planning import WriteRequest
     from ...layouts import options_of, target_of
 
@@ -87,7 +79,7 @@ def restore(
     try:
         done = run(
             archive, dst, identities=identity or (), scratch=scratch,
-            reading=OpenOptions(only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap)),
+            reading=reading,
             writing=WriteRequest(
                 to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, drop=drop
             ),
