@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from functools import wraps
+from typing import Any, TypedDict, TypeVar
 
 from .errors import UsageError, argument
 
-__all__ = ["MergeRequest", "OpenOptions", "option"]
+__all__ = ["Hints", "MergeRequest", "OpenOptions", "Reading", "Search", "option", "spelled_out"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(default: Any, help: str, *, flag: str | None = None, size: bool = False, metavar: str | None = None) -> Any:
@@ -97,3 +101,57 @@ class OpenOptions:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, os.fspath(value))
+
+
+# The same options as keywords of functions: `def f(path, **reading: Unpack[Reading])`.
+
+
+class Hints(TypedDict, total=False):
+    """What the files do not say of the model."""
+
+    config: str | None
+    like: str | os.PathLike[str] | None
+    flat_layout: str | os.PathLike[str] | None
+    wrap: Iterable[str] | None
+
+
+class Search(Hints, total=False):
+    """And which checkpoint of a path is meant."""
+
+    source_layout: str | None
+    tag: str | None
+
+
+class Reading(Search, total=False):
+    """And what is read although it looks wrong."""
+
+    allow_equal_ranks: bool
+    allow_mixed_steps: bool
+
+
+def spelled_out(function: F) -> F:
+    """A decorator for a function with `**reading: Unpack[...]` of one of the classes above: its signature lists these keywords one by one, for help() and
+    TAB, and another keyword is a TypeError that names the function."""
+    kind = function.__globals__[str(function.__annotations__["reading"]).removeprefix("Unpack[").removesuffix("]")]
+    own = inspect.signature(function)
+    known = {f.name: f for f in fields(OpenOptions) if f.name in kind.__annotations__}
+    taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keywords = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for n, f in known.items()
+    ]
+    names = {p.name for p in taken} | known.keys()
+
+    @wraps(function)
+    def call(*arguments: Any, **given: Any) -> Any:
+        for name in given:
+            if name not in names:
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
+        return function(*arguments, **given)
+
+    call.__dict__["__signature__"] = own.replace(parameters=[*taken, *keywords])
+    call.__annotations__ = {
+        **{k: v for k, v in function.__annotations__.items() if k != "reading"},
+        **{n: f.type for n, f in known.items()},
+    }
+    return call  # type: ignore[return-value]

@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from ..engine.conversion import ConvertResult, RunOptions, convert_with
 from ..engine.fill import Progress, silent
@@ -19,6 +19,7 @@ from ..engine.opening import CheckpointPath, OpenOptions
 from ..engine.planning import WriteRequest
 from ..errors import CkpttoolError, Interrupted
 from ..layouts import Place, place
+from ..options import Hints, Reading, spelled_out
 from ..storage import remote, urls
 from . import ledger, sidecar
 from .archive import ENCRYPTED, Facts
@@ -37,6 +38,7 @@ class Exported:
     entry: dict[str, Any] | None
 
 
+@spelled_out
 def export(
     src: CheckpointPath,
     dst: str,
@@ -47,18 +49,11 @@ def export(
     drop: bool = False,
     force: bool = False,
     verify: bool = True,
-    source_layout: str | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     max_memory_bytes: int | None = None,
     threads: int = 2,
     progress: Progress = silent,
+    **reading: Unpack[Reading],
 ) -> Exported:
     """Write a checkpoint in any layout into one archive, NAME.tar.zst.
 
@@ -75,10 +70,7 @@ def export(
     """
     return export_with(
         src, dst, options, in_ledger=in_ledger,
-        reading=OpenOptions(
-            source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-        ),
+        reading=OpenOptions(**reading),
         writing=WriteRequest(dtype=dtype, drop=drop, ignore_recorded_digests=ignore_recorded_digests),
         running=RunOptions(
             force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
@@ -145,6 +137,7 @@ def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> Ck
     )
 
 
+@spelled_out
 def restore(
     archive: str,
     dst: str | os.PathLike[str],
@@ -159,13 +152,10 @@ def restore(
     drop: bool = False,
     force: bool = False,
     verify: bool = True,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
     max_memory_bytes: int | None = None,
     threads: int = 2,
     progress: Progress = silent,
+    **reading: Unpack[Hints],
 ) -> ConvertResult:
     """Write the state of an archive in any layout.
 
@@ -179,7 +169,7 @@ def restore(
     """
     return restore_with(
         archive, dst, identities=identities, scratch=scratch,
-        reading=OpenOptions(only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap),
+        reading=OpenOptions(only=only, **reading),
         writing=WriteRequest(to=to, options=options, world_size=world_size, dtype=dtype, drop=drop),
         running=RunOptions(
             force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress

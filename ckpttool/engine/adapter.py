@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from typing import Unpack
 
 from .. import layouts
 from ..errors import UsageError
+from ..options import Reading, spelled_out
 from .conversion import ConvertResult, RunOptions, convert_with
 from .fill import Progress, silent
 from .opening import CheckpointPath, MergeRequest, OpenOptions
@@ -19,31 +21,25 @@ from .planning import WriteRequest
 __all__ = ["adapter_extract", "adapter_merge", "merge_target"]
 
 
+@spelled_out
 def adapter_extract(
     src: CheckpointPath,
     dst: str | os.PathLike[str],
     *,
     adapter_name: str | None = None,
     adapter_config: str | None = None,
-    config: str | None = None,
     lora_alpha: float | None = None,
     rslora: bool = False,
     base_model: str | None = None,
     strip_prefix: str | None = None,
     dtype: str | None = None,
-    source_layout: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     force: bool = False,
     verify: bool = True,
     max_memory_bytes: int | None = None,
     threads: int = 2,
     progress: Progress = silent,
+    **reading: Unpack[Reading],
 ) -> ConvertResult:
     """Write the adapter in a checkpoint of any layout as PEFT's own folder, byte for byte as its save_pretrained does.
 
@@ -63,12 +59,9 @@ def adapter_extract(
     Raises:
         Unsupported: there is no adapter, no adapter_config.json and no `lora_alpha`, or a kind whose names are not known.
     """
+    config = reading.get("config")
     if config is not None and os.path.isdir(config) and not os.path.exists(os.path.join(config, "config.json")):
-        adapter_config, config = adapter_config or config, None  # no reader can use it
-    reading = OpenOptions(
-        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-    )  # fmt: skip
+        adapter_config, reading["config"] = adapter_config or config, None  # no reader can use it
     hf = layouts.find("hf")
     assert hf.options is not None
     options = hf.options(
@@ -79,9 +72,10 @@ def adapter_extract(
     running = RunOptions(
         force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
     )
-    return convert_with(src, dst, reading, writing, running)
+    return convert_with(src, dst, OpenOptions(**reading), writing, running)
 
 
+@spelled_out
 def adapter_merge(
     src: CheckpointPath,
     dst: str | os.PathLike[str],
@@ -100,18 +94,11 @@ def adapter_merge(
     drop: bool = False,
     force: bool = False,
     verify: bool = True,
-    source_layout: str | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     max_memory_bytes: int | None = None,
     threads: int = 2,
     progress: Progress = silent,
+    **reading: Unpack[Reading],
 ) -> ConvertResult:
     """Write a model with its LoRA merged: W + scaling * B @ A, with the bits that PEFT's merge_and_unload gives on a CPU.
 
@@ -136,14 +123,17 @@ def adapter_merge(
         Corrupt: adapter and base model do not fit. MissingPackage: torch is not installed.
     """
     names = (adapter_name,) if isinstance(adapter_name, str) else tuple(adapter_name or ())
-    reading = OpenOptions(
-        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    base = OpenOptions(
+        only=only,
         merge=MergeRequest(
-            adapter=None if adapter is None else os.fspath(adapter), names=names, config=adapter_config, lora_alpha=lora_alpha,
+            adapter=None if adapter is None else os.fspath(adapter),
+            names=names,
+            config=adapter_config,
+            lora_alpha=lora_alpha,
             rslora=rslora,
         ),
-    )  # fmt: skip
+        **reading,
+    )
     writing = WriteRequest(
         to=merge_target(to, dst).name, options=options, world_size=world_size, dtype=dtype, cast=cast, drop=drop,
         ignore_recorded_digests=ignore_recorded_digests,
@@ -151,7 +141,7 @@ def adapter_merge(
     running = RunOptions(
         force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
     )
-    return convert_with(src, dst, reading, writing, running)
+    return convert_with(src, dst, base, writing, running)
 
 
 def merge_target(to: str | None, dst: str | os.PathLike[str]) -> layouts.Layout:

@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 from ..errors import CkpttoolError, Interrupted, UsageError, argument, note_change, what_changed
 from ..index.draft import Draft
+from ..options import Reading, spelled_out
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
@@ -98,6 +99,7 @@ class RunOptions:
     progress: Progress = silent
 
 
+@spelled_out
 def convert(
     src: CheckpointPath,
     dst: str | os.PathLike[str],
@@ -112,14 +114,6 @@ def convert(
     drop: bool = False,
     force: bool = False,
     verify: bool = True,
-    source_layout: str | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     salvage: bool = False,
     fill_from: str | os.PathLike[str] | None = None,
     strip_wrappers: bool = False,
@@ -133,6 +127,7 @@ def convert(
     threads: int = 2,
     workers: WorkersSpec = None,
     progress: Progress = silent,
+    **reading: Unpack[Reading],
 ) -> ConvertResult:
     """Convert a checkpoint to another layout, world size or dtype, bit for bit.
 
@@ -188,11 +183,9 @@ def convert(
         CkpttoolError: one of `ckpttool.errors`; the destination is as it was before, or the message says that it is the new
             one. What is worth knowing besides, such as what could not be removed, is in the notes of the exception.
     """
-    reading = OpenOptions(
-        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-        salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from),
-    )  # fmt: skip
+    source = OpenOptions(
+        only=only, salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from), **reading
+    )
     writing = WriteRequest(
         to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
         ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
@@ -206,7 +199,7 @@ def convert(
         workers=workers,
         progress=progress,
     )
-    return convert_with(src, dst, reading, writing, running)
+    return convert_with(src, dst, source, writing, running)
 
 
 def convert_with(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from ..errors import Differs, UsageError, argument
 from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, TensorEntry
+from ..options import Search, spelled_out
 from ..printable import Shown
 from .dtypes import numbers
 from .executors import WorkersSpec
@@ -104,22 +105,18 @@ class Difference(Shown):
         )
 
 
+@spelled_out
 def diff(
     a: CheckpointPath,
     b: CheckpointPath,
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
-    source_layout: str | None = None,
     only: Iterable[str] | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
     map: str | os.PathLike[str] | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
+    **reading: Unpack[Search],
 ) -> Difference:
     """Compare two checkpoints by names, dtypes, shapes and values.
 
@@ -139,20 +136,18 @@ def diff(
     Raises:
         CkpttoolError: one of the two cannot be read. Differs: a tensor of six-bit numbers has other bytes, which are not looked into.
     """
-    options = OpenOptions(
-        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=True, allow_mixed_steps=True,  # to look at them is what diff is for
-    )  # fmt: skip
+    # to look at copies and mixtures is what diff is for
+    options = OpenOptions(only=only, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
     of_each = [with_fitting_layout(path, options) for path in (a, b)]
-    if source_layout is not None and not any(one.source_layout for one in of_each):
-        raise UsageError(f"{argument('source_layout', source_layout)}: neither {a} nor {b} is of this layout.")
+    if options.source_layout is not None and not any(one.source_layout for one in of_each):
+        raise UsageError(f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.")
     with open_with(a, of_each[0], check_hints=False) as x, open_with(b, of_each[1], check_hints=False) as y:
         used = {*x.layout.reader_uses, *y.layout.reader_uses, *(["config"] if map is not None else [])}
         refuse_unused(options, f"{x.layout.name} | {y.layout.name}", used)
         with reporting(progress):
             left, right = x.locate(), y.locate()
         if map is not None:
-            left, x.source = under_other_names(left, x.source, kept_text(os.fspath(map)), config)
+            left, x.source = under_other_names(left, x.source, kept_text(os.fspath(map)), options.config)
             x.checkpoint = left
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
         out = Difference(

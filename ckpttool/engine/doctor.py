@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from .. import layouts
 from ..errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteError, Unsupported, UsageError, argument
+from ..options import Search, spelled_out
 from ..printable import Shown
 from ..storage import urls
 from ..storage.patched import PatchedSource
@@ -95,17 +96,13 @@ class Diagnosis(Shown):
             yield f"next: {line}"
 
 
+@spelled_out
 def doctor(
     path: CheckpointPath,
     *,
     read_data: bool = False,
-    like: str | os.PathLike[str] | None = None,
-    source_layout: str | None = None,
-    config: str | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
     progress: Progress = silent,
+    **reading: Unpack[Search],
 ) -> Diagnosis:
     """What is wrong with a checkpoint, what of it is whole, and what to type next.
 
@@ -127,10 +124,9 @@ def doctor(
         found = salvage.problems(where)
     for p in found:
         out.findings.append(Finding(p.kind, DAMAGE, p.file, (), f"{p.file} {p.text}", p.repair))
-    usual = OpenOptions(
-        source_layout=source_layout, config=config, flat_layout=flat_layout, wrap=wrap, tag=tag, allow_mixed_steps=True
-    )
-    asked = _Asked(name, read_data, config, None if like is None else os.fspath(like), progress, _given(usual))
+    like = reading.pop("like", None)  # where nothing else helps, `_with_less` reads with it
+    usual = OpenOptions(allow_mixed_steps=True, **reading)
+    asked = _Asked(name, read_data, usual.config, None if like is None else os.fspath(like), progress, _given(usual))
     refused: CkpttoolError | None = None
     try:
         with reporting(progress), open_with(path, usual, check_hints=False) as opened:

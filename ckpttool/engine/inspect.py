@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ..errors import CkpttoolError
 from ..formats.shown_values import instances_in, readable
@@ -19,6 +19,7 @@ from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimiz
 from ..index.composites import MARK, composites, described, unwrapped_note
 from ..index.names import step_count
 from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
+from ..options import Search, spelled_out
 from ..printable import printable
 from ..storage import urls
 from ..storage.source import Source
@@ -91,26 +92,19 @@ def _printed(drawing: RenderableType) -> Console:
     return console
 
 
+@spelled_out
 def inspect(
     path: CheckpointPath,
     *,
-    source_layout: str | None = None,
     only: Iterable[str] | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
+    **reading: Unpack[Search],
 ) -> Summary:
     """Layout, ranks, step, components, parameters, dtypes, optimizer and what is missing; reads headers only.
 
     Args:
         (all): as `open`.
     """
-    options = OpenOptions(
-        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=True, allow_mixed_steps=True,
-    )  # fmt: skip
+    options = OpenOptions(only=only, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
     with open_with(path, options, needed=lambda component: False) as opened:
         return summarise(opened.checkpoint, shown_path(path), opened.source, opened.only)
 

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from .. import layouts
 from ..errors import Corrupt, Unsupported, UsageError, argument
@@ -16,7 +16,7 @@ from ..index.check import check
 from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, tied_weights, without_random_states
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
-from ..options import MergeRequest, OpenOptions
+from ..options import MergeRequest, OpenOptions, Reading, spelled_out
 from ..storage.patched import PatchedSource
 from ..storage.siblings import siblings_in
 from ..storage.source import Source, raise_file_limit
@@ -267,18 +267,12 @@ class OpenCheckpoint:
         self.close()
 
 
+@spelled_out
 def open(
     path: CheckpointPath,
     *,
-    source_layout: str | None = None,
     only: Iterable[str] | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
+    **reading: Unpack[Reading],
 ) -> OpenCheckpoint:
     """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
 
@@ -288,8 +282,7 @@ def open(
         only: components to keep (["model", "optim"]); all where None.
         config: folder or id of a Hugging Face model with the same architecture.
         like: another checkpoint of the same model; it says about the parameters what this one does not: names, order, shapes.
-        flat_layout: file with what `describe_fsdp1` returned in the job.
-        wrap: patterns of the modules that FSDP1 wrapped, ["**.layers.*"].
+        flat_layout, wrap: file with what `describe_fsdp1` returned in the job; patterns of the modules that FSDP1 wrapped, ["**.layers.*"].
         tag: which save, where a DeepSpeed folder holds several; the one that `latest` names where None.
         allow_equal_ranks: read it although one rank's file looks like a copy of another's.
         allow_mixed_steps: read it although its files look like those of different steps.
@@ -299,10 +292,7 @@ def open(
             together are Corrupt when the checkpoint is located, not here: by the first read of a tensor at the latest.
         UsageError: an argument makes no sense.
     """
-    options = OpenOptions(
-        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-    )  # fmt: skip
+    options = OpenOptions(only=only, **reading)
     opened = open_with(path, options)
     opened.source.is_users = True
     return opened

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Unpack
 
 from blake3 import blake3
 
@@ -35,6 +36,7 @@ from ..index.optimizers import lost_at_save, per_rank_slots
 from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
 from ..index.vocabulary import vocabulary_of
+from ..options import Reading, spelled_out
 from ..printable import Shown
 from ..storage.source import Source
 from . import mixups, unread_files
@@ -110,6 +112,7 @@ class Plan(Shown):
         self.opened.source.close()
 
 
+@spelled_out
 def plan(
     src: CheckpointPath,
     dst: str | os.PathLike[str],
@@ -122,14 +125,6 @@ def plan(
     cast: Mapping[str, str] | None = None,
     canonical_keys: bool = False,
     drop: bool = False,
-    source_layout: str | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     salvage: bool = False,
     fill_from: str | os.PathLike[str] | None = None,
     strip_wrappers: bool = False,
@@ -139,6 +134,7 @@ def plan(
     map: str | os.PathLike[str] | None = None,
     ignore_recorded_digests: bool = False,
     expected: Mapping[str, str] | None = None,
+    **reading: Unpack[Reading],
 ) -> Plan:
     """What `convert` would write; writes nothing.
 
@@ -149,17 +145,15 @@ def plan(
         Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop` is not
             set.
     """
-    reading = OpenOptions(
-        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-        salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from),
-    )  # fmt: skip
+    source = OpenOptions(
+        only=only, salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from), **reading
+    )
     writing = WriteRequest(
         to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
         ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
         regroup=regroup, dequantize=dequantize, map=None if map is None else os.fspath(map),
     )  # fmt: skip
-    return plan_with(src, dst, reading, writing)
+    return plan_with(src, dst, source, writing)
 
 
 def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest) -> Plan:

@@ -5,16 +5,16 @@ What a digest is, digests.py says.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 from .. import layouts
 from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
+from ..options import Reading, spelled_out
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
@@ -53,20 +53,14 @@ class DigestResult(Shown):
             yield f"blake3:{root}  {component}"
 
 
+@spelled_out
 def digest(
     path: CheckpointPath,
     *,
-    source_layout: str | None = None,
     only: Iterable[str] | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     workers: WorkersSpec = None,
     progress: Progress = silent,
+    **reading: Unpack[Reading],
 ) -> DigestResult:
     """The digest of a state, which is the same in every layout and at every world size; reads all bytes of its tensors.
 
@@ -75,10 +69,7 @@ def digest(
         progress: called with ("digest", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
         (the others): as `open`.
     """
-    options = OpenOptions(
-        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-    )  # fmt: skip
+    options = OpenOptions(only=only, **reading)
     with open_with(path, options) as opened, for_reading(workers, path, opened.checkpoint.nbytes) as crew:
         with reporting(progress):
             ckpt = opened.locate()
@@ -142,22 +133,16 @@ class VerifyResult(Shown):
             yield f"equal to {self.against['path']}: {', '.join(self.against['components'])}"
 
 
+@spelled_out
 def verify(
     path: CheckpointPath,
     *,
     read_data: bool = False,
     against: CheckpointPath | None = None,
-    source_layout: str | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
     only: Iterable[str] | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     workers: WorkersSpec = None,
     progress: Progress = silent,
+    **reading: Unpack[Reading],
 ) -> VerifyResult:
     """Check a checkpoint: its structure and every item's framing.
 
@@ -171,10 +156,7 @@ def verify(
     Raises:
         Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the other.
     """
-    options = OpenOptions(
-        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-    )  # fmt: skip
+    options = OpenOptions(only=only, **reading)
     with reporting(progress), open_with(path, options) as opened:
         ckpt = opened.locate()
         out = VerifyResult(

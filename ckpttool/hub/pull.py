@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from ..bounded_json import parse
 from ..engine import conversion
@@ -20,6 +20,7 @@ from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, Unsafe
+from ..options import Reading, spelled_out
 from ..storage import retries
 from .client import RemoteFile, Repository, RepositoryState, split
 
@@ -37,6 +38,7 @@ class Pulled:
     result: ConvertResult
 
 
+@spelled_out
 def pull(
     repository: str,
     dst: str | os.PathLike[str],
@@ -45,24 +47,17 @@ def pull(
     to: str | None = "dcp",
     options: object = None,
     world_size: int | None = None,
-    source_layout: str | None = None,
     only: Iterable[str] | None = None,
     dtype: str | None = None,
     cast: Mapping[str, str] | None = None,
     canonical_keys: bool = False,
     drop: bool = False,
     force: bool = False,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     max_memory_bytes: int | None = None,
     threads: int = 2,
     progress: Progress = silent,
+    **reading: Unpack[Reading],
 ) -> Pulled:
     """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit.
 
@@ -77,10 +72,7 @@ def pull(
     """
     return pull_with(
         repository, dst, revision=revision,
-        reading=OpenOptions(
-            source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-        ),
+        reading=OpenOptions(only=only, **reading),
         writing=WriteRequest(
             to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
             ignore_recorded_digests=ignore_recorded_digests,

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from .._version import __version__
 from ..bounded_json import parse
@@ -33,6 +33,7 @@ from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..engine.tensor_digests import reporting
 from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument, note_change
 from ..index.names import step_count
+from ..options import Reading, spelled_out
 from ..storage.buffers import IOBudget
 from . import card, screening
 from .client import Conflict, RejectedError, Repository, RepositoryState, TransientError, Upload, split
@@ -72,6 +73,7 @@ class Pushed:
     not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source that no layout read
 
 
+@spelled_out
 def push(
     src: str | os.PathLike[str],
     target: str,
@@ -84,19 +86,12 @@ def push(
     dtype: str | None = None,
     cast: Mapping[str, str] | None = None,
     drop: bool = False,
-    source_layout: str | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     stage: str | None = None,
     threads: int = 4,
     dry_run: bool = False,
     progress: Progress = silent,
+    **reading: Unpack[Reading],
 ) -> Pushed:
     """Push a checkpoint, in any layout, to a model repository of the Hugging Face Hub.
 
@@ -116,15 +111,11 @@ def push(
         CkpttoolError: one of errors.py. Before the commit, nothing in the repository changes, except that it or the branch may
         have been created. Differs: the Hub does not have what was uploaded.
     """
-    reading = OpenOptions(
-        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-    )  # fmt: skip
     writing = WriteRequest(
         options=options, dtype=dtype, cast=cast, drop=drop, ignore_recorded_digests=ignore_recorded_digests
     )
     return push_with(
-        os.fspath(src), target, reading, writing, revision=revision, public=public, pull_request=pull_request,
+        os.fspath(src), target, OpenOptions(**reading), writing, revision=revision, public=public, pull_request=pull_request,
         message=message, stage=stage, threads=threads, dry_run=dry_run, progress=progress,
     )  # fmt: skip
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from ..engine.fill import Progress
 from ..engine.opening import OpenCheckpoint, OpenOptions
 from ..errors import CkpttoolError
 from ..extras import need
+from ..options import Reading, spelled_out
 from .collectives import of_all_ranks, together
 from .live_job import LiveJob
 from .shared_index import locate_together, open_together
@@ -46,22 +46,16 @@ class Loaded:
     seconds: float = 0.0
 
 
+@spelled_out
 def load(
     model: Any,
     optimizer: Any,
     path: str | os.PathLike[str],
     *,
     scheduler: Any = None,
-    source_layout: str | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     progress: Progress | None = None,
+    **reading: Unpack[Reading],
 ) -> Loaded:
     """Load a checkpoint in any layout into a live job: FSDP2, HSDP, tensor parallel, DDP or plain. A collective.
 
@@ -89,10 +83,7 @@ def load(
     """
     need("loading into a live job", "torch")
     started = time.monotonic()
-    options = OpenOptions(
-        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-    )  # fmt: skip
+    options = OpenOptions(**reading)
     with open_together(path, options, ignore_recorded_digests) as opened:
         return load_opened(opened, path, model, optimizer, scheduler, progress, started)
 

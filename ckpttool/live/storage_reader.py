@@ -29,30 +29,24 @@ Sources: torch/distributed/checkpoint/{storage,default_planner,planner_helpers,s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 from ..engine import opening
 from ..engine.fill import Progress
 from ..extras import need
+from ..options import Reading, spelled_out
 
 __all__ = ["storage_reader"]
 
 
+@spelled_out
 def storage_reader(
     path: str | os.PathLike[str],
     *,
-    source_layout: str | None = None,
-    config: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     progress: Progress | None = None,
     shared: bool = False,
+    **reading: Unpack[Reading],
 ) -> Any:
     """A StorageReader of torch.distributed.checkpoint for a checkpoint in any layout.
 
@@ -78,10 +72,7 @@ def storage_reader(
             comes in torch's CheckpointException.
     """
     need("loading into a live job", "torch")
-    options = opening.OpenOptions(
-        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-    )  # fmt: skip
+    options = opening.OpenOptions(**reading)
     from .shared_index import open_alone, open_together
     from .torch_reader import AnyLayoutReader
 

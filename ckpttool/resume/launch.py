@@ -15,14 +15,16 @@ import glob
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Unpack
 
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
 from ..errors import CkpttoolError, RankLost, Unsupported, UsageError, argument
 from ..extras import need
+from ..options import Reading, spelled_out
 from .batches import refuse_missing
 from .bounds import PROFILES
 from .first_step import step_of
@@ -45,12 +47,12 @@ def _silent(text: str) -> None:
     return None
 
 
+@spelled_out
 def resume_verify(
     source: str | os.PathLike[str],
     *,
     against: str | os.PathLike[str] | None = None,
     reference: str | os.PathLike[str] | None = None,
-    config: str | None = None,
     job: str | None = None,
     world_size: int | None = None,
     mesh: str | None = None,
@@ -82,14 +84,8 @@ def resume_verify(
     max_reserved_gib: float | None = None,
     max_step_seconds: float | None = None,
     max_load_seconds: float | None = None,
-    source_layout: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    flat_layout: str | os.PathLike[str] | None = None,
-    wrap: Iterable[str] | None = None,
-    tag: str | None = None,
-    allow_equal_ranks: bool = False,
-    allow_mixed_steps: bool = False,
     status: Status = _silent,
+    **reading: Unpack[Reading],
 ) -> Report | None:
     """Load a checkpoint into a live FSDP2 job, train some steps, and judge whether training goes on as before.
 
@@ -155,16 +151,13 @@ def resume_verify(
         raise UsageError(f"{argument('scratch', os.fspath(scratch))}: this folder does not exist.")
     if job is not None:
         looked_over(job)
-    elif config is not None:  # with a job it may be the folder of a tokenizer alone
+    elif (config := reading.get("config")) is not None:  # with a job it may be the folder of a tokenizer alone
         refuse_no_config(config)
     refuse_missing(data)
     as_rank = in_job()
     device, gpus = _device(device)
     dims = _mesh(world_size, mesh, as_rank, device, gpus)
-    reading = OpenOptions(
-        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-    )  # fmt: skip
+    asked = OpenOptions(**reading)
     # `config` also builds the model, whether or not the layout needs it; `source_layout` is that of the candidate
     recorded: Trace | None = None
     with ExitStack() as stack:
@@ -174,8 +167,8 @@ def resume_verify(
             """The runs, and those that are made if these leave it unsure. Called on one rank alone, since it reads the index of
             each checkpoint."""
             nonlocal recorded
-            reference_reading = reading if against is None else usable(against, replace(reading, source_layout=None))
-            candidate_reading = usable(source, reading)
+            reference_reading = asked if against is None else usable(against, replace(asked, source_layout=None))
+            candidate_reading = usable(source, asked)
             begin, found_config = _look(source, candidate_reading, start_step)
             original_config = None
             if against is not None:
@@ -188,7 +181,7 @@ def resume_verify(
             known = recorded or Trace()
             numerics = dict(known.environment.get("numerics") or {})
             computes = numerics.get("deterministic", True) if deterministic is None else deterministic
-            model_config = found_config if config is None and job is None else config
+            model_config = found_config if asked.config is None and job is None else asked.config
             shared = None if as_rank else folder
             if scratch is not None and round_trip:
                 shared = stack.enter_context(workspace(os.fspath(scratch)))
@@ -207,7 +200,7 @@ def resume_verify(
                 plan["reference"] = replace(
                     settings, source=os.fspath(against), reading=reference_reading,
                     mesh=mesh_of(None, against_world_size) if against_world_size else dims,
-                    config=original_config or model_config if config is None and job is None else config, round_trip=False,
+                    config=original_config or model_config if asked.config is None and job is None else asked.config, round_trip=False,
                     reread=False,
                 )  # fmt: skip
             if recorded is not None:

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import ckpttool
 from ckpttool import errors
 from ckpttool.cli.main import commands, flags_of
 from ckpttool.errors import CommandLine, argument, as_flags
-from ckpttool.options import OpenOptions
+from ckpttool.options import OpenOptions, Reading
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {name: flags_of(command) for name, command in commands()}
@@ -167,3 +168,22 @@ def test_a_layout_that_one_of_two_has_is_that_of_this_one(tmp_path: Path) -> Non
     assert ckpttool_here("diff", tmp_path / "a.pt", tmp_path / "dcp", "--source-layout", "dcp").returncode == 0
     done = ckpttool_here("diff", tmp_path / "a.pt", tmp_path / "dcp", "--source-layout", "zero3")
     assert done.returncode == 2 and "is of this layout" in done.stderr
+
+
+def test_the_keywords_of_functions_are_the_fields_of_the_options() -> None:
+    made = {f.name: str(f.type) for f in fields(OpenOptions) if "help" in f.metadata and f.name != "only"}
+    assert {n: t.__forward_arg__ for n, t in Reading.__annotations__.items()} == made
+    for function in (
+        ckpttool.open,
+        ckpttool.convert,
+        ckpttool.verify,
+        ckpttool.digest,
+        ckpttool.push,
+        ckpttool.load,
+        ckpttool.resume_verify,
+    ):
+        listed = signature(function).parameters
+        assert made.keys() <= listed.keys() and "reading" not in listed, function
+        assert {listed[n].default for n in made} == {None, False}
+    with pytest.raises(TypeError, match=r"digest\(\) got an unexpected keyword argument 'onyl'"):
+        ckpttool.digest("x", onyl=["model"])  # type: ignore[call-arg]
