@@ -178,7 +178,10 @@ class _Collector:
                         f"a _StorageInfo of .metadata has the fields {', '.join(map(str, state))}, not those of torch"
                     )
                 if self.forgets(state):
-                    raise Corrupt("storage_data of .metadata goes on behind the plans of Megatron's saver")
+                    raise Unsupported(
+                        ".metadata has plans of its saver before its storage_data, as nvidia-resiliency-ext may keep them in planner_data. Load and save "
+                        "the checkpoint once with torch.distributed.checkpoint, which writes none"
+                    )
                 found = collect.last
                 path = state["relative_path"]
                 if not isinstance(path, str):

@@ -107,8 +107,20 @@ def test_places_behind_the_plans_are_refused(tmp_path: Path, large: bool, monkey
     top = saved()
     top.all_local_plans = plans()  # type: ignore[attr-defined]
     top.more = _StorageInfo("__0_0.distcp", 0, 10)  # type: ignore[attr-defined]
-    with pytest.raises(CkpttoolError, match="behind the plans"):
+    with pytest.raises(CkpttoolError, match="plans of its saver before its storage_data"):
         read(tmp_path, top, large, monkeypatch)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_plans_in_planner_data_are_named_and_not_read(
+    tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nvidia-resiliency-ext may keep them; no such file was seen, so what is here is made by hand."""
+    top = saved()
+    top.planner_data = {"w": ("w",), "v/shard_0_1": ("v/shard_0_1",), "_nvrx_plans": plans()}
+    with pytest.raises(CkpttoolError, match="as nvidia-resiliency-ext may keep them in planner_data") as e:
+        read(tmp_path, top, large, monkeypatch)
+    assert e.value.exit_code == 3
 
 
 @pytest.mark.parametrize("large", [False, True])
