@@ -11,7 +11,7 @@ from typing import Any, TypedDict, TypeVar
 
 from .errors import UsageError, argument
 
-__all__ = ["Hints", "MergeRequest", "OpenOptions", "Reading", "Search", "option", "spelled_out"]
+__all__ = ["Hints", "MergeRequest", "OpenOptions", "Reading", "Search", "list_reading_keywords", "option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,22 +116,24 @@ class Hints(TypedDict, total=False):
 
 
 class Search(Hints, total=False):
-    """And which checkpoint of a path is meant."""
+    """`Hints`, and which checkpoint of a path is meant."""
 
     source_layout: str | None
     tag: str | None
 
 
 class Reading(Search, total=False):
-    """And what is read although it looks wrong."""
+    """`Search`, and what is read although it looks wrong."""
 
     allow_equal_ranks: bool
     allow_mixed_steps: bool
 
 
-def spelled_out(function: F) -> F:
-    """A decorator for a function with `**reading: Unpack[...]` of one of the classes above: its signature lists these keywords one by one, for help() and
-    TAB, and another keyword is a TypeError that names the function."""
+def list_reading_keywords(function: F) -> F:
+    """A decorator for a function with `**reading: Unpack[...]` of one of the classes above.
+
+    Its signature lists these keywords one by one, for help() and TAB, and another keyword is a TypeError that names the function.
+    """
     kind = function.__globals__[str(function.__annotations__["reading"]).removeprefix("Unpack[").removesuffix("]")]
     own = inspect.signature(function)
     known = {f.name: f for f in fields(OpenOptions) if f.name in kind.__annotations__}

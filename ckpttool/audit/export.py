@@ -19,7 +19,7 @@ from ..engine.opening import CheckpointPath, OpenOptions
 from ..engine.planning import WriteRequest
 from ..errors import CkpttoolError, Interrupted
 from ..layouts import Place, place
-from ..options import Hints, Reading, spelled_out
+from ..options import Hints, Reading, list_reading_keywords
 from ..storage import remote, urls
 from . import ledger, sidecar
 from .archive import ENCRYPTED, Facts
@@ -38,7 +38,7 @@ class Exported:
     entry: dict[str, Any] | None
 
 
-@spelled_out
+@list_reading_keywords
 def export(
     src: CheckpointPath,
     dst: str,
@@ -137,7 +137,7 @@ def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> Ck
     )
 
 
-@spelled_out
+@list_reading_keywords
 def restore(
     archive: str,
     dst: str | os.PathLike[str],

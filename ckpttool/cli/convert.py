@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..options import OpenOptions
 from .help import READING, about
 from .layout_options import given
-from .reading import AS_DETECTED, reads
+from .reading import NOTHING_ASKED, reads
 from .terminal import (  # fmt: skip
     CanonicalKeys,
     Cast,
@@ -116,7 +116,7 @@ def convert(
             autocompletion=lambda: list(TRAINERS),
         ),
     ] = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     world_size: WorldSize = None,
     dtype: Dtype = None,
     cast: Cast = None,

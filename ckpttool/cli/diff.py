@@ -8,7 +8,7 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import AS_DETECTED, given_of, reads
+from .reading import NOTHING_ASKED, reading_keywords, reads
 from .terminal import (  # fmt: skip
     Json,
     Latest,
@@ -40,7 +40,7 @@ def diff(
     b: Annotated[str, typer.Argument(help="Another checkpoint, in any layout.", show_default=False)],
     rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")] = 0.0,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     name_map: NameMap = None,
     latest: Latest = False,
     workers: Workers = None,
@@ -55,7 +55,7 @@ def diff(
     try:
         found = compare(
             a, b, rtol=rtol, atol=atol, map=name_map, workers=workers, progress=meter,
-            **given_of(reading, "allow_equal_ranks", "allow_mixed_steps"),
+            **reading_keywords(reading, "allow_equal_ranks", "allow_mixed_steps"),
         )  # fmt: skip
     finally:
         meter.close()

@@ -8,7 +8,7 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import AS_DETECTED, given_of, reads
+from .reading import NOTHING_ASKED, reading_keywords, reads
 from .terminal import (  # fmt: skip
     Json,
     Latest,
@@ -34,7 +34,7 @@ __all__ = ["digest"]
 @reads()
 def digest(
     path: Src,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     latest: Latest = False,
     workers: Workers = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
@@ -47,7 +47,7 @@ def digest(
     path = newest_of(path, latest, quiet or as_json)
     meter = Meter(quiet)
     try:
-        found = compute(path, progress=meter, workers=workers, **given_of(reading))
+        found = compute(path, progress=meter, workers=workers, **reading_keywords(reading))
     finally:
         meter.close()
     if as_json:

@@ -8,7 +8,7 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import AS_DETECTED, given_of, reads
+from .reading import NOTHING_ASKED, reading_keywords, reads
 from .terminal import (
     Json,
     Latest,
@@ -51,7 +51,7 @@ def doctor(
             "--like", help="A checkpoint of the job that refuses to load this one; param groups are compared."
         ),
     ] = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     latest: Latest = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -70,7 +70,7 @@ def doctor(
             read_data=read_data,
             like=like,
             progress=meter,
-            **given_of(reading, "only", "like", "allow_equal_ranks", "allow_mixed_steps"),
+            **reading_keywords(reading, "only", "like", "allow_equal_ranks", "allow_mixed_steps"),
         )
     finally:
         meter.close()

@@ -11,7 +11,7 @@ import typer
 from ..errors import NotRecognised, UsageError, argument
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import AS_DETECTED, reads
+from .reading import NOTHING_ASKED, reads
 from .terminal import (  # fmt: skip
     Json,
     Latest,
@@ -48,7 +48,7 @@ def inspect(
             "--tensor", help="Print file and byte range of every chunk of the tensors that match.", metavar="GLOB"
         ),
     ] = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     name_map: NameMap = None,
     latest: Latest = False,
     as_json: Json = False,

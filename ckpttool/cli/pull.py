@@ -10,7 +10,7 @@ import typer
 from ..options import OpenOptions
 from .help import READING, about
 from .layout_options import given
-from .reading import AS_DETECTED, reads
+from .reading import NOTHING_ASKED, reads
 from .terminal import (  # fmt: skip
     Cast,
     Drop,
@@ -55,7 +55,7 @@ def pull(
     revision: Annotated[
         str | None, typer.Option("--revision", help="Branch, tag or commit, if the URL does not name one.")
     ] = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     dtype: Dtype = None,
     cast: Cast = None,
     jobs: Threads = 2,

@@ -10,7 +10,7 @@ import typer
 from ..options import OpenOptions
 from .help import READING, about
 from .layout_options import given
-from .reading import AS_DETECTED, reads
+from .reading import NOTHING_ASKED, reads
 from .terminal import (  # fmt: skip
     Cast,
     Drop,
@@ -58,7 +58,7 @@ def push(
     ] = None,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
     message: Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")] = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     dtype: Dtype = None,
     cast: Cast = None,
     latest: Latest = False,

@@ -1,7 +1,7 @@
 """Options that say how a checkpoint is read: made of the fields of `OpenOptions`, so that every command that reads one has them all.
 
 @reads()
-def digest(path: Src, reading: OpenOptions = AS_DETECTED, tensors: ... = False) -> None:
+def digest(path: Src, reading: OpenOptions = NOTHING_ASKED, tensors: ... = False) -> None:
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import typer
 from ..options import OpenOptions
 from .terminal import comma, layout_names
 
-__all__ = ["AS_DETECTED", "given_of", "reads"]
+__all__ = ["NOTHING_ASKED", "reading_keywords", "reads"]
 
 F = TypeVar("F", bound=Callable[..., None])
 
 #: The default of the parameter `reading`: nothing was asked for.
-AS_DETECTED = OpenOptions()
+NOTHING_ASKED = OpenOptions()
 #: Fields that hold several texts, which the command line takes with commas between them.
 _LISTS = ("only", "wrap")
 
@@ -54,7 +54,7 @@ def reads(*without: str) -> Callable[[F], F]:
     return decorate
 
 
-def given_of(reading: OpenOptions, *without: str) -> dict[str, Any]:
+def reading_keywords(reading: OpenOptions, *without: str) -> dict[str, Any]:
     """{name: value} of the options that `reads(*without)` adds, for a function of the Python interface that takes them one by one."""
     return {f.name: getattr(reading, f.name) for f in _options(without)}
 

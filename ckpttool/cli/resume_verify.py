@@ -14,7 +14,7 @@ from ..errors import UsageError, kind_of_failure
 from ..options import OpenOptions
 from ..printable import printable
 from .help import READING, about
-from .reading import AS_DETECTED, given_of, reads
+from .reading import NOTHING_ASKED, reading_keywords, reads
 from .terminal import (  # fmt: skip
     Json,
     Latest,
@@ -65,7 +65,7 @@ def resume_verify(
             "--reference", help="What ckpttool.Recorder wrote in the original job (JSONL).", rich_help_panel="Reference"
         ),
     ] = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     job: Annotated[
         str | None,
         typer.Option(
@@ -306,7 +306,7 @@ def resume_verify(
                 activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload, module_prefix=module_prefix,
                 deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, timeout=timeout, peak_tflops=peak_tflops,
                 min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
-                max_load_seconds=max_load_seconds, status=telling, **given_of(reading, "only"),
+                max_load_seconds=max_load_seconds, status=telling, **reading_keywords(reading, "only"),
             )  # fmt: skip
         finally:
             telling.close()

@@ -8,7 +8,7 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import AS_DETECTED, given_of, reads
+from .reading import NOTHING_ASKED, reading_keywords, reads
 from .terminal import (  # fmt: skip
     Json,
     Latest,
@@ -42,7 +42,7 @@ def verify(
     against: Annotated[
         str | None, typer.Option("--against", help="A checkpoint that must contain the same state.", metavar="PATH")
     ] = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     latest: Latest = False,
     workers: Workers = None,
     as_json: Json = False,
@@ -54,7 +54,9 @@ def verify(
     path = newest_of(path, latest, quiet or as_json)
     meter = Meter(quiet)
     try:
-        found = check(path, read_data=read_data, against=against, progress=meter, workers=workers, **given_of(reading))
+        found = check(
+            path, read_data=read_data, against=against, progress=meter, workers=workers, **reading_keywords(reading)
+        )
     finally:
         meter.close()
     if as_json:

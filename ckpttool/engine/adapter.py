@@ -12,7 +12,7 @@ from typing import Unpack
 
 from .. import layouts
 from ..errors import UsageError
-from ..options import Reading, spelled_out
+from ..options import Reading, list_reading_keywords
 from .conversion import ConvertResult, RunOptions, convert_with
 from .fill import Progress, silent
 from .opening import CheckpointPath, MergeRequest, OpenOptions
@@ -21,7 +21,7 @@ from .planning import WriteRequest
 __all__ = ["adapter_extract", "adapter_merge", "merge_target"]
 
 
-@spelled_out
+@list_reading_keywords
 def adapter_extract(
     src: CheckpointPath,
     dst: str | os.PathLike[str],
@@ -75,7 +75,7 @@ def adapter_extract(
     return convert_with(src, dst, OpenOptions(**reading), writing, running)
 
 
-@spelled_out
+@list_reading_keywords
 def adapter_merge(
     src: CheckpointPath,
     dst: str | os.PathLike[str],

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from ..errors import CkpttoolError, Interrupted, UsageError, argument, note_change, what_changed
 from ..index.draft import Draft
-from ..options import Reading, spelled_out
+from ..options import Reading, list_reading_keywords
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
@@ -99,7 +99,7 @@ class RunOptions:
     progress: Progress = silent
 
 
-@spelled_out
+@list_reading_keywords
 def convert(
     src: CheckpointPath,
     dst: str | os.PathLike[str],

@@ -16,7 +16,7 @@ from ..errors import Differs, UsageError, argument
 from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, TensorEntry
-from ..options import Search, spelled_out
+from ..options import Search, list_reading_keywords
 from ..printable import Shown
 from .dtypes import numbers
 from .executors import WorkersSpec
@@ -105,7 +105,7 @@ class Difference(Shown):
         )
 
 
-@spelled_out
+@list_reading_keywords
 def diff(
     a: CheckpointPath,
     b: CheckpointPath,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Unpack
 
 from .. import layouts
 from ..errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteError, Unsupported, UsageError, argument
-from ..options import Search, spelled_out
+from ..options import Search, list_reading_keywords
 from ..printable import Shown
 from ..storage import urls
 from ..storage.patched import PatchedSource
@@ -96,7 +96,7 @@ class Diagnosis(Shown):
             yield f"next: {line}"
 
 
-@spelled_out
+@list_reading_keywords
 def doctor(
     path: CheckpointPath,
     *,

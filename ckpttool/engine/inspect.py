@@ -19,7 +19,7 @@ from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimiz
 from ..index.composites import MARK, composites, described, unwrapped_note
 from ..index.names import step_count
 from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
-from ..options import Search, spelled_out
+from ..options import Search, list_reading_keywords
 from ..printable import printable
 from ..storage import urls
 from ..storage.source import Source
@@ -92,7 +92,7 @@ def _printed(drawing: RenderableType) -> Console:
     return console
 
 
-@spelled_out
+@list_reading_keywords
 def inspect(
     path: CheckpointPath,
     *,

@@ -16,7 +16,7 @@ from ..index.check import check
 from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, tied_weights, without_random_states
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
-from ..options import MergeRequest, OpenOptions, Reading, spelled_out
+from ..options import MergeRequest, OpenOptions, Reading, list_reading_keywords
 from ..storage.patched import PatchedSource
 from ..storage.siblings import siblings_in
 from ..storage.source import Source, raise_file_limit
@@ -267,7 +267,7 @@ class OpenCheckpoint:
         self.close()
 
 
-@spelled_out
+@list_reading_keywords
 def open(
     path: CheckpointPath,
     *,

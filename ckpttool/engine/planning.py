@@ -36,7 +36,7 @@ from ..index.optimizers import lost_at_save, per_rank_slots
 from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
 from ..index.vocabulary import vocabulary_of
-from ..options import Reading, spelled_out
+from ..options import Reading, list_reading_keywords
 from ..printable import Shown
 from ..storage.source import Source
 from . import mixups, unread_files
@@ -112,7 +112,7 @@ class Plan(Shown):
         self.opened.source.close()
 
 
-@spelled_out
+@list_reading_keywords
 def plan(
     src: CheckpointPath,
     dst: str | os.PathLike[str],

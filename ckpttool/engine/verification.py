@@ -14,7 +14,7 @@ from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
-from ..options import Reading, spelled_out
+from ..options import Reading, list_reading_keywords
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
@@ -53,7 +53,7 @@ class DigestResult(Shown):
             yield f"blake3:{root}  {component}"
 
 
-@spelled_out
+@list_reading_keywords
 def digest(
     path: CheckpointPath,
     *,
@@ -133,7 +133,7 @@ class VerifyResult(Shown):
             yield f"equal to {self.against['path']}: {', '.join(self.against['components'])}"
 
 
-@spelled_out
+@list_reading_keywords
 def verify(
     path: CheckpointPath,
     *,

@@ -20,7 +20,7 @@ from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, Unsafe
-from ..options import Reading, spelled_out
+from ..options import Reading, list_reading_keywords
 from ..storage import retries
 from .client import RemoteFile, Repository, RepositoryState, split
 
@@ -38,7 +38,7 @@ class Pulled:
     result: ConvertResult
 
 
-@spelled_out
+@list_reading_keywords
 def pull(
     repository: str,
     dst: str | os.PathLike[str],

@@ -33,7 +33,7 @@ from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..engine.tensor_digests import reporting
 from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument, note_change
 from ..index.names import step_count
-from ..options import Reading, spelled_out
+from ..options import Reading, list_reading_keywords
 from ..storage.buffers import IOBudget
 from . import card, screening
 from .client import Conflict, RejectedError, Repository, RepositoryState, TransientError, Upload, split
@@ -73,7 +73,7 @@ class Pushed:
     not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source that no layout read
 
 
-@spelled_out
+@list_reading_keywords
 def push(
     src: str | os.PathLike[str],
     target: str,

@@ -34,12 +34,12 @@ from typing import Any, Unpack
 from ..engine import opening
 from ..engine.fill import Progress
 from ..extras import need
-from ..options import Reading, spelled_out
+from ..options import Reading, list_reading_keywords
 
 __all__ = ["storage_reader"]
 
 
-@spelled_out
+@list_reading_keywords
 def storage_reader(
     path: str | os.PathLike[str],
     *,

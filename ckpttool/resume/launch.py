@@ -24,7 +24,7 @@ from typing import Unpack
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
 from ..errors import CkpttoolError, RankLost, Unsupported, UsageError, argument
 from ..extras import need
-from ..options import Reading, spelled_out
+from ..options import Reading, list_reading_keywords
 from .batches import refuse_missing
 from .bounds import PROFILES
 from .first_step import step_of
@@ -47,7 +47,7 @@ def _silent(text: str) -> None:
     return None
 
 
-@spelled_out
+@list_reading_keywords
 def resume_verify(
     source: str | os.PathLike[str],
     *,

@@ -8,7 +8,7 @@ import typer
 
 from ...options import OpenOptions
 from ..help import READING, about
-from ..reading import AS_DETECTED, given_of, reads
+from ..reading import NOTHING_ASKED, reading_keywords, reads
 from ..terminal import (  # fmt: skip
     Dtype,
     Force,
@@ -55,7 +55,7 @@ def extract(
         ),
     ] = None,
     adapter_config: AdapterConfig = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     lora_alpha: LoraAlpha = None,
     rslora: Rslora = False,
     base_model: Annotated[
@@ -86,7 +86,7 @@ def extract(
             src, dst, adapter_name=adapter_name, adapter_config=adapter_config, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model,
             strip_prefix=strip_prefix, dtype=dtype, ignore_recorded_digests=ignore_recorded_digests, force=force, verify=not no_verify,
             max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs, progress=meter,
-            **given_of(reading, "only"),
+            **reading_keywords(reading, "only"),
         ),
         as_json=as_json, quiet=quiet, verbose=verbose,
     )  # fmt: skip

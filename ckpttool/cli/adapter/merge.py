@@ -10,7 +10,7 @@ from ...errors import UsageError
 from ...options import OpenOptions
 from ..help import READING, about
 from ..layout_options import LayoutCommand, given
-from ..reading import AS_DETECTED, given_of, reads
+from ..reading import NOTHING_ASKED, reading_keywords, reads
 from ..terminal import (  # fmt: skip
     Cast,
     Drop,
@@ -75,7 +75,7 @@ def merge(
     lora_alpha: LoraAlpha = None,
     rslora: Rslora = False,
     world_size: WorldSize = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     dtype: Dtype = None,
     cast: Cast = None,
     ignore_recorded_digests: IgnoreRecorded = False,
@@ -108,7 +108,7 @@ def merge(
             src, dst, adapter=adapter, adapter_name=comma(adapter_name), adapter_config=adapter_config,
             lora_alpha=lora_alpha, rslora=rslora, to=target.name, options=options, world_size=world_size,
             dtype=dtype, cast=cast_rules(cast), drop=drop, force=force, verify=not no_verify, ignore_recorded_digests=ignore_recorded_digests,
-            max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs, progress=meter, **given_of(reading),
+            max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs, progress=meter, **reading_keywords(reading),
         ),
         as_json=as_json, quiet=quiet, verbose=verbose,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import typer
 from ...errors import UsageError
 from ...options import OpenOptions
 from ..help import READING, about
-from ..reading import AS_DETECTED, reads
+from ..reading import NOTHING_ASKED, reads
 from ..terminal import (  # fmt: skip
     Drop,
     Dtype,
@@ -74,7 +74,7 @@ def export(
     dst: Annotated[
         str, typer.Argument(help="The archive: NAME.tar.zst, NAME.tar.zst.age, or an s3:// URL.", show_default=False)
     ],
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     meta: Annotated[
         list[str] | None,
         typer.Option("--meta", help="Who, why, which ticket, ...; may be repeated.", metavar="KEY=VALUE"),

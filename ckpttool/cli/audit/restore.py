@@ -10,7 +10,7 @@ import typer
 from ...options import OpenOptions
 from ..help import READING, about
 from ..layout_options import given
-from ..reading import AS_DETECTED, reads
+from ..reading import NOTHING_ASKED, reads
 from ..terminal import (  # fmt: skip
     Drop,
     Dtype,
@@ -51,7 +51,7 @@ def restore(
     dst: Annotated[str, typer.Argument(help="Where to write the checkpoint.", show_default=False)],
     to: To = None,
     world_size: WorldSize = None,
-    reading: OpenOptions = AS_DETECTED,
+    reading: OpenOptions = NOTHING_ASKED,
     dtype: Dtype = None,
     identity: Identity = None,
     scratch: Scratch = None,
