@@ -64,8 +64,8 @@ class LocalProcesses(Executor):
     def prepare(self, fn: Callable[[str], str], text: str) -> None:
         """Call `fn(text)` once, for all workers that are started from now on.
 
-        Where it fails, or leaves a thread or a connection, each worker begins with nothing. The thread that calls this must not end
-        before the workers do.
+        Where it fails, or leaves a thread or a connection, each worker begins with nothing. Workers that hold what an earlier call has prepared
+        end here, so no request may be at work. The thread that calls this must not end before the workers do.
         """
         made = _Template()
         try:
@@ -73,10 +73,17 @@ class LocalProcesses(Executor):
             os.close(os.pidfd_open(os.getpid()))
         except (WorkerDied, OSError):  # OSError: a kernel before 5.3
             answer = RAISED, ""
-        if answer == (RETURNED, "ready"):
-            self._template = made
-        else:
+        if answer != (RETURNED, "ready"):
             made.close()
+            return
+        with self._lock:
+            earlier, self._template = self._template, made
+            copies = [w.process for w in self._workers if isinstance(w.process, _Copy)]
+        if earlier is not None:
+            for process in copies:
+                process.kill()
+                process.wait()  # while the template is there, which knows how its copies ended
+            earlier.close()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """The future of `fn(text)`, where `fn` is a function of a module and both texts are str.

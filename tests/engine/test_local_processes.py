@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,29 @@ def test_copies_have_what_the_template_prepared(local: LocalProcesses, tmp_path:
     found = [f.result().split() for f in [local.submit(functions.recall, "") for _ in range(20)]]
     assert len({parent for _, parent, _ in found}) == 1 and {what for *_, what in found} == {"index"}
     assert os.getpid() not in {int(parent) for _, parent, _ in found}
+
+
+def test_what_is_prepared_again_takes_the_place_of_what_was_and_nothing_is_left(
+    local: LocalProcesses, tmp_path: Path
+) -> None:
+    """As the read-back of a conversion prepares its own plan with the same workers."""
+    seen: set[int] = set()
+    for text in ("index", "another", "third"):
+        (tmp_path / text).mkdir()
+        local.prepare(functions.remember, text)
+        assert "alone" not in [
+            f.result() for f in [local.submit(functions.meet, f"{tmp_path}/{text}:4") for _ in range(4)]
+        ]
+        found = [f.result().split() for f in [local.submit(functions.recall, "") for _ in range(20)]]
+        assert {what for *_, what in found} == {text}
+        now = {int(pid) for row in found for pid in row[:2]}
+        assert not seen & now and alive(list(seen)) == [], "workers that hold what was prepared before have ended"
+        seen |= now
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        local.shutdown()
+        gc.collect()
+    assert wait_for(lambda: not alive(list(seen)), 2)
 
 
 def test_a_template_that_is_killed_is_not_missed(local: LocalProcesses) -> None:
