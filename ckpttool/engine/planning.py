@@ -369,6 +369,13 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
             '"optim.state" is a tensor. The state of an optimizer is a dict of its parameters, so no engine and no trainer loads it. '
             f"{argument('only', ['model'])} converts the weights alone; dcp and full keep it."
         )
+    paths = [v.path for v in ckpt.values.values()] + [t.path for t in ckpt.tensors.values()]
+    lists = [p[:3] for p in paths if p[:2] == ("optim", "param_groups") and len(p) > 3 and type(p[3]) is int]
+    if target.needs_named_optimizer and lists:
+        raise Unsupported(
+            f'"{joined(lists[0])}" is a list. A param group is a dict of options, so no engine and no trainer loads it. '
+            f"{argument('only', ['model'])} converts the weights alone; dcp and full keep it."
+        )
     unnamed = [] if drop else unnamed_optimizer_state(ckpt)
     numbered = next((n.removeprefix(f"{KEEPS_NUMBERS}: ") for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), None)
     by_name = target.needs_named_optimizer or target.name == "dcp"  # a job of ranks asks for names

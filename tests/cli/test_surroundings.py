@@ -293,6 +293,17 @@ def test_state_of_an_optimizer_that_is_a_tensor_itself(tmp_path: Path) -> None:
             )
 
 
+def test_a_param_group_that_is_a_list(tmp_path: Path) -> None:
+    tree = state({"w": (2, 3), "b": (3,)})
+    tree["optim"]["param_groups"] = [[1, [2, {"a": None}]], {"lr": 0.1, "params": ["w", "b"]}]
+    torch.save(tree, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "dcp", to="dcp", world_size=1)
+    for to in ("megatron", "zero3", "universal", "fsdp1", "trainer", "torchtitan", "torch_checkpointing"):
+        size = None if to in ("megatron", "universal") else 1
+        with pytest.raises(errors.Unsupported, match="A param group is a dict"):
+            ckpttool.convert(tmp_path / "in.pt", tmp_path / "there", to=to, world_size=size, drop=True)
+
+
 def test_a_folder_in_the_place_of_a_trainer_s_file(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "trainers" / "trainer_fsdp2_full" / "ckpt" / "checkpoint-3", tmp_path / "a")
     (tmp_path / "a" / "optimizer.bin").unlink()
