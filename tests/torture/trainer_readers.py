@@ -102,6 +102,12 @@ def verl(path: Path) -> Tree:
     optims = [load(path / f"optim_world_size_3_rank_{r}.pt") for r in range(3)]
     out: Tree = {("model", n): _joined([m[n] for m in models]) for n in models[0]}
     named = list(models[0])
+    # numbers follow the order of the module; where another order of the file does not fit the shapes, nobody can name them
+    numbered = [
+        (named[i], x) for i, slots in optims[0]["state"].items() if not isinstance(i, str) for x in slots.values()
+    ]
+    if any(isinstance(x, DTensor) and x.shape != models[0][n].shape for n, x in numbered):
+        return {p: t for p, t in out.items() if isinstance(t, Tensor)}
     for i, slots in optims[0]["state"].items():
         name = i if isinstance(i, str) else named[i]
         out.update({("optim", "state", name, slot): _joined([o["state"][i][slot] for o in optims]) for slot in slots})
