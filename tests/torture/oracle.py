@@ -368,11 +368,14 @@ def zero0(path: Path) -> Tree:
     named = list(tree["module"])
     out: Tree = {("model", n): t for n, t in tree["module"].items()}
     optimizer = tree["optimizer"]
-    for g, group in enumerate(optimizer["optimizer_state_dict"]["param_groups"]):
+    groups = optimizer["optimizer_state_dict"]["param_groups"]
+    # torch's optimizers match numbers by their place in the groups, whatever they are
+    name_of = {i: named[place] for place, i in enumerate(i for group in groups for i in group["params"])}
+    for g, group in enumerate(groups):
         for k, i in enumerate(group["params"]):
-            out["model", named[i]] = optimizer["fp32_groups"][g][k]
+            out["model", name_of[i]] = optimizer["fp32_groups"][g][k]
     for i, slots in optimizer["optimizer_state_dict"]["state"].items():
-        out.update({("optim", "state", named[i], *path): x for path, x in flat(slots).items()})
+        out.update({("optim", "state", name_of.get(i, i), *path): x for path, x in flat(slots).items()})
     return out
 
 
