@@ -14,8 +14,9 @@ from typing import Any
 
 from ckpttool.engine.conservation import changed_values
 from ckpttool.engine.stream import small
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles
+from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import Inline, flattened, number_in
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft, DraftFile, Dropped
@@ -241,8 +242,11 @@ def _optimizer(
                 f'"{odd[0]}" is in a param group with{"out" if g.get("wd_mult") == 0.0 else ""} weight decay, and Megatron-Core would put it into the '
                 "other one when it loads. Leave the optimizer out, or change the groups in the job that saves."
             )
-        if steps:
-            g.setdefault("step", next(iter(steps)))
+        if steps and g.setdefault("step", step := next(iter(steps))) != step:
+            raise Unsupported(
+                f'A param group has the option "step" {short(g["step"])}, and its parameters are at step {step:g}; Megatron-Core keeps the step in the group '
+                f"alone. {argument('only', ['model'])} leaves the optimizer out."
+            )
     chains = sorted({g.get("chained", 0) for g in found})
     one = [
         {

@@ -304,6 +304,14 @@ def test_a_param_group_that_is_a_list(tmp_path: Path) -> None:
             ckpttool.convert(tmp_path / "in.pt", tmp_path / "there", to=to, world_size=size, drop=True)
 
 
+def test_a_step_in_a_param_group_that_is_not_that_of_its_parameters(tmp_path: Path) -> None:
+    tree = state({"w": (2, 3), "b": (3,)})
+    tree["optim"]["param_groups"][0]["step"] = 1
+    torch.save(tree, tmp_path / "in.pt")
+    with pytest.raises(errors.Unsupported, match=r'the option "step" 1, and its parameters are at step 3'):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "there", to="megatron", drop=True)
+
+
 def test_a_folder_in_the_place_of_a_trainer_s_file(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "trainers" / "trainer_fsdp2_full" / "ckpt" / "checkpoint-3", tmp_path / "a")
     (tmp_path / "a" / "optimizer.bin").unlink()
