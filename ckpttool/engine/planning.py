@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Unpack
 
@@ -364,18 +365,8 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
     Raises:
         Unsupported: it has no names, and what resumes from the layout finds it by them, or it is a tensor.
     """
-    if target.needs_named_optimizer and "optim.state" in ckpt.tensors:
-        raise Unsupported(
-            '"optim.state" is a tensor. The state of an optimizer is a dict of its parameters, so no engine and no trainer loads it. '
-            f"{argument('only', ['model'])} converts the weights alone; dcp and full keep it."
-        )
-    paths = [v.path for v in ckpt.values.values()] + [t.path for t in ckpt.tensors.values()]
-    lists = [p[:3] for p in paths if p[:2] == ("optim", "param_groups") and len(p) > 3 and type(p[3]) is int]
-    if target.needs_named_optimizer and lists:
-        raise Unsupported(
-            f'"{joined(lists[0])}" is a list. A param group is a dict of options, so no engine and no trainer loads it. '
-            f"{argument('only', ['model'])} converts the weights alone; dcp and full keep it."
-        )
+    if target.needs_named_optimizer:
+        _refuse_odd_optimizer(ckpt)
     unnamed = [] if drop else unnamed_optimizer_state(ckpt)
     numbered = next((n.removeprefix(f"{KEEPS_NUMBERS}: ") for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), None)
     by_name = target.needs_named_optimizer or target.name == "dcp"  # a job of ranks asks for names
@@ -397,6 +388,26 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
         )
     if lost_slots := per_rank_slots(ckpt):
         ckpt.notes.append(lost_at_save(ckpt, lost_slots))
+
+
+def _refuse_odd_optimizer(ckpt: Checkpoint) -> None:
+    """Refuse an optimizer that no engine and no trainer loads.
+
+    Raises:
+        Unsupported: its state is a tensor, or a param group is a list.
+    """
+    odd = (
+        '"optim.state" is a tensor. The state of an optimizer is a dict of its parameters'
+        if "optim.state" in ckpt.tensors
+        else ""
+    )
+    for path in chain((v.path for v in ckpt.values.values()), (t.path for t in ckpt.tensors.values())):
+        if path[:2] == ("optim", "param_groups") and len(path) > 3 and type(path[3]) is int:
+            odd = odd or f'"{joined(path[:3])}" is a list. A param group is a dict of options'
+    if odd:
+        raise Unsupported(
+            f"{odd}, so no engine and no trainer loads it. {argument('only', ['model'])} converts the weights alone; dcp and full keep it."
+        )
 
 
 def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, holds: frozenset[str]) -> None:

@@ -111,8 +111,8 @@ def _facts(trace: Trace) -> dict[str, str]:
 
 
 def device_of(trace: Trace) -> str:
-    """The kind of device, with its name if known: a run on the CPU may have been on a machine with a GPU."""
-    name = trace.environment.get("gpu") if trace.device != "cpu" else None
+    """The kind of device, with its name if known."""
+    name = trace.environment.get("gpu")
     return ", ".join(str(x) for x in (trace.device, name) if x)
 
 

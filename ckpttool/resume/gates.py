@@ -103,7 +103,7 @@ def _tokens(trace: Trace) -> float | None:
 
 def _name(trace: Trace) -> str | None:
     """The CUDA name of the device."""
-    name = (trace.device != "cpu" and trace.environment.get("gpu")) or trace.device
+    name = trace.environment.get("gpu") or trace.device
     return str(name) if name else None
 
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from ..errors import CkpttoolError, RankLost, UsageError, argument
 from ..live.collectives import gathered
-from .numerics import before_cuda
+from .numerics import set_cuda_environment
 from .settings import Status
 from .watch import Beat, Watch, at, beating, parsed, period_of, written
 
@@ -110,7 +110,7 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
     """
     at("joining the job")
     if deterministic:
-        before_cuda()
+        set_cuda_environment()
     import torch
     import torch.distributed as dist
 

@@ -248,6 +248,9 @@ def resume_verify(
                 plan, again = ({k: replace(s, deterministic=False) for k, s in runs.items()} for runs in (plan, again))
                 os.mkdir(without := os.path.join(folder, "without"))
                 traces = launch_runs(plan, without, status)
+                traces["candidate"].notes.append(
+                    f"{str(e).partition('. ')[0]}: the runs were made without deterministic kernels"
+                )
             found = judged(traces)
             if again and found.unsure:
                 status(MEASURING)

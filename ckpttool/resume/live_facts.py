@@ -218,8 +218,12 @@ def dtype_of(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def environment() -> dict[str, Any]:
-    """Versions and devices: causes of differences that no checkpoint records."""
+def environment(device: str | None = None) -> dict[str, Any]:
+    """Versions and devices: causes of differences that no checkpoint records.
+
+    Args:
+        device: of the job; on "cpu" it has nothing of a GPU that the machine may have. None where only the job knows.
+    """
     import platform
 
     import torch
@@ -227,7 +231,7 @@ def environment() -> dict[str, Any]:
     from .._version import __version__
 
     out: dict[str, Any] = {"ckpttool": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    if torch.cuda.is_available():
+    if device != "cpu" and torch.cuda.is_available():
         out["gpu"] = torch.cuda.get_device_name()
         out["numerics"] = numerics()
         out["cuda"] = torch.version.cuda

@@ -16,16 +16,24 @@ from typing import Any
 
 from ..errors import Unsupported, argument
 
-__all__ = ["NO_KERNEL", "before_cuda", "no_kernel_named", "numerics", "small_buffers", "take_buffers", "use_numerics"]
+__all__ = [
+    "NO_KERNEL",
+    "name_missing_kernel",
+    "numerics",
+    "read_small_buffers",
+    "set_cuda_environment",
+    "use_numerics",
+    "use_recorded_buffers",
+]
 
-#: How the error of `no_kernel_named` begins.
+#: How the error of `name_missing_kernel` begins.
 NO_KERNEL = "torch has no deterministic kernel for"
 
 #: Bytes of the largest buffer that a recording has. Frequencies of rotary embeddings have some hundred.
 _SMALL = 4096
 
 
-def before_cuda() -> None:
+def set_cuda_environment() -> None:
     """What must be set before CUDA starts. One algorithm for collectives, so that sums have one order at one world size."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -65,7 +73,7 @@ def use_numerics(deterministic: bool, recorded: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def no_kernel_named() -> Iterator[None]:
+def name_missing_kernel() -> Iterator[None]:
     """Name the operation that torch refuses to compute since it has no deterministic kernel for it.
 
     torch says "NAME does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'".
@@ -98,7 +106,7 @@ def _outside(model: Any) -> dict[str, Any]:
     return {clean[n]: b for n, b in found.items()}
 
 
-def small_buffers(model: Any) -> dict[str, list[Any]]:
+def read_small_buffers(model: Any) -> dict[str, list[Any]]:
     """{name: [dtype, shape, bytes in hex]} of buffers that no checkpoint holds, of at most 4 KiB: frequencies of rotary embeddings.
 
     They are computed when the model is built, on the GPU or the CPU, whose powers differ in the last bit.
@@ -113,12 +121,12 @@ def small_buffers(model: Any) -> dict[str, list[Any]]:
     return out
 
 
-def take_buffers(model: Any, recorded: Mapping[str, Any]) -> list[str]:
+def use_recorded_buffers(model: Any, recorded: Mapping[str, Any]) -> list[str]:
     """Give the model the recorded numbers of buffers that no checkpoint holds. A note for each that had others."""
     import torch
 
     notes = []
-    mine, live = small_buffers(model), _outside(model)
+    mine, live = read_small_buffers(model), _outside(model)
     for name, (dtype, shape, hexed) in recorded.items():
         if name not in mine or mine[name] == [dtype, list(shape), hexed] or mine[name][:2] != [dtype, list(shape)]:
             continue

@@ -43,7 +43,7 @@ from .live_facts import (
     scalars_of,
     tied_names,
 )
-from .numerics import small_buffers
+from .numerics import read_small_buffers
 from .probing import batch_of, kept, logits_of, refused, sketch, undisturbed
 from .recorded_state import of_ranks, sources
 from .text import listed, plural
@@ -170,7 +170,7 @@ class Recorder:
                 "state", step=step,
                 state={n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
                 scalars=scalars_of(tensors) | numbers, **found, probe=probe, unrecorded=lacks,
-                buffers={} if model is None else small_buffers(model),
+                buffers={} if model is None else read_small_buffers(model),
                 groups=[] if model is None or optimizer is None else plain_groups(model, optimizer),
             )  # fmt: skip
 

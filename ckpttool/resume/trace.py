@@ -82,7 +82,7 @@ class Trace:
     `variants` {name: [...]}: of values and others that the ranks of a recorded job held differently, those of the ranks.
     `generators` are marks of the random states of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and
     "numpy_position". `unrecorded` {what: why} is what a `Recorder` did not record.
-    `buffers` {name: [dtype, shape, bytes in hex]} of small buffers of a recorded job that no checkpoint holds (`numerics.small_buffers`).
+    `buffers` {name: [dtype, shape, bytes in hex]} of small buffers of a recorded job that no checkpoint holds (`numerics.read_small_buffers`).
     `quanta` {FQN: L2 norm} of the distance from each element of a parameter of 16 bits to the next number.
     `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
     `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.

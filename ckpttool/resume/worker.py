@@ -48,7 +48,7 @@ from .live_facts import (  # fmt: skip
     tied_names,
 )
 from .load_cost import LoadCost
-from .numerics import no_kernel_named, take_buffers, use_numerics
+from .numerics import name_missing_kernel, use_numerics, use_recorded_buffers
 from .recipe import fitting
 from .round_trip import round_trip
 from .settings import Settings, Status, read_settings
@@ -85,14 +85,14 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         ckpt = opened.checkpoint
         stage("building the model")
         job = start(settings, opened)
-        job.notes.extend(take_buffers(job.model, settings.buffers))
+        job.notes.extend(use_recorded_buffers(job.model, settings.buffers))
         out = Trace(
             source=settings.source, layout=opened.layout.name, start=settings.start, world_size=dist.get_world_size(),
             mesh=settings.mesh, device=settings.device, dtype=settings.dtype, seed=settings.seed, data=settings.data,
             global_batch=settings.global_batch, micro_batch=settings.micro_batch, clip=settings.clip,
             dropout=has_dropout(job.model), parameters=sum(p.numel() for p in job.model.parameters()),
             tied=tied_names(job.model), config=config_of(job.model), notes=[*ckpt.notes, *job.notes],
-            environment=environment() | {
+            environment=environment(settings.device) | {
                 "deterministic": settings.deterministic, "compile": settings.compile,
                 "scheduler_waits": job.scheduler_waits,
                 "dropout_probabilities": sorted({p for _, _, p in dropouts(job.model) if p > 0}),
@@ -123,7 +123,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         _state(job, trained, opened, settings, out, status)
         _restore_rng(settings, opened, out)
     stage("probing")
-    with no_kernel_named():
+    with name_missing_kernel():
         probe(job, rows, settings, probe_file, out)
         probe_as_recorded(job, settings, out)
         for k in range(settings.steps):

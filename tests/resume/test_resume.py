@@ -133,6 +133,7 @@ def test_a_job_without_deterministic_kernels_is_run_without_and_asks_for_the_opt
     code, report, said = verify(source, *job)
     assert code == 0, failures(report)
     assert report["candidate"]["environment"]["deterministic"] is False
+    assert any("the runs were made without deterministic kernels" in note for note in report["candidate"]["notes"])
     assert "torch has no deterministic kernel for put_" in said and "Starting once more without" in said
     code, report, _ = verify(source, *job, "--deterministic")
     assert code == 3 and "pass --no-deterministic" in report["error"]["message"].lower()

@@ -23,7 +23,7 @@ from ckpttool.resume import batches, fingerprint, launch, live_facts, ranks, wor
 from ckpttool.resume.adapted import adapted
 from ckpttool.resume.bounds import held
 from ckpttool.resume.first_step import step_of
-from ckpttool.resume.numerics import numerics, take_buffers, use_numerics
+from ckpttool.resume.numerics import numerics, use_numerics, use_recorded_buffers
 from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
 from ckpttool.resume.trace import Step, Trace, line, read_reference, read_trace, to_json
 
@@ -290,13 +290,16 @@ def test_buffers_that_no_checkpoint_has_are_those_of_the_recorded_job(tmp_path: 
     theirs, ours = (torch.nn.ModuleDict({"rope": Rotary(last)}) for last in (0.25, 0.25 + 2**-20))
     recorder = ckpttool.Recorder(tmp_path / "r.jsonl", torch.compile(theirs, backend="eager"))
     recorder.state(0)
-    (tmp_path / "r.jsonl").open("a").write(line("step", step=1, loss=1.0))
+    with (tmp_path / "r.jsonl").open("a") as f:
+        f.write(line("step", step=1, loss=1.0))
     known = read_reference(tmp_path / "r.jsonl", 0)
     assert [*known.buffers] == ["rope.inv_freq"], "neither what the checkpoint has nor what is large"
-    (note,) = take_buffers(ours, known.buffers)
+    (note,) = use_recorded_buffers(ours, known.buffers)
     assert "rope.inv_freq" in note and "9.5e-07" in note
-    assert torch.equal(ours["rope"].inv_freq, theirs["rope"].inv_freq) and take_buffers(ours, known.buffers) == []
-    assert take_buffers(torch.nn.ModuleDict({"other": Rotary(1.0)}), known.buffers) == []
+    assert (
+        torch.equal(ours["rope"].inv_freq, theirs["rope"].inv_freq) and use_recorded_buffers(ours, known.buffers) == []
+    )
+    assert use_recorded_buffers(torch.nn.ModuleDict({"other": Rotary(1.0)}), known.buffers) == []
 
 
 def test_kernels_of_a_gpu_are_those_of_the_recorded_job() -> None:
