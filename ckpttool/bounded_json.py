@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote, parsed within bounds: a short text cannot fill the memory or the stack.
+"""JSON of any names: written, and what somebody else wrote parsed within bounds. There, a short text cannot fill the memory or the stack.
 
 Memory: an empty list takes three bytes of text and more than sixty as an object. So brackets, strings and commas are
 counted before anything is parsed, at the speed of bytes.count, and what would take more than 32 MiB and twelve times
@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import Corrupt, Unsafe
 
-__all__ = ["MAX_DEPTH", "parse", "refuse_bomb"]
+__all__ = ["MAX_DEPTH", "encode", "parse", "refuse_bomb"]
 
 MAX_DEPTH = 350
 _FLOOR, _RATIO = 32 << 20, 12
@@ -45,6 +45,14 @@ def parse(data: bytes, what: str) -> Any:
         raise Unsafe(f"{what}: nested too deep.") from None
     except ValueError as e:
         raise Corrupt(f"{what}: not JSON ({e}).") from None
+
+
+def encode(data: Any, **layout: Any) -> bytes:
+    """JSON in UTF-8, with the arguments of `json.dumps` for its layout.
+
+    Names and texts of a checkpoint may hold half of a surrogate pair, which UTF-8 has no bytes for: it becomes a JSON escape.
+    """
+    return json.dumps(data, ensure_ascii=False, **layout).encode("utf-8", "backslashreplace")
 
 
 def refuse_bomb(data: bytes, what: str) -> None:

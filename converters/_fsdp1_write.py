@@ -14,11 +14,11 @@ zeros; FSDP1 fills them with 42 and looks at neither.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpttool import bounded_json
 from ckpttool.engine import flat_layout
 from ckpttool.engine.conservation import changed_values
 from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
@@ -68,8 +68,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     _write_model(out, state)
     if plan.groups is not None:
         _write_optimizer(out, state, plan)
-    record = json.dumps(flat_layout.as_json(plan.layout), indent=1, ensure_ascii=False) + "\n"
-    out.files.literal(flat_layout.RECORD, record.encode())
+    out.files.literal(flat_layout.RECORD, bounded_json.encode(flat_layout.as_json(plan.layout), indent=1) + b"\n")
     gone = {d.name for d in state.dropped}
     after = {n: v for n, v in _groups_to_be(plan).items() if n not in state.inlined}
     before = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}

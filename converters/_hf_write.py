@@ -143,7 +143,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             },
             "weight_map": {k: files[i] for i, k in sorted((i, k) for i, names in enumerate(groups) for k in names)},
         }
-        text = (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        text = bounded_json.encode(index, indent=2, sort_keys=True) + b"\n"
         draft_files.append(DraftFile(INDEX, len(text), text))
     names_of_files = [f.name for f in draft_files]
     held_values = dict(ckpt.values) if own.include_optimizer else weights.marks
@@ -504,4 +504,4 @@ def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
     if main is None or config.get(key) in (None, main) or not isinstance(config.get(key), str):
         return data
     config[key] = main
-    return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    return bounded_json.encode(config, indent=2, sort_keys=True) + b"\n"

@@ -203,7 +203,9 @@ def _take_optimizer(x: Any, out: dict[str, Any], extra: dict[str, Any], what: st
         if not isinstance(state, dict):
             raise Corrupt(f"{what}: the state of its optimizer is {short(state)}.")
         step = state.get("common_step")
-        for group in inner.get("param_groups", ()):
+        if not isinstance(listed := inner.get("param_groups", ()), (list, tuple)):
+            raise Corrupt(f"{what}: the param groups of its optimizer are {short(listed)}.")
+        for group in listed:
             if not isinstance(group, dict):
                 raise Corrupt(f"{what}: a param group of its optimizer is {short(group)}.")
             groups.append({

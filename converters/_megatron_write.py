@@ -48,7 +48,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     steps = [
         n
         for n, t in ckpt.tensors.items()
-        if t.path[:2] == ("optim", "state") and t.path[3:] == ("step",) and t.numel == 1
+        if t.path[:2] == ("optim", "state") and t.path[3:] == ("step",) and not t.shape
     ]
     found = small(ckpt, source, steps)
     numbers = {n: Value(ckpt.tensors[n].path, number_in(ckpt.tensors[n].dtype, raw)) for n, raw in found.items()}

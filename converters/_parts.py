@@ -247,7 +247,7 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
     else:
         found = layouts.find(part.layout).read(where, mine)
     whole.config = whole.config or found.config
-    if part.component == "model" and not part.whole and not is_folder:
+    if part.component == "model" and not part.whole and where.file is not None:
         found = _with_root_buffers(found)
     stray = [n for n in [*found.tensors, *found.values] if found.component(n) != part.component]
     if part.component == "optim" and stray and len(stray) == len(found.tensors) + len(found.values):

@@ -25,7 +25,6 @@ shape and length, and the weights beside them must be those that are listed.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -124,7 +123,7 @@ def draft(
         "tensors": {k: [t.dtype, list(t.shape), list(t.path)] for k, t in tensors.items()},
         "values": list(ckpt.values),
     }
-    text = (json.dumps(index, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
+    text = bounded_json.encode(index, separators=(",", ":")) + b"\n"
     for name, data, most in ((_VALUES, held, _MOST_VALUES), (INDEX, text, _MOST_INDEX)):
         try:
             if len(data) > most:

@@ -10,11 +10,11 @@ A manifest is accepted only if it is, byte for byte, what ckpttool would write f
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..bounded_json import encode as encode_json
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Chunks, Path, TensorEntry, joined
@@ -90,8 +90,8 @@ def encode(found: Manifest, places: Mapping[str, plan.Place]) -> bytes:
     }
     members = [{"name": n, "bytes": size, "sha256": h} for n, (size, h) in found.hashes.items()]
     rows = [_row(n, found, places[n]) for names in found.grouped for n in names]
-    text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
-    return (text + ',\n "members": ' + _lines(members) + ',\n "tensors": ' + _lines(rows) + "\n}\n").encode()
+    text = encode_json(head, indent=1)[:-2]
+    return text + b',\n "members": ' + _lines(members) + b',\n "tensors": ' + _lines(rows) + b"\n}\n"
 
 
 def _row(name: str, found: Manifest, place: plan.Place) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def _row(name: str, found: Manifest, place: plan.Place) -> dict[str, Any]:
     return row | {"planes": place.item} if place.item > 1 else row
 
 
-def _lines(rows: Sequence[Any]) -> str:
-    return "[\n" + ",\n".join("  " + json.dumps(r, ensure_ascii=False) for r in rows) + "\n ]" if rows else "[]"
+def _lines(rows: Sequence[Any]) -> bytes:
+    return b"[\n" + b",\n".join(b"  " + encode_json(r) for r in rows) + b"\n ]" if rows else b"[]"
 
 
 def decode(data: bytes, what: str) -> Manifest:

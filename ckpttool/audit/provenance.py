@@ -8,14 +8,13 @@ the manifest confirms them.
 from __future__ import annotations
 
 import base64
-import json
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from .. import bounded_json
 from .._version import __version__
-from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, joined, tied_weights
@@ -90,7 +89,7 @@ def _user() -> str:
 
 def encode(record: Mapping[str, Any]) -> bytes:
     """The bytes of the record. Paths that are not UTF-8 are kept, as JSON escapes."""
-    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return bounded_json.encode(record, indent=1) + b"\n"
 
 
 def decode(data: bytes, what: str) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def decode(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         Corrupt, Unsafe: it has other content, or another formatting.
     """
-    parsed = parse(data, what)
+    parsed = bounded_json.parse(data, what)
     if not isinstance(parsed, dict) or parsed.get("schema") != manifest.SCHEMA:
         raise Corrupt(f"{what} is of another schema than {manifest.SCHEMA!r}.")
     if unknown := sorted(set(parsed) - _KINDS.keys()):

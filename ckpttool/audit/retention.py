@@ -12,12 +12,11 @@ Years and months are those of the calendar: a year after February 29 is February
 from __future__ import annotations
 
 import calendar
-import json
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ..bounded_json import parse as parse_json
+from .. import bounded_json
 from ..errors import Corrupt, UsageError, argument
 
 __all__ = ["SCHEMA", "age", "lock_arguments", "parse", "record", "stamp", "time_of", "until"]
@@ -108,7 +107,7 @@ def record(retain: str | None, hold: str | None, start: datetime) -> bytes | Non
         "retain": retain,
         "legal_hold": {"reason": hold, "since": stamp(start)} if hold is not None else None,
     }
-    return (json.dumps(parsed, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return bounded_json.encode(parsed, indent=1) + b"\n"
 
 
 def parse(data: bytes, what: str) -> dict[str, Any]:
@@ -117,7 +116,7 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         Corrupt, Unsafe: it is not what `record` writes; with `what`.
     """
-    parsed = parse_json(data, what)
+    parsed = bounded_json.parse(data, what)
     if not isinstance(parsed, dict) or parsed.get("schema") != SCHEMA:
         raise Corrupt(f"{what} is of another schema than {SCHEMA!r}.")
     try:

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from ..bounded_json import parse
+from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument, kind_of_failure
 from ..storage import urls
 from ..storage.source import Source
@@ -72,7 +71,7 @@ def encode(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
         "schema": _SCHEMA, "open": f"age -d -i SECRET.key -o {archive['name'].removesuffix('.age')} {archive['name']}",
         "archive": dict(archive), "ciphertext": dict(hashes),
     }  # fmt: skip
-    return (json.dumps(parsed, indent=1, ensure_ascii=False) + "\n").encode()
+    return bounded_json.encode(parsed, indent=1) + b"\n"
 
 
 def read(source: Source, file: str) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def read(source: Source, file: str) -> dict[str, Any]:
         raise UsageError(
             f"{what} is missing; it says what is in {file}. To look inside, pass {argument('identities')}."
         )
-    parsed = parse(source.read_all(name(file), 256 << 20), what)
+    parsed = bounded_json.parse(source.read_all(name(file), 256 << 20), what)
     parts = ("archive", "ciphertext")
     if (
         not isinstance(parsed, dict)
@@ -113,7 +112,7 @@ def hold_name(file: str) -> str:
 def encode_holds(file: str, held: Sequence[Mapping[str, Any]]) -> bytes:
     """The hold file of an archive."""
     parsed = {"schema": _HOLD_SCHEMA, "archive": file, "holds": [{k: h.get(k) for k in _HELD} for h in held]}
-    return (json.dumps(parsed, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return bounded_json.encode(parsed, indent=1) + b"\n"
 
 
 _HELD = ("reason", "since", "by", "manifest_sha256", "created")
@@ -127,7 +126,7 @@ def holds(source: Source, file: str) -> list[dict[str, Any]]:
     """
     beside = hold_name(file)
     try:
-        parsed = parse(source.read_all(beside, _MOST_HOLDS), beside)
+        parsed = bounded_json.parse(source.read_all(beside, _MOST_HOLDS), beside)
         held = parsed["holds"]
         if parsed["schema"] != _HOLD_SCHEMA or not held or not all(_is_hold(h) for h in held):
             raise ValueError

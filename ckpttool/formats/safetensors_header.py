@@ -10,13 +10,13 @@ Source: the format section of the safetensors README and `Metadata::validate` in
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple
 
+from ..bounded_json import encode as encode_json
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, PACKED
@@ -177,6 +177,6 @@ def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, 
         file_shape = [*shape[:-1], PACKED.get(dtype, 1) * shape[-1]] if shape else []
         entries[name] = {"dtype": CODES[dtype], "shape": file_shape, "data_offsets": [at, at + n]}
         at += n
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text = encode_json(entries, separators=(",", ":"))
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

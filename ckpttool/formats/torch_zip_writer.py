@@ -13,12 +13,12 @@ interrupted needs no state but the list of chunks written.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+from .. import bounded_json
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft, DraftFile, Dropped, Written
 from . import stored_tensors, torch_pickles, zip_bytes
@@ -171,7 +171,7 @@ class TorchFiles:
                 notes_of["ckpttool-values.json"] = dict(values)
             for record, data in notes_of.items():
                 name = f.records[0][0].partition("/")[0] + "/" + record
-                note = json.dumps(data, indent=1, ensure_ascii=False).encode()
+                note = bounded_json.encode(data, indent=1)
                 entries.append((name, at, len(note), crc32(note), False))
                 note = zip_bytes.local_header(name, len(note), crc32(note), at) + note
                 out, at = out + note, at + len(note)

@@ -7,6 +7,7 @@ from math import prod
 from ..errors import Corrupt
 from . import boxes
 from .checkpoint import ITEMSIZE, MAX_NUMEL, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
+from .trees import check_no_leaf_inside_leaf
 
 __all__ = ["check", "check_chunk"]
 
@@ -14,7 +15,7 @@ __all__ = ["check", "check_chunk"]
 def check(ckpt: Checkpoint) -> None:
     """Prove, before a byte is copied, that the index is sound.
 
-    No name is that of a tensor and of a value. Every element of every tensor is covered exactly once, every extent lies
+    No name is that of a tensor and of a value, and no entry is inside another one. Every element of every tensor is covered exactly once, every extent lies
     inside its file, dtype x shape equals the length of every raw extent, no number overflows.
 
     Raises:
@@ -24,6 +25,7 @@ def check(ckpt: Checkpoint) -> None:
         raise Corrupt(
             f'"{twice}" is a tensor and a plain value at once: its files are not of one save. Take another copy.'
         )
+    check_no_leaf_inside_leaf({t.path for t in ckpt.tensors.values()} | {v.path for v in ckpt.values.values()})
     ends = [0] * len(ckpt.files)
     for name, t in ckpt.tensors.items():
         _check_tensor(ckpt, name, t)
@@ -63,8 +65,9 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
     if item is None or (t.dtype in NOT_TORCHS and ckpt.layout not in ("hf", "audit")):
         raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
     numel = t.numel
-    if numel > MAX_NUMEL or (t.shape and min(t.shape) < 0):
-        raise Corrupt(f'"{name}" has shape {t.shape}: {numel} elements, which no file holds.')
+    others = numel or prod(n or 1 for n in t.shape)  # torch computes strides of empty tensors too
+    if others > MAX_NUMEL or (t.shape and min(t.shape) < 0):
+        raise Corrupt(f'"{name}" has shape {t.shape}: more elements, or steps between them, than torch can count.')
     c = t.chunks
     if c.ndim != len(t.shape):
         raise Corrupt(f'"{name}": chunks have {c.ndim} dimensions, the tensor has {len(t.shape)}.')

@@ -192,7 +192,7 @@ def canonical(
     origin = {q: p for q, p in origin.items() if q != p}
     if raw_optim:
         own: Path = () if bare else (*outer, optim_key)
-        if all(p[0] == 0 for p in raw_optim):  # Lightning's list of optimizers, of one
+        if all(p[0] == 0 and len(p) > 1 for p in raw_optim):  # Lightning's list of optimizers, of one
             raw_optim, own = {p[1:]: v for p, v in raw_optim.items()}, (*own, 0)
         if own != ("optim",):
             origin["optim",] = own

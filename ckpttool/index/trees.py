@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import takewhile
 from typing import Any
 
 from ..errors import Corrupt
@@ -17,9 +18,11 @@ def check_no_leaf_inside_leaf(paths: Collection[Path]) -> None:
     Raises:
         Corrupt: with the path that does.
     """
+    lengths = sorted({len(path) for path in paths} - {0})
     for path in paths:
-        if any(path[:k] in paths for k in range(1, len(path))):
-            raise _inside_a_leaf(path)
+        for k in takewhile(len(path).__gt__, lengths):
+            if path[:k] in paths:
+                raise _inside_a_leaf(path)
 
 
 def _inside_a_leaf(path: Path) -> Corrupt:

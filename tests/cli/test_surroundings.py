@@ -312,6 +312,29 @@ def test_a_step_in_a_param_group_that_is_not_that_of_its_parameters(tmp_path: Pa
         ckpttool.convert(tmp_path / "in.pt", tmp_path / "there", to="megatron", drop=True)
 
 
+def test_a_step_that_is_no_number_has_no_place_in_megatron(tmp_path: Path) -> None:
+    tree = state({"w": (2, 3), "b": (3,)})
+    tree["optim"]["state"]["b"]["step"] = torch.tensor([3.0])
+    torch.save(tree, tmp_path / "in.pt")
+    with pytest.raises(errors.Unsupported, match=r'"optim\.state\.b\.step" \(Megatron-Core has no place'):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "there", to="megatron")
+
+
+def test_an_optimizer_in_a_list_that_is_no_dict_is_kept_as_it_is(tmp_path: Path) -> None:
+    tree = {"state_dict": state({"w": (2, 3)})["model"], "optimizer_states": [0.5], "pytorch-lightning_version": "2.6.0"}
+    torch.save(tree, tmp_path / "in.ckpt")
+    ckpttool.convert(tmp_path / "in.ckpt", tmp_path / "out.pt", to="full")
+    assert load_full(tmp_path / "out.pt")["optimizer_states"] == [0.5]
+
+
+def test_half_of_a_surrogate_pair_in_a_key_is_converted_and_written_down(tmp_path: Path) -> None:
+    tree = {"model": state({"w": (2, 3)})["model"], "scheduler": {"last\ud800": 4, "\udfff": {"x": 1.5}}}
+    torch.save(tree, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="full")
+    assert torch.load(tmp_path / "out.pt")["scheduler"] == tree["scheduler"]
+    assert shell(f"{CKPTTOOL} verify out.pt --read-data", tmp_path).returncode == 0
+
+
 def test_a_folder_in_the_place_of_a_trainer_s_file(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "trainers" / "trainer_fsdp2_full" / "ckpt" / "checkpoint-3", tmp_path / "a")
     (tmp_path / "a" / "optimizer.bin").unlink()

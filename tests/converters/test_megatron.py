@@ -573,6 +573,16 @@ def test_a_long_proof_is_seen_on_stderr(tmp_path: Path, monkeypatch: pytest.Monk
         assert lines and all(re.search(r"of [\d.]+ GB, [\d.]+ GB/s, \d+ s left", line) for line in lines), words
 
 
+def test_param_groups_that_are_no_list_are_refused(tmp_path: Path) -> None:
+    source = other_trainer(tmp_path / "a.pt", [{"lr": 0.5, "weight_decay": 0.1, "params": [FC2, NORM]}])
+    ckpttool.convert(source, tmp_path / "a", to="megatron", world_size=2, drop=True)
+    common = common_of(tmp_path / "a")
+    common["optimizer"]["optimizer"]["param_groups"] = 0.5
+    torch.save(common, tmp_path / "a" / "common.pt")
+    with pytest.raises(Corrupt, match=r"common\.pt: the param groups of its optimizer are 0\.5"):
+        ckpttool.open(tmp_path / "a")
+
+
 def test_a_folder_without_common_pt_is_incomplete_but_for_its_weights(tmp_path: Path) -> None:
     source = next((FIXTURES / "megatron" / "tp2_pp2" / "ckpt").glob("iter_*"))
     shutil.copytree(source, tmp_path / source.name)

@@ -749,6 +749,17 @@ def test_components_that_share_a_file_may_be_asked_for_alone() -> None:
         with ckpttool.open(source, only=[only]) as opened:
             assert {opened.checkpoint.component(n) for n in opened.checkpoint.values} == {only}
 
+def test_an_item_at_the_root_of_lightning_s_dcp_keeps_its_name(tmp_path: Path) -> None:
+    """It is no buffer of the model, whose file is another matter."""
+    shutil.copytree(FIXTURES / "trainers" / "lightning_w2", tmp_path / "a")
+    name = "optimizer_0.state.net.norm.bias.exp_avg"
+    file = tmp_path / "a" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data[name] = (name,)
+    file.write_bytes(pickle.dumps(metadata))
+    with ckpttool.open(tmp_path / "a") as opened:
+        assert f"extra.{name}" in opened.checkpoint.tensors
+
 
 def test_a_buffer_named_as_a_counter_is_the_model_s(tmp_path: Path) -> None:
     """As ema_pytorch's EMA has `step` and `initted` at its root."""

@@ -89,6 +89,14 @@ def test_a_step_is_one_state(save: Any, tmp_path: Path) -> None:
     assert weights_in_hf(tmp_path / "global_step_3", tmp_path / "hf", truth)
 
 
+def test_a_rank_with_a_number_where_the_other_has_a_dict_is_refused(tmp_path: Path) -> None:
+    old(tmp_path / "step")
+    file = tmp_path / "step" / "extra_state" / "extra_state_rank_0.pt"
+    torch.save({**torch.load(file, weights_only=False), "lr_scheduler": 0.5}, file)
+    with pytest.raises(ckpttool.errors.Corrupt, match=r"scheduler\.last_epoch' is inside a value"):
+        ckpttool.open(tmp_path / "step")
+
+
 @pytest.mark.parametrize("save", [old, new], ids=["0.1.12", "later"])
 def test_inspect_names_veomni_and_lists_its_steps(save: Any, tmp_path: Path) -> None:
     for step in (3, 6):

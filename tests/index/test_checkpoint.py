@@ -150,10 +150,21 @@ def test_a_dtype_that_torch_does_not_have_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(1 << 57,), (1 << 30, 1 << 30), (1 << 62, 1 << 62, 1 << 62), (-1,), (-2, -3)])
+_OVERFLOWING = [(1 << 57,), (1 << 30, 1 << 30), (1 << 62, 1 << 62, 1 << 62), (-1,), (-2, -3)]
+_OVERFLOWING_WHILE_EMPTY = [(0, 1 << 63), (0, 1 << 40, 1 << 40), (0, 10**30)]
+
+
+@pytest.mark.parametrize("shape", [*_OVERFLOWING, *_OVERFLOWING_WHILE_EMPTY])
 def test_a_shape_that_overflows_is_refused(shape: tuple[int, ...]) -> None:
     entry = TensorEntry("float32", shape, ("model", "w"), Chunks(len(shape)))
-    assert "which no file holds" in refusal(entry)
+    assert "than torch can count" in refusal(entry)
+
+
+def test_an_entry_inside_another_one_is_refused() -> None:
+    found = checkpoint(tensor((0, 3)))
+    found.values["model.w.x"] = Value(("model", "w", "x"), 1)
+    with pytest.raises(Corrupt, match=r"'model\.w\.x' is inside a value that is neither a dict nor a list"):
+        check(found)
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 4), (0, -4), (1 << 62, 4), (0, 1 << 62)])

@@ -292,7 +292,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
     with _silent():
         found = get_fp32_state_dict_from_zero_checkpoint(str(path), lazy_mode=True)
         empty = [n for n, t in found.items() if 0 in t.shape]  # the script cannot gather these
-        return {n: torch.empty(t.shape) if n in empty else t.contiguous() for n, t in found.items()}
+        return {n: torch.empty(t.shape, dtype=t.dtype) if n in empty else t.contiguous() for n, t in found.items()}
 
 
 def _module(models: list[Any], out: Tree) -> None:
