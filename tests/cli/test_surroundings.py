@@ -321,7 +321,11 @@ def test_a_step_that_is_no_number_has_no_place_in_megatron(tmp_path: Path) -> No
 
 
 def test_an_optimizer_in_a_list_that_is_no_dict_is_kept_as_it_is(tmp_path: Path) -> None:
-    tree = {"state_dict": state({"w": (2, 3)})["model"], "optimizer_states": [0.5], "pytorch-lightning_version": "2.6.0"}
+    tree = {
+        "state_dict": state({"w": (2, 3)})["model"],
+        "optimizer_states": [0.5],
+        "pytorch-lightning_version": "2.6.0",
+    }
     torch.save(tree, tmp_path / "in.ckpt")
     ckpttool.convert(tmp_path / "in.ckpt", tmp_path / "out.pt", to="full")
     assert load_full(tmp_path / "out.pt")["optimizer_states"] == [0.5]

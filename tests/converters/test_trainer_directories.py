@@ -749,6 +749,7 @@ def test_components_that_share_a_file_may_be_asked_for_alone() -> None:
         with ckpttool.open(source, only=[only]) as opened:
             assert {opened.checkpoint.component(n) for n in opened.checkpoint.values} == {only}
 
+
 def test_an_item_at_the_root_of_lightning_s_dcp_keeps_its_name(tmp_path: Path) -> None:
     """It is no buffer of the model, whose file is another matter."""
     shutil.copytree(FIXTURES / "trainers" / "lightning_w2", tmp_path / "a")
