@@ -18,15 +18,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from converters._options import DirectoryOptions, Fsdp1Options, HfOptions, UniversalOptions, ZeroOptions
+
     from .audit.export import Exported, export, restore
     from .audit.options import ArchiveOptions
-    from .converters._options import (  # type: ignore[import-not-found,unused-ignore]
-        DirectoryOptions,
-        Fsdp1Options,
-        HfOptions,
-        UniversalOptions,
-        ZeroOptions,
-    )
     from .engine.adapter import adapter_extract, adapter_merge
     from .engine.conversion import ConvertResult, convert
     from .engine.detection import newest
@@ -43,9 +38,9 @@ if TYPE_CHECKING:
     from .index.checkpoint import Checkpoint
     from .live.fsdp1 import describe_fsdp1
     from .live.load import Loaded, load, storage_reader
-    from .resume.launch import resume_verify
-    from .resume.recorder import Recorder
-    from .resume.verdict import Report
+    from .resume.compare.verdict import Report
+    from .resume.trace.recorder import Recorder
+    from .resume.verify import resume_verify
     from .storage.partial import clean
 
 #: Where each public name is defined.
@@ -66,8 +61,8 @@ _WHERE = {
     "Plan": "engine.planning",
     "Pulled": "hub.pull",
     "Pushed": "hub.push",
-    "Recorder": "resume.recorder",
-    "Report": "resume.verdict",
+    "Recorder": "resume.trace.recorder",
+    "Report": "resume.compare.verdict",
     "Summary": "engine.inspect",
     "TensorHandle": "engine.handle",
     "UniversalOptions": "converters._options",
@@ -90,7 +85,7 @@ _WHERE = {
     "pull": "hub.pull",
     "push": "hub.push",
     "restore": "audit.export",
-    "resume_verify": "resume.launch",
+    "resume_verify": "resume.verify",
     "storage_reader": "live.load",
     "verify": "engine.verification",
 }

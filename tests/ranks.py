@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from peers import REPOSITORY
 
-from ckpttool.resume import ranks as resume_ranks
+from ckpttool.resume.ranks import launch as resume_ranks
 from ckpttool.resume.settings import Settings, Status
 
 LIVE = REPOSITORY / "tests" / "live"
@@ -148,7 +148,7 @@ def forked() -> Iterator[None]:
 
     def instead(folder: str, world: int, settings: Settings, status: Status) -> None:
         statuses = NURSERIES.launch(
-            world, ["-m", "ckpttool.resume.worker", folder], Path(folder) / "log", **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
+            world, ["-m", "ckpttool.resume.ranks.worker", folder], Path(folder) / "log", **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
         )  # fmt: skip
         resume_ranks.pass_on_status(folder, 0, status)
         if any(statuses):

@@ -288,8 +288,8 @@ def test_the_docstring_of_errors_draws_every_class_with_its_code() -> None:
 #: of ours that answer.
 OWN_JSON = {
     "audit.ledger", "audit.parallel_reading", "converters._dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
-    "engine.part_requests", "engine.part_worker", "formats.values", "resume.live_facts", "resume.ranks", "resume.settings", "resume.trace",
-    "resume.watch",
+    "engine.part_requests", "engine.part_worker", "formats.values", "resume.ranks.launch", "resume.settings", "resume.trace.live_facts", "resume.trace.model",
+    "resume.job.watchdog",
     "storage.partial", "storage.shared_tree",
 }  # fmt: skip
 

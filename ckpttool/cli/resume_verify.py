@@ -271,10 +271,10 @@ def resume_verify(
     quiet: Quiet = False,
 ) -> None:
     """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not, 12 if it does not fit."""
-    from ..resume import report as reports
-    from ..resume.joined import in_job, lasting_job, leave_together
-    from ..resume.launch import resume_verify as run
-    from ..resume.terminal import screen
+    from ..resume.ranks.torchrun import in_job, lasting_job, leave_together
+    from ..resume.report import files as reports
+    from ..resume.report.terminal import screen
+    from ..resume.verify import resume_verify as run
 
     if report is not None:
         try:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpttool
-from ckpttool.resume.batches import open_data
+from ckpttool.resume.trace.batches import open_data
 
 ROWS, MICRO, SEQUENCE, SAVED, STEPS = 8, 4, 1024, 2, 12
 

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ckpttool.cli.main import main
-from ckpttool.resume import ranks
+from ckpttool.resume.ranks import launch as ranks
 
 
 class Forked:

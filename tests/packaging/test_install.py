@@ -114,7 +114,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:
     mine = {str(p.relative_to(ROOT)) for p in files}
     assert inside == mine | {f"ckpttool/converters/{p.name}" for p in (ROOT / "converters").glob("*.py")}
     read = ("alerts.yml", "templates/report.html.j2", "templates/report.css", "templates/report.js")
-    assert {f"ckpttool/resume/{name}" for name in read} <= inside
+    assert {f"ckpttool/resume/report/{name}" for name in read} <= inside
 
 
 def test_the_man_page_is_installed_and_has_every_command(wheel: Path, slim: Path) -> None:

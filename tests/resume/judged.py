@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckpttool
-from ckpttool.resume.diagnosis import causes
-from ckpttool.resume.judge import judge
-from ckpttool.resume.ranks import launch_runs
+from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.verdict import Cause, Check
+from ckpttool.resume.diagnosis.causes import causes
+from ckpttool.resume.ranks.launch import launch_runs
 from ckpttool.resume.settings import Settings
-from ckpttool.resume.trace import Trace, read_reference
-from ckpttool.resume.verdict import Cause, Check
+from ckpttool.resume.trace.model import Trace, read_reference
 
 STEPS = 2  # the first, and one after an update
 

@@ -6,7 +6,7 @@
 
 Without the variable those of `OF_CI` run. The jobs are tests/live/zoo.py and the models of tests/live/herd.py, trained and
 saved by real FSDP2 at 2, 3 and 4 ranks. Each run is judged against the recording of its job, and against a run of the same
-checkpoint on 2 ranks. The bounds for parameters of bf16 and for rounded weights (`ckpttool.resume.bounds`) come from what
+checkpoint on 2 ranks. The bounds for parameters of bf16 and for rounded weights (`ckpttool.resume.compare.bounds`) come from what
 `-s` prints here.
 """
 
@@ -32,13 +32,13 @@ from ranks import forked, one_at_a_time, torchrun
 from spoiling import Spoil, slot, weight, zero
 
 import ckpttool
-from ckpttool.resume.bounds import SIGNALS, column
-from ckpttool.resume.diagnosis import causes
-from ckpttool.resume.differences import in_stored_dtypes
-from ckpttool.resume.judge import judge
-from ckpttool.resume.launch import resume_verify
+from ckpttool.resume.compare.bounds import SIGNALS, column
+from ckpttool.resume.compare.differences import in_stored_dtypes
+from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.diagnosis.causes import causes
 from ckpttool.resume.settings import Settings
-from ckpttool.resume.trace import Trace, read_reference
+from ckpttool.resume.trace.model import Trace, read_reference
+from ckpttool.resume.verify import resume_verify
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpttool
-from ckpttool.resume.beside import named, taken
+from ckpttool.resume.trace.side_state import named, taken
 
 
 def tree() -> dict[str, Any]:

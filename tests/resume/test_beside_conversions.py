@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.resume.beside import taken
-from ckpttool.resume.judge import judge
-from ckpttool.resume.trace import Trace
-from ckpttool.resume.verdict import Check
+from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.verdict import Check
+from ckpttool.resume.trace.model import Trace
+from ckpttool.resume.trace.side_state import taken
 
 CHECKS = ("config.scheduler", "config.rng", "config.dataloader", "config.scaler", "config.values")
 

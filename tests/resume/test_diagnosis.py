@@ -25,13 +25,13 @@ from resume.test_judge import (
 )
 
 import ckpttool
-from ckpttool.resume import inspection
-from ckpttool.resume.diagnosis import causes
-from ckpttool.resume.inspection import place_of
-from ckpttool.resume.judge import judge
+from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.verdict import Cause
+from ckpttool.resume.diagnosis import files as inspection
+from ckpttool.resume.diagnosis.causes import causes
+from ckpttool.resume.diagnosis.files import place_of
 from ckpttool.resume.text import spoken
-from ckpttool.resume.trace import Trace
-from ckpttool.resume.verdict import Cause
+from ckpttool.resume.trace.model import Trace
 
 
 def blamed(reference: Trace | None, got: Trace, **how: Any) -> list[Cause]:

@@ -12,7 +12,7 @@ from resume.test_diagnosis import blamed, files
 from resume.test_judge import FQNS, edit_state, job
 
 import ckpttool
-from ckpttool.resume.verdict import Cause
+from ckpttool.resume.compare.verdict import Cause
 
 Tree = dict[str, Any]
 
@@ -273,7 +273,7 @@ def test_a_stale_file_is_named_with_its_rank(both: Any) -> None:
 
 
 def test_a_stale_file_is_named_though_only_some_tensors_were_read(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.resume.inspection._MORE", 0)
+    monkeypatch.setattr("ckpttool.resume.diagnosis.files._MORE", 0)
     (found,) = both(rank1, tensors)
     assert found.kind == "one-file"
     assert "109 tensors were not read; all have a part in it" in found.evidence

@@ -31,15 +31,15 @@ from ranks import forked, one_at_a_time, torchrun
 from spoiling import Fault
 
 import ckpttool
-from ckpttool.resume import batches
-from ckpttool.resume.beside import taken
-from ckpttool.resume.beside_differences import beside_differences
-from ckpttool.resume.bounds import column
-from ckpttool.resume.judge import judge, noise
-from ckpttool.resume.launch import resume_verify
+from ckpttool.resume.compare.bounds import column
+from ckpttool.resume.compare.judge import judge, noise
+from ckpttool.resume.compare.side_state_differences import beside_differences
+from ckpttool.resume.compare.verdict import Report
 from ckpttool.resume.settings import Settings
-from ckpttool.resume.trace import Trace, read_reference
-from ckpttool.resume.verdict import Report
+from ckpttool.resume.trace import batches
+from ckpttool.resume.trace.model import Trace, read_reference
+from ckpttool.resume.trace.side_state import taken
+from ckpttool.resume.verify import resume_verify
 from fixtures import jobs
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.resume.gates import PEAKS, gates, metrics, peak_flops
-from ckpttool.resume.load_cost import spread
-from ckpttool.resume.trace import Step, Trace
-from ckpttool.resume.verdict import Report
+from ckpttool.resume.compare.limits import PEAKS, gates, metrics, peak_flops
+from ckpttool.resume.compare.verdict import Report
+from ckpttool.resume.job.load_cost import spread
+from ckpttool.resume.trace.model import Step, Trace
 
 
 def run(**fields: object) -> Trace:

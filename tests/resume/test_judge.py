@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import UsageError
-from ckpttool.resume.bounds import COLUMNS, PROFILES, bounds, column
-from ckpttool.resume.differences import (
+from ckpttool.resume.compare.bounds import COLUMNS, PROFILES, bounds, column
+from ckpttool.resume.compare.differences import (
     alike,
     config_aside,
     config_differences,
@@ -27,11 +27,11 @@ from ckpttool.resume.differences import (
     options_aside,
     rates_by_group,
 )
-from ckpttool.resume.judge import ORDER, judge, noise
-from ckpttool.resume.judging import judged_runs
+from ckpttool.resume.compare.judge import ORDER, judge, noise
+from ckpttool.resume.compare.judging import judged_runs
+from ckpttool.resume.compare.verdict import Check, Report
 from ckpttool.resume.text import changed
-from ckpttool.resume.trace import Step, Trace, to_json
-from ckpttool.resume.verdict import Check, Report
+from ckpttool.resume.trace.model import Step, Trace, to_json
 
 LAYERS = 4
 HIDDEN = 64
@@ -656,7 +656,7 @@ def test_a_recording_that_knows_nothing_beside_the_optimizer_compares_nothing_th
 def test_a_number_that_another_layout_holds_as_a_tensor_is_the_same_number() -> None:
     import torch
 
-    from ckpttool.resume import beside
+    from ckpttool.resume.trace import side_state as beside
 
     a, b = job(), job()
     del b.values["scaler.scale"]
@@ -962,7 +962,7 @@ def test_tensors_that_the_job_rounds_fail_but_for_the_relaxed_profile() -> None:
 
 
 def test_parameters_of_16_bits_are_judged_as_such_and_are_not_held_at_another_world_size() -> None:
-    from ckpttool.resume import bounds
+    from ckpttool.resume.compare import bounds
 
     def trace(world: int, dtype: str) -> Trace:
         return Trace(world_size=world, dtype="fp32", micro_batch=1, sequence=8, state={"model.w": (dtype, (2,), "ab")}, environment={"deterministic": True})  # fmt: skip

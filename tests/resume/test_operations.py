@@ -24,7 +24,7 @@ from commands import ckpttool_here
 from peers import REPOSITORY
 from ranks import ENVIRONMENT, LIVE, NURSERIES, one_at_a_time
 
-from ckpttool.resume.workspace import workspace
+from ckpttool.resume.ranks.workspace import workspace
 
 SOURCE = REPOSITORY / "fixtures" / "awkward_w3" / "ckpt"
 BATCHES = ["--global-batch", "4", "--micro-batch", "2"]

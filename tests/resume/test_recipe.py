@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from ckpttool.errors import UsageError
-from ckpttool.resume import batches, launch
-from ckpttool.resume.job import Job, _blocks
-from ckpttool.resume.live_facts import numbers_of, plain_groups
-from ckpttool.resume.recipe import fitting, looked_over
+from ckpttool.resume import verify as launch
+from ckpttool.resume.job.build import Job, _blocks
+from ckpttool.resume.job.user_job import fitting, looked_over
+from ckpttool.resume.trace import batches
+from ckpttool.resume.trace.live_facts import numbers_of, plain_groups
 
 GOOD = "def build(mesh, *, device='cpu'):\n    pass\n"
 

@@ -18,13 +18,14 @@ from ranks import torchrun
 
 import ckpttool
 from ckpttool.errors import UsageError
-from ckpttool.resume import live_facts, probing, recorded_state, run_checks, state_checks
-from ckpttool.resume.beside import named, taken
-from ckpttool.resume.beside_differences import beside_differences
-from ckpttool.resume.bounds import Bound
-from ckpttool.resume.judge import judge
-from ckpttool.resume.trace import Step, Trace, line, read_reference
-from ckpttool.resume.unverified import unverified
+from ckpttool.resume.compare import run_checks, state_checks
+from ckpttool.resume.compare.bounds import Bound
+from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.not_verified import unverified
+from ckpttool.resume.compare.side_state_differences import beside_differences
+from ckpttool.resume.trace import live_facts, probing, recorded_state
+from ckpttool.resume.trace.model import Step, Trace, line, read_reference
+from ckpttool.resume.trace.side_state import named, taken
 
 
 @pytest.fixture(scope="module")

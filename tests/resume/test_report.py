@@ -26,18 +26,18 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from ckpttool.errors import NoSpace, UsageError
-from ckpttool.resume.contents import relative, rows, sentence
-from ckpttool.resume.junit import junit
-from ckpttool.resume.misfit import advice
-from ckpttool.resume.page import page
-from ckpttool.resume.prometheus import METRICS as ALL_METRICS
-from ckpttool.resume.prometheus import prometheus
-from ckpttool.resume.report import write
-from ckpttool.resume.terminal import screen
-from ckpttool.resume.trace import OF_BUILD, Step, Trace
-from ckpttool.resume.verdict import Cause, Check, Report
+from ckpttool.resume.compare.misfit import advice
+from ckpttool.resume.compare.verdict import Cause, Check, Report
+from ckpttool.resume.report.facts import relative, rows, sentence
+from ckpttool.resume.report.files import write
+from ckpttool.resume.report.html_page import page
+from ckpttool.resume.report.junit import junit
+from ckpttool.resume.report.prometheus import METRICS as ALL_METRICS
+from ckpttool.resume.report.prometheus import prometheus
+from ckpttool.resume.report.terminal import screen
+from ckpttool.resume.trace.model import OF_BUILD, Step, Trace
 
-ALERTS = REPOSITORY / "ckpttool" / "resume" / "alerts.yml"
+ALERTS = REPOSITORY / "ckpttool" / "resume" / "report" / "alerts.yml"
 SCRIPT = '<script>window.hacked=1;alert(1)</script><img src=x onerror="window.hacked=1">'
 HOSTILE = [
     SCRIPT,

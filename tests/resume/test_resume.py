@@ -22,7 +22,7 @@ from commands import ckpttool_here
 from ranks import forked, one_at_a_time
 
 import ckpttool
-from ckpttool.resume.trace import line
+from ckpttool.resume.trace.model import line
 from fixtures import jobs
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -19,13 +19,16 @@ import ckpttool
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.errors import Corrupt, MissingPackage, Unsupported, UsageError
 from ckpttool.formats.pickles import Truncated
-from ckpttool.resume import batches, fingerprint, launch, live_facts, ranks, worker
-from ckpttool.resume.adapted import adapted
-from ckpttool.resume.bounds import held
+from ckpttool.resume import verify as launch
+from ckpttool.resume.compare.bounds import held
 from ckpttool.resume.first_step import step_of
-from ckpttool.resume.numerics import numerics, use_numerics, use_recorded_buffers
+from ckpttool.resume.job.peft_model import adapted
+from ckpttool.resume.ranks import launch as ranks
+from ckpttool.resume.ranks import worker
 from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
-from ckpttool.resume.trace import Step, Trace, line, read_reference, read_trace, to_json
+from ckpttool.resume.trace import batches, fingerprint, live_facts
+from ckpttool.resume.trace.model import Step, Trace, line, read_reference, read_trace, to_json
+from ckpttool.resume.trace.numerics import numerics, use_numerics, use_recorded_buffers
 
 # --------------------------------------------------------------------------------------------------------- batches
 
@@ -545,7 +548,7 @@ def test_an_error_of_a_rank_keeps_its_exit_code(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_reference_that_says_nothing_of_the_optimizer_proves_nothing() -> None:
-    from ckpttool.resume.verdict import Check, Report
+    from ckpttool.resume.compare.verdict import Check, Report
 
     first = Check("step 1", "step1.loss", "pass", "")
     assert Report(Trace(), Trace(), "strict", [first]).word == "not comparable"

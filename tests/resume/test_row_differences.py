@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.resume import batches
-from ckpttool.resume.diagnosis import causes
-from ckpttool.resume.judge import judge
-from ckpttool.resume.row_differences import explained, overlap
-from ckpttool.resume.trace import Step, Trace
+from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.row_differences import explained, overlap
+from ckpttool.resume.diagnosis.causes import causes
+from ckpttool.resume.trace import batches
+from ckpttool.resume.trace.model import Step, Trace
 
 
 def run(

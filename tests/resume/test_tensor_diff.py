@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.resume import tensor_diff as tensor_diff_module
-from ckpttool.resume.tensor_diff import TensorDiff, tensor_diff
+from ckpttool.resume.diagnosis import tensor_diff as tensor_diff_module
+from ckpttool.resume.diagnosis.tensor_diff import TensorDiff, tensor_diff
 
 RNG = np.random.default_rng(7)
 W = RNG.normal(size=(32, 12)).astype(np.float32)

@@ -12,14 +12,14 @@ from peers import FIXTURES
 from rich.console import Console
 
 import ckpttool
-from ckpttool.resume.beside import taken
-from ckpttool.resume.judge import judge
-from ckpttool.resume.misfit import advice, compared, does_not_fit
-from ckpttool.resume.page import page
-from ckpttool.resume.terminal import screen
-from ckpttool.resume.trace import Trace
-from ckpttool.resume.unverified import unverified
-from ckpttool.resume.verdict import Report
+from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.misfit import advice, compared, does_not_fit
+from ckpttool.resume.compare.not_verified import unverified
+from ckpttool.resume.compare.verdict import Report
+from ckpttool.resume.report.html_page import page
+from ckpttool.resume.report.terminal import screen
+from ckpttool.resume.trace.model import Trace
+from ckpttool.resume.trace.side_state import taken
 
 MARK = ("float32", (2,), "ab")
 

@@ -22,10 +22,10 @@ import pytest
 import torch.distributed as dist
 
 from ckpttool.errors import RankLost
-from ckpttool.resume import watch
-from ckpttool.resume.joined import _keys_of_this_attempt
-from ckpttool.resume.watch import Beat, Stall, Watch
-from ckpttool.resume.workspace import workspace
+from ckpttool.resume.job import watchdog as watch
+from ckpttool.resume.job.watchdog import Beat, Stall, Watch
+from ckpttool.resume.ranks.torchrun import _keys_of_this_attempt
+from ckpttool.resume.ranks.workspace import workspace
 
 TIMEOUT = 100.0
 PERIOD = watch.period_of(TIMEOUT)

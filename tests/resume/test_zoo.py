@@ -18,7 +18,7 @@ from spoiling import Fault
 from zoo_faults import BATCH, DIGESTS, FAULTS, LOADER, PROBE, RANDOM, SCALER, SCHEDULER, VALUES
 
 import ckpttool
-from ckpttool.resume.judge import judge
+from ckpttool.resume.compare.judge import judge
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 

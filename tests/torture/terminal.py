@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from ..commands import ckpttool_here
+from commands import ckpttool_here
 
 __all__ = ["PIECES", "case", "commands", "faults_of", "made", "on_terminal", "run", "wrong"]
 

@@ -1,0 +1,392 @@
+"""The differences of two traces, as data: `judge` turns them into checks, `diagnosis` looks for causes in them.
+
+Comparisons use full-precision values, not the rounded values shown. Equal numbers have the deviation 0; NaN never equals
+NaN. A tied parameter is found under any of its names. What one side did not record is not a difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..text import fqn_of, is_step
+from ..trace.model import Step, Trace
+from .bounds import QUANTA
+
+__all__ = [
+    "MISSING", "alike", "config_aside", "config_differences", "copies_differ", "deviation", "differing", "first_pair",
+    "in_stored_dtypes", "judged", "missing_and_extra", "not_as_stored", "not_finite", "option_differences", "options", "options_aside",
+    "other_job", "pairs", "rates_by_group", "shape_differences", "state_obstacle", "steps_of", "tensor_deviations", "ties",
+]  # fmt: skip
+
+#: Options that change how the optimizer computes, but not the result.
+_HOW = frozenset(("foreach", "fused", "capturable", "differentiable", "params", "param_names"))
+
+#: Options that torch's own optimizers write, some versions of them.
+_TORCHS = frozenset((
+    "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay", "momentum", "dampening", "nesterov",
+    "rho", "alpha", "centered", "lambd", "t0", "lr_decay", "initial_accumulator_value", "momentum_decay", "etas", "step_sizes",
+))  # fmt: skip
+
+#: Keys of a model's configuration about its file, its use or its writer, which do not affect the computation.
+_SILENT = frozenset((
+    "torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "_name_or_path", "name_or_path",
+    "_commit_hash", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "auto_map", "id2label",
+    "label2id", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "is_decoder",
+    "use_bfloat16", "problem_type", "tokenizer_class", "prefix", "task_specific_params", "generation_config",
+    "bos_token_id", "eos_token_id", "chunk_size_feed_forward",
+))  # fmt: skip
+
+
+class _Missing:
+    """Stands for an option or a key that one side lacks."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+
+
+def deviation(got: float, expected: float) -> float:
+    """|got - expected| / |expected|; 0 if they are equal, NaN if one is NaN, infinite if `expected` is 0 or one is infinite."""
+    if got == expected:
+        return 0.0
+    if math.isnan(got) or math.isnan(expected):
+        return math.nan
+    if expected == 0 or math.isinf(got) or math.isinf(expected):
+        return math.inf
+    return abs(got - expected) / abs(expected)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two plain values are equal. A tuple can equal a list, True never equals 1, and NaN equals NaN."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, bool) != isinstance(b, bool):
+        return False
+    return bool(a == b) or (a != a and b != b)
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
+def state_obstacle(reference: Trace, got: Trace) -> str | None:
+    """Why the states cannot be compared, or None."""
+    if reference.failed is not None:
+        return "the reference could not be loaded"
+    if not reference.state and not reference.scalars:
+        return "the reference did not record what the job held (Recorder.state does, when the checkpoint is saved)"
+    if reference.start != got.start:
+        return f"the reference recorded the job at step {reference.start}, but this checkpoint is of step {got.start}"
+    if not got.state and not got.scalars:
+        return "the run did not record what the job held"
+    return None
+
+
+def judged(name: str) -> bool:
+    """Whether a tensor must be equal; random states and data readers belong to a rank and need not be."""
+    return name.partition(".")[0] not in ("rng", "dataloader")
+
+
+def _other_names(name: str, tied: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Canonical names of the same parameter, or of the same slot of its optimizer state."""
+    for group in tied:
+        for fqn in group:
+            for before in ("model.", "optim.state.", ""):
+                head = before + fqn
+                if name == head or (before != "model." and name.startswith(head + ".")):
+                    yield from (before + other + name[len(head) :] for other in group if other != fqn)
+
+
+def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str]]:
+    """Tensors that only one side has, under any name of a tied parameter."""
+    tied = [*reference.tied, *got.tied]
+
+    def gone(have: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+        return [
+            n for n in have
+            if n not in other and judged(n) and not any(alias in other for alias in _other_names(n, tied))
+        ]  # fmt: skip
+
+    return gone(reference.state, got.state), gone(got.state, reference.state)
+
+
+def copies_differ(got: Trace) -> list[str]:
+    """Tensors whose copies on several ranks differ."""
+    return [str(n) for n in got.environment.get("copies_differ") or []]
+
+
+def not_as_stored(got: Trace) -> list[str]:
+    """Tensors whose fingerprint in the job is not that of the files, if these were read a second time."""
+    return [n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)]
+
+
+def in_stored_dtypes(reference: Trace, got: Trace) -> tuple[Trace, Trace]:
+    """Both traces as a comparison sees them that allows rounding: a tensor that the files of `got` have in another dtype than
+    the reference is on both sides what it is in that dtype, and those that the reference has no rounded fingerprint of
+    have none. `environment["as_stored"]` and `["not_rounded"]` of the second list them.
+    """
+    theirs, ours, files = dict(reference.state), dict(got.state), dict(got.stored)
+    as_stored: list[str] = []
+    unknown: list[str] = []
+    for n, (dtype, shape, mark) in got.state.items():
+        if n not in theirs:
+            continue
+        held, (stored, found) = theirs[n], got.stored_as.get(n, (dtype, mark))
+        if stored == held[0]:
+            ours[n] = (stored, shape, found)  # the job may have rounded it, as it did with the reference's
+        elif n in (rounded := reference.rounded.get(stored, {})):
+            theirs[n], ours[n] = (stored, held[1], rounded[n]), (stored, shape, found)
+            as_stored.append(n)
+        else:
+            theirs[n], ours[n] = (stored, held[1], ""), (stored, shape, "")
+            unknown.append(n)
+        if files.get(n) == mark:
+            files[n] = ours[n][2]  # it was loaded as it is in the files, in whatever dtype
+    environment = {**got.environment, "as_stored": as_stored, "not_rounded": unknown}
+    return replace(reference, state=theirs), replace(got, state=ours, stored=files, environment=environment)
+
+
+def shape_differences(
+    reference: Trace, got: Trace
+) -> tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...]]], dict[str, tuple[str, str]]]:
+    """({name: (expected, found)} of differing shapes, and of differing dtypes at the same shape)."""
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    dtypes: dict[str, tuple[str, str]] = {}
+    for n, (dtype, shape, _) in reference.state.items():
+        if n not in got.state or not judged(n):
+            continue
+        other, other_shape, _ = got.state[n]
+        if tuple(shape) != tuple(other_shape):
+            shapes[n] = (tuple(shape), tuple(other_shape))
+        elif dtype != other:
+            dtypes[n] = (dtype, other)
+    return shapes, dtypes
+
+
+def differing(reference: Trace, got: Trace) -> list[str]:
+    """Tensors with the same dtype and shape but other elements, in the order of the reference."""
+    out = []
+    for n, (dtype, shape, mark) in reference.state.items():
+        other = got.state.get(n)
+        if other is None or not judged(n) or not mark or not other[2]:
+            continue
+        right = {mark, *(v[2] for v in reference.variants.get(n, []))}  # a checkpoint has the copy of one rank
+        if other[0] == dtype and tuple(other[1]) == tuple(shape) and other[2] not in right:
+            out.append(n)
+    return out
+
+
+def steps_of(trace: Trace) -> dict[str, float]:
+    """{FQN: step} of the optimizer's state."""
+    return {fqn_of(n): float(v) for n, v in trace.scalars.items() if is_step(n)}
+
+
+# -------------------------------------------------------------------------------------------------------- configuration
+
+
+def options(trace: Trace) -> dict[str, dict[str, Any]]:
+    """{FQN: options of its param group}, without those that only say how the optimizer computes."""
+    out: dict[str, dict[str, Any]] = {}
+    for group in trace.groups:
+        chosen = {k: v for k, v in group.items() if k not in _HOW}
+        for name in group.get("params") or []:
+            out[str(name)] = chosen
+    return out
+
+
+def option_differences(
+    reference: Trace, got: Trace
+) -> tuple[dict[str, dict[str, tuple[Any, Any]]], list[str], list[str]]:
+    """({option: {FQN: (expected, found)}}, FQNs only in the reference's optimizer, FQNs only in this one).
+
+    An option that one side lacks is MISSING there; of those that torch itself writes, only if both ran the same torch.
+    """
+    theirs, ours = options(reference), options(got)
+    out: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for name, expected in theirs.items():
+        for key in dict.fromkeys((*expected, *ours.get(name, ()))) if name in ours else ():
+            a, b = expected.get(key, MISSING), ours[name].get(key, MISSING)
+            aside = (a is MISSING or b is MISSING) and key in _TORCHS and not _same_version(reference, got, "torch")
+            aside = aside or a in ("dict", "tensor")  # as earlier recorders wrote them
+            if not aside and not alike(a, b):
+                out.setdefault(key, {})[name] = (a, b)
+    tied = [*reference.tied, *got.tied]
+    missing = [n for n in theirs if n not in ours and not any(a in ours for a in _other_names(n, tied))]
+    extra = [n for n in ours if n not in theirs and not any(a in theirs for a in _other_names(n, tied))]
+    return out, missing, extra
+
+
+def options_aside(reference: Trace, got: Trace) -> list[str]:
+    """Options of torch's optimizers that one side lacks and that were not compared, since it ran another torch."""
+    if _same_version(reference, got, "torch"):
+        return []
+    theirs, ours = options(reference), options(got)
+    both = [(theirs[n], ours[n]) for n in theirs if n in ours]
+    return sorted({k for a, b in both for k in a.keys() ^ b.keys() if k in _TORCHS})
+
+
+def _same_version(reference: Trace, got: Trace, package: str) -> bool:
+    return reference.environment.get(package) == got.environment.get(package)
+
+
+def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{key: (expected, found)} of two configurations of a model, with dots where they are nested.
+
+    Keys that do not affect the computation are left out. A key that one side lacks is MISSING there, unless its value is
+    None, False or empty, or `config_aside` has it. rope_theta is the same at the top and in rope_parameters, where
+    transformers 5 has it.
+    """
+    a, b, aside = _leaves(reference), _leaves(got), set(config_aside(reference, got))
+    return {
+        k: (a.get(k, MISSING), b.get(k, MISSING))
+        for k in dict.fromkeys((*a, *b))
+        if k not in aside and not alike(a.get(k), b.get(k)) and (k in a or b[k]) and (k in b or a[k])
+    }
+
+
+def config_aside(reference: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+    """Keys that one side lacks and that are not compared: versions of transformers differ in which defaults they write."""
+    if reference.get("transformers_version") == got.get("transformers_version"):
+        return []
+    a, b = _leaves(reference), _leaves(got)
+    return sorted(k for k in a.keys() ^ b.keys() if a.get(k) or b.get(k))
+
+
+def _leaves(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _SILENT or "drop" in key:  # the runner sets dropout to 0; whether it is active is in the trace
+            continue
+        if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping) and "rope_theta" in value:
+            out[f"{at}rope_theta"] = value["rope_theta"]
+            value = {k: v for k, v in value.items() if k != "rope_theta"}
+        if isinstance(value, Mapping):
+            out.update(_leaves(value, f"{at}{key}."))
+        else:
+            out[f"{at}{key}"] = value
+    return out
+
+
+def ties(trace: Trace) -> set[frozenset[str]]:
+    """The names of each parameter that has more than one."""
+    return {frozenset(group) for group in trace.tied if len(group) > 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+def other_job(reference: Trace, got: Trace) -> str | None:
+    """Why run and reference would differ even with the same state, or None."""
+    if got.failed is not None:
+        return "the checkpoint could not be loaded"
+    if reference.failed is not None:
+        return "the reference could not be loaded"
+    if None not in (reference.sequence, got.sequence) and reference.sequence != got.sequence:
+        return f"sequences have {got.sequence} tokens, those of the reference {reference.sequence}"
+    a, b = (_dtype(t.dtype) for t in (reference, got))
+    if a is not None and b is not None and a != b:
+        return f"this run computes in {b}, the reference computed in {a}"
+    return None
+
+
+def _dtype(name: str | None) -> str | None:
+    if not name:
+        return None
+    short = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+    plain = name.removeprefix("torch.")
+    return short.get(plain, plain)
+
+
+def pairs(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:
+    """(expected, found) of the steps that both have."""
+    theirs = {s.step: s for s in reference.steps}
+    return [(theirs[s.step], s) for s in got.steps if s.step in theirs]
+
+
+def first_pair(reference: Trace, got: Trace) -> tuple[Step, Step] | None:
+    """(expected, found) of the first step after loading, if both have it."""
+    return next(((a, b) for a, b in pairs(reference, got) if b is got.steps[0]), None)
+
+
+def tensor_deviations(
+    reference: Trace, got: Trace, expected: Step, found: Step, updates: bool, floor: float
+) -> tuple[dict[str, tuple[float, float, float]], int]:
+    """({FQN: (deviation, expected, found)}, number left out) of the gradients or updates of single tensors.
+
+    Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all, if that is larger;
+    of updates to some quanta of the parameter (`bounds.QUANTA`), if that is.
+    Gradients below that on both sides are rounding noise; they are left out, and so are the updates of such tensors, which
+    Adam makes from the noise. A tensor that one side lacks counts as zero there, unless it is tied and has another name.
+    """
+    theirs, ours = (expected.updates, found.updates) if updates else (expected.grads, found.grads)
+    whole = math.sqrt(sum(v * v for v in theirs.values() if math.isfinite(v)))
+    least = floor * whole
+    grads = math.sqrt(sum(v * v for v in expected.grads.values() if math.isfinite(v)))
+    same = ties(reference) & ties(got)
+    tied = [sorted(g) for g in same]
+    out: dict[str, tuple[float, float, float]] = {}
+    left_out = 0
+    for n in [*theirs, *(n for n in ours if n not in theirs)]:
+        a = _norm_of(n, theirs, tied)
+        b = _norm_of(n, ours, tied)
+        if a is None and b is None:
+            continue
+        x, y = a or 0.0, b or 0.0
+        if n not in theirs and a is not None:
+            continue  # met under its other name
+        gradients = (expected.grads.get(n), found.grads.get(n)) if updates else (x, y)
+        if x != y and all(g is not None and g < floor * grads for g in gradients) and any(gradients):
+            left_out += 1
+            continue
+        if x == y:
+            out[n] = (0.0, x, y)
+        elif math.isnan(x) or math.isnan(y):
+            out[n] = (math.nan, x, y)
+        else:
+            quanta = max(reference.quanta.get(n, 0.0), got.quanta.get(n, 0.0)) if updates else 0.0
+            scale = max(x, least, QUANTA * quanta)
+            out[n] = (abs(y - x) / scale if scale and math.isfinite(x) else math.inf, x, y)
+    return out, left_out
+
+
+def _norm_of(name: str, norms: Mapping[str, float], tied: Sequence[Sequence[str]]) -> float | None:
+    if name in norms:
+        return norms[name]
+    return next((norms[a] for a in _other_names(name, tied) if a in norms), None)
+
+
+def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple[str, float, float]]:
+    """(group, expected, found) of the learning rates of a step.
+
+    Groups are matched by their parameters if both sides list them, since their order may differ; else by position. Lists of
+    different lengths are compared as sets of values: a missing value is NaN.
+    """
+    x, y = a.learning_rates or [], b.learning_rates or []
+    sides = []
+    for trace, rates in ((reference, x), (got, y)):
+        fqns = [[str(p) for p in g.get("params") or []] for g in trace.groups]
+        sides.append({n: rates[i] for i, g in enumerate(fqns) for n in g} if len(fqns) == len(rates) else {})
+    common = [n for n in sides[0] if n in sides[1]]
+    if common:
+        return [(f"group of {n}", sides[0][n], sides[1][n]) for n in common]
+    if len(x) == len(y):
+        return [(f"group {i}", u, v) for i, (u, v) in enumerate(zip(x, y, strict=True))]
+    u, v = sorted(set(x)), sorted(set(y))
+    if u == v:
+        return [("all groups", u[0], v[0])]
+    return [(f"{len(y)} groups instead of {len(x)}", u[-1], v[-1] if v[-1] != u[-1] else math.nan)]
+
+
+def not_finite(step: Step) -> Iterator[tuple[str, float]]:
+    """What is NaN or infinite in a step, with its value: loss, norms, gradients, updates, in this order."""
+    for what, value in (("loss", step.loss), ("grad_norm", step.grad_norm), ("update_norm", step.update_norm)):
+        if value is not None and not math.isfinite(value):
+            yield what, value
+    for what, norms in (("gradient", step.grads), ("update", step.updates)):
+        yield from ((f"{what} of {n}", v) for n, v in norms.items() if not math.isfinite(v))

@@ -1,0 +1,260 @@
+"""Compares the steps of a run with those of a reference.
+
+    Dynamics(reference, got, "strict", limits).checks()
+
+Steps are matched by number, and the first one after loading ("step1") is judged separately from the later ones ("steps").
+First comes the question whether the two are meant to compute the same: batches, precision, random numbers. Then every
+signal (the loss, norms, the worst single tensor) is measured in every common step, relative to the reference; the check of a
+stage reports the step that uses most of its bound. Batches and learning rates are compared exactly, even if numbers cannot
+be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..text import plural
+from ..trace.model import Step, Trace
+from . import bounds as table
+from .bounds import SIGNALS, Bound
+from .differences import deviation, other_job, pairs, rates_by_group, tensor_deviations
+from .row_differences import overlap
+from .verdict import Check
+
+__all__ = ["Dynamics"]
+
+#: Signals in messages, and what to pass to a Recorder so that it records them.
+_WORDS = {
+    "loss": "the loss", "grad_norm": "the grad norm", "worst_grad": "the gradient of a tensor",
+    "update_norm": "the norm of the update", "worst_update": "the update of a tensor", "batch": "the batch",
+    "learning_rates": "the learning rates",
+}  # fmt: skip
+_HINTS = {
+    "grad_norm": "pass grad_norm to Recorder.step, or give Recorder the model and the optimizer",
+    "worst_grad": "give Recorder the model and the optimizer, with norms=True",
+    "update_norm": "give Recorder the model and the optimizer, with norms=True",
+    "worst_update": "give Recorder the model and the optimizer, with norms=True",
+    "batch": "pass batch to Recorder.step",
+    "learning_rates": "give Recorder the optimizer, or pass learning_rates to Recorder.step",
+}
+
+
+@dataclass
+class _Worst:
+    """The deviation of one signal in one step; `order` counts steps after loading, from 1."""
+
+    step: int
+    order: int
+    deviation: float
+    expected: float
+    got: float
+    tensor: str | None = None
+    left_out: int = 0
+
+
+def _other_data(reference: Trace, got: Trace) -> str | None:
+    """Why the batches are not expected to be the same, or None. If the first batches are equal, file names do not matter."""
+    both = pairs(reference, got)
+    if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
+        return None
+    if None not in (reference.data, got.data) and reference.data != got.data:
+        return f"the data is {got.data}, the reference used {reference.data}"
+    if (
+        got.data == reference.data == "synthetic"
+        and None not in (reference.seed, got.seed)
+        and reference.seed != got.seed
+    ):
+        return f"the synthetic data has seed {got.seed}, the reference used {reference.seed}"
+    return None
+
+
+def _random(reference: Trace, got: Trace) -> str | None:
+    """Why random numbers differ, or None."""
+    dropout, drawn = reference.dropout or got.dropout, got.environment.get("random")
+    if not dropout and not drawn:
+        return None
+    restored = got.environment.get("rng_restored") is True
+    if restored and got.world_size is not None and got.world_size == reference.world_size:
+        return None
+    if not dropout:
+        same = (reference.seed, reference.micro_batch) == (got.seed, got.micro_batch)
+        if drawn == "seeded" == reference.environment.get("random") and same:
+            return None
+        return (
+            "the forward pass draws random numbers, such as noise or a dropout that is not a module, and they are not those of the "
+            "reference: switch them off in both, or restore the random states at the same world size"
+        )
+    return (
+        "dropout is on, and the random states are not those of the reference: switch dropout off in both, or restore the "
+        "states at the same world size"
+    )
+
+
+@dataclass
+class Dynamics:
+    """Two traces, step by step. `limits` are `bounds` of the profile; `floor` is the one of `tensor_deviations`."""
+
+    reference: Trace
+    got: Trace
+    profile: str
+    limits: Mapping[str, Bound]
+
+    def __post_init__(self) -> None:
+        self.pairs = pairs(self.reference, self.got)
+        column = table.column(self.profile, self.reference, self.got)
+        tight = column.startswith("fp32") or column.endswith("held")
+        rounded = table.low(self.got) or self.profile == "relaxed"
+        loose = "bf16 parameters" if rounded else table.precision(self.reference, self.got)
+        self.floor = table.NOISE_FLOOR["fp32" if tight else loose]
+
+    def _part(self, stage: str) -> list[tuple[int, Step, Step]]:
+        """(how many steps after loading, expected, found)"""
+        if not self.got.steps:
+            return []
+        first = self.got.steps[0].step
+        part = [(b.step - first + 1, a, b) for a, b in self.pairs]
+        return [p for p in part if (p[0] == 1) == (stage == "step1")]
+
+    def _unmatched(self, stage: str) -> str | None:
+        """Why run and reference have no step of this stage in common, or None."""
+        if self.got.failed is not None:
+            return "the checkpoint could not be loaded"
+        if self.reference.failed is not None:
+            return "the reference could not be loaded"
+        if not self.got.steps:
+            return "no step was run"
+        if not self.reference.steps:
+            return "the reference has no steps"
+        if not self.pairs:
+            a, b = self.reference.steps, self.got.steps
+            return (
+                f"no step is on both sides: the reference has steps {a[0].step} to {a[-1].step}, this run "
+                f"{b[0].step} to {b[-1].step}"
+            )
+        if not self._part(stage):
+            if stage == "step1":
+                return f"the reference does not have step {self.got.steps[0].step}"
+            return "only one step is on both sides" if len(self.pairs) == 1 else "no later step is on both sides"
+        return None
+
+    def _obstacle(self, stage: str) -> str | None:
+        """Why numbers of steps cannot be compared, or None."""
+        if why := self._unmatched(stage) or other_job(self.reference, self.got):
+            return why
+        a, b = self.reference, self.got
+        if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
+            return f"the global batch is {b.global_batch}, that of the reference {a.global_batch}"
+        return _other_data(a, b) or _random(a, b)
+
+    def found(self, stage: str, signal: str) -> list[_Worst]:
+        """The deviations of a signal in every step in which both sides have it."""
+        if self._obstacle(stage):
+            return []
+        out = []
+        for order, expected, got in self._part(stage):
+            if signal.startswith("worst"):
+                updates = signal == "worst_update"
+                if not (expected.updates and got.updates if updates else expected.grads and got.grads):
+                    continue
+                every, left_out = tensor_deviations(self.reference, self.got, expected, got, updates, self.floor)
+                if every:
+                    n = max(every, key=lambda n: math.inf if math.isnan(every[n][0]) else every[n][0])
+                    out.append(_Worst(got.step, order, *every[n], n, left_out))
+            else:
+                x, y = getattr(expected, signal), getattr(got, signal)
+                if x is not None and y is not None:
+                    out.append(_Worst(got.step, order, deviation(y, x), x, y))
+        return out
+
+    def checks(self) -> list[Check]:
+        """Those of stages "step 1" and "steps"."""
+        out = []
+        for stage in ("step1", "steps"):
+            out += [self._batch(stage), self._rates(stage)]
+            out += [self._signal(stage, s) for s in SIGNALS]
+        return out
+
+    def envelope(self) -> dict[str, list[float]]:
+        """The bounds of the common steps; empty if they are not compared."""
+        out: dict[str, list[float]] = {}
+        for signal in ("loss", "grad_norm", "update_norm"):
+            out[signal] = []
+            if not self.pairs or self._obstacle("step1" if self._part("step1") else "steps"):
+                continue
+            first = self.got.steps[0].step
+            for a, b in self.pairs:
+                order = b.step - first + 1
+                value = getattr(a, signal)
+                bound = self.limits[f"{'step1' if order == 1 else 'steps'}.{signal}"]
+                out[signal].append(bound.at(value if value is not None else math.nan, order))
+        return out
+
+    def _signal(self, stage: str, signal: str) -> Check:
+        name = f"{stage}.{signal}"
+        bound = self.limits[name]
+        if why := self._obstacle(stage):
+            return Check.unknown(name, why)
+        every = self.found(stage, signal)
+        if not every:
+            return Check.unknown(name, self._lacking(stage, signal))
+        if why := bound.obstacle():
+            return Check.unknown(name, why)
+
+        def excess(w: _Worst) -> float:
+            return math.inf if math.isnan(w.deviation) else w.deviation / bound.at(w.expected, w.order)
+
+        worst = max(every, key=excess)
+        most = bound.at(worst.expected, worst.order)
+        where = f"step {worst.step}" + (f", {worst.tensor}" if worst.tensor else "")
+        what = (
+            f"{_WORDS[signal]} deviates by {worst.deviation:.2g}: {worst.got!r} and was {worst.expected!r}, in {where}"
+        )
+        if worst.deviation == 0:
+            what = f"{_WORDS[signal]} is bit-equal" + ("" if stage == "step1" else f" in {plural(len(every), 'step')}")
+        if worst.left_out:
+            what += f"; {plural(worst.left_out, 'tensor')} whose gradient is rounding noise not counted"
+        shown = None if worst.deviation == 0 else where
+        return Check.of(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
+
+    def _lacking(self, stage: str, signal: str) -> str:
+        """Which side lacks a signal, and how to record it."""
+        attribute = {"worst_grad": "grads", "worst_update": "updates"}.get(signal, signal)
+        bare = [a for _, a, _ in self._part(stage) if getattr(a, attribute) in (None, {}, [])]
+        who = "the reference" if bare else "the run"
+        hint = f": {_HINTS[signal]}" if bare and signal in _HINTS else ""
+        return f"{who} does not have {_WORDS[signal]}{hint}"
+
+    def _batch(self, stage: str) -> Check:
+        name = f"{stage}.batch"
+        if why := self._unmatched(stage) or _other_data(self.reference, self.got):
+            return Check.unknown(name, why)
+        known = [(a, b) for _, a, b in self._part(stage) if a.batch is not None and b.batch is not None]
+        if not known:
+            return Check.unknown(name, self._lacking(stage, "batch"))
+        wrong = [b.step for a, b in known if a.batch != b.batch]
+        if not wrong:
+            return Check.of(name, True, f"the same batch in {plural(len(known), 'step')}", 0, 0, "exact")
+        text = f"batches that differ from the reference's in {len(wrong)} of {plural(len(known), 'step')}"
+        if (rows := next((overlap(a, b) for a, b in known if a.batch != b.batch), None)) is not None:
+            text += f"; {rows[0]} of the {plural(rows[1], 'row')} of step {wrong[0]} are the reference's"
+        return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
+
+    def _rates(self, stage: str) -> Check:
+        name = f"{stage}.learning_rates"
+        if why := self._unmatched(stage):
+            return Check.unknown(name, why)
+        known = [(a, b) for _, a, b in self._part(stage) if a.learning_rates and b.learning_rates]
+        if not known:
+            return Check.unknown(name, self._lacking(stage, "learning_rates"))
+        worst, where, text = 0.0, None, f"the same learning rates in {plural(len(known), 'step')}"
+        for a, b in known:
+            for label, x, y in rates_by_group(self.reference, self.got, a, b):
+                d = deviation(y, x)
+                if not d <= worst:
+                    worst, where = d, f"step {b.step}, {label}"
+                    text = f"the learning rate is {y!r} and was {x!r} in step {b.step}, {label}"
+            if not math.isfinite(worst):
+                break
+        return Check.of(name, worst == 0, text, worst, 0, "exact", where)

@@ -1,0 +1,89 @@
+"""Compares a run with a reference, check by check; `noise` measures how far two correct runs differ.
+
+    checks, envelope = judge(reference, got, "strict")
+
+Checks come in the order of `ORDER`; earlier ones cost less and say more exactly what is wrong. First the state in the job
+and its configuration, then the probe before any step, the first step (nothing has been updated yet, so numbers are nearly
+exact), the later steps, the checks that need no reference, and the save and load. Without a reference, only the last two
+kinds are run, and those checks of the state that need none.
+
+`state_checks` and `run_checks` have the checks, `dynamics` those of steps, `differences` finds what differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..trace.model import Trace
+from . import bounds as table
+from . import run_checks, state_checks
+from .bounds import SIGNALS
+from .differences import in_stored_dtypes
+from .dynamics import Dynamics
+from .verdict import Check
+
+__all__ = ["ORDER", "judge", "noise"]
+
+#: The names of all checks.
+ORDER = (
+    "state.loaded", "state.plausible", "state.names", "state.shapes", "state.digests", "state.scalars",
+    "config.groups", "config.scheduler", "config.rng", "config.dataloader", "config.scaler", "config.values", "config.tied",
+    "config.model",
+    "probe.logits", "probe.ranks",
+    "step1.batch", "step1.learning_rates", *(f"step1.{s}" for s in SIGNALS),
+    "steps.batch", "steps.learning_rates", *(f"steps.{s}" for s in SIGNALS),
+    "run.ranks", "run.finite", "run.spike", "run.dead", "roundtrip.state",
+)  # fmt: skip
+
+
+def judge(
+    reference: Trace | None, got: Trace, profile: str = "strict", noise: Mapping[str, float] | None = None
+) -> tuple[list[Check], dict[str, list[float]]]:
+    """(checks in order, bound of each common step for loss, grad_norm and update_norm) of a run.
+
+    Args:
+        reference: what the job should have done; None leaves what can be told from the run alone.
+        got: the run.
+        profile: one of `bounds.PROFILES`.
+        noise: what the function of that name gave for two runs of this job; widens bounds.
+
+    Raises:
+        UsageError: there is no such profile.
+    """
+    made = [state_checks.loaded(got, profile), state_checks.plausible(got, reference)]
+    envelope: dict[str, list[float]] = {}
+    if reference is not None:
+        if profile == "relaxed":
+            reference, got = in_stored_dtypes(reference, got)
+        limits = table.bounds(profile, reference, got, noise)
+        dynamics = Dynamics(reference, got, profile, limits)
+        made += state_checks.state(reference, got, profile)
+        made += state_checks.configuration(reference, got)
+        made.append(run_checks.probe(reference, got, limits["probe.logits"]))
+        made += dynamics.checks()
+        envelope = dynamics.envelope()
+    elif (tied := state_checks.own_tied(got)) is not None:
+        made.append(tied)
+    made += [
+        run_checks.probe_ranks(got),
+        run_checks.ranks(got),
+        run_checks.finite(got),
+        run_checks.spike(reference, got),
+        run_checks.dead(reference, got),
+        run_checks.round_trip(got),
+    ]
+    return sorted(made, key=lambda c: ORDER.index(c.name)), envelope
+
+
+def noise(a: Trace, b: Trace) -> dict[str, float]:
+    """{name of a check: deviation} between two runs of one job; what both have not is left out, NaN is infinite."""
+    every: dict[str, list[float]] = {}
+    found = run_checks.logits(a, b)
+    if not isinstance(found, str):
+        every["probe.logits"] = [found[0]]
+    dynamics = Dynamics(a, b, "strict", table.bounds("strict", a, b))
+    for stage in ("step1", "steps"):
+        for signal in SIGNALS:
+            every[f"{stage}.{signal}"] = [w.deviation for w in dynamics.found(stage, signal)]
+    return {n: max(math.inf if math.isnan(x) else x for x in found) for n, found in every.items() if found}

@@ -1,0 +1,167 @@
+"""Speed and memory of a run, and the limits that the user set for them.
+
+    metrics(trace, peak_tflops)                         {"mfu": 0.43, "step_seconds": 1.8, "reserved_gib": 61.2, ...}
+    gates(trace, numbers, min_mfu=0.40, ...)            a Check for each limit
+
+MFU is 6 x parameters x tokens of a step / (seconds of a step x ranks x peak of a device): the arithmetic of a dense
+model's matrices, forward and backward, without attention and without what activation checkpointing recomputes (as in PaLM,
+arXiv 2204.02311, without its term for attention). The peak is that of dense bf16. If it is neither known nor given, there is
+no MFU; it is never guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from statistics import median
+
+from ...errors import argument
+from ..trace.model import Trace
+from .bounds import precision
+from .verdict import Check
+
+__all__ = ["PEAKS", "gates", "metrics", "peak_flops"]
+
+#: (pattern of the name that CUDA gives a device, dense bf16 FLOP/s, where the number is published). First match counts.
+#: Numbers with sparsity are halved. Not listed: devices without bf16 (V100, T4), H20 (no data sheet was found), and H100 NVL
+#: (its data sheets disagree: 1671 TFLOPS, and before that 3958 for two).
+PEAKS: tuple[tuple[str, float, str], ...] = (
+    (r"\bGB200\b", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5 PFLOPS a GPU with sparsity"),
+    (r"\bB200\b", 2250e12, "NVIDIA Blackwell data sheet, HGX B200: 4.5 PFLOPS a GPU with sparsity"),
+    (r"\bGH200\b", 989e12, "NVIDIA GH200 data sheet: 1979 TFLOPS with sparsity"),
+    (r"\bH200 NVL\b", 835e12, "NVIDIA H200 data sheet, H200 NVL: 1671 TFLOPS with sparsity"),
+    (r"\bH200\b", 989e12, "NVIDIA H200 data sheet, H200 SXM: 1979 TFLOPS with sparsity"),
+    (r"\bH100 PCIe\b", 756e12, "NVIDIA H100 data sheet of 2022, H100 PCIe: 1513 TFLOPS with sparsity"),
+    (r"\bH100\b.*\bHBM3\b|\bH100 SXM", 989e12, "NVIDIA H100 data sheet, H100 SXM: 1979 TFLOPS with sparsity"),
+    (r"\bA100\b", 312e12, "NVIDIA A100 data sheet: 312 TFLOPS"),
+    (r"\bA40\b", 149.7e12, "NVIDIA A40 data sheet: 149.7 TFLOPS"),
+    (r"\bA30\b", 165e12, "NVIDIA A30 data sheet: 165 TFLOPS"),
+    (r"\bA10\b", 125e12, "NVIDIA A10 data sheet: 125 TFLOPS"),
+    (r"\bL40S\b", 362e12, "NVIDIA L40S data sheet: 362.05 TFLOPS"),
+    (r"\bL40\b", 181e12, "NVIDIA L40 data sheet: 181.05 TFLOPS"),
+    (r"\bL4\b", 121e12, "NVIDIA L4 data sheet: 242 TFLOPS with sparsity"),
+    (r"\bRTX 4090\b(?! D| Laptop)", 165.2e12, "NVIDIA Ada architecture paper: 165.2 TFLOPS, accumulated in fp32"),
+    (r"\bRTX 3090\b(?! Ti)", 71e12, "NVIDIA GA102 architecture paper: 71 TFLOPS, accumulated in fp32"),
+    (r"\bMI300X\b|\bMI325X\b", 1307.4e12, "AMD Instinct MI300X and MI325X data sheets: 1307.4 TFLOPS"),
+)
+
+
+def peak_flops(device: str | None) -> float | None:
+    """Peak of dense bf16 of a device, by its CUDA device name; None if it is not in the list."""
+    for pattern, flops, _ in PEAKS:
+        if device and re.search(pattern, device):
+            return flops
+    return None
+
+
+def metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str, float]:
+    """Speed and memory of a run, as far as known.
+
+    step_seconds is the median without the first step, which warms up. Memory is that of the rank that took most;
+    headroom_gib is what is left on the fullest device.
+
+    Args:
+        trace: the run.
+        peak_tflops: peak of one device in the dtype of the run, in TFLOP/s; None: of dense bf16, by the device's name.
+    """
+    out: dict[str, float] = {}
+    seconds = [s.seconds for s in trace.steps[1:] if s.seconds is not None and s.seconds > 0]
+    tokens = _tokens(trace)
+    if seconds:
+        out["step_seconds"] = median(seconds)
+        if tokens:
+            out["tokens_per_second"] = tokens / out["step_seconds"]
+        peak = peak_tflops * 1e12 if peak_tflops is not None else _peak(trace)
+        if tokens and peak and trace.parameters and trace.world_size:
+            out["mfu"] = 6 * trace.parameters * tokens / (out["step_seconds"] * trace.world_size * peak)
+    if trace.load_seconds is not None:
+        out["load_seconds"] = trace.load_seconds
+        if trace.load_bytes and trace.load_seconds > 0:
+            out["load_gb_per_second"] = trace.load_bytes / trace.load_seconds / 1e9
+    if isinstance(save := trace.roundtrip.get("save_seconds"), (int, float)):
+        out["save_seconds"] = float(save)
+    for what in ("reserved", "allocated"):
+        peaks = [m[f"{what}_bytes"] for m in trace.memory if m.get(f"{what}_bytes") is not None]
+        if peaks:
+            out[f"{what}_gib"] = max(peaks) / 2**30
+    left = [
+        m["total_bytes"] - m["reserved_bytes"] for m in trace.memory if {"total_bytes", "reserved_bytes"} <= m.keys()
+    ]
+    if left:
+        out["headroom_gib"] = min(left) / 2**30
+    return out
+
+
+def _tokens(trace: Trace) -> float | None:
+    """Tokens of one step, over all ranks."""
+    if trace.global_batch and trace.sequence:
+        return float(trace.global_batch * trace.sequence)
+    known = [s.tokens for s in trace.steps if s.tokens]
+    return float(median(known)) if known else None
+
+
+def _name(trace: Trace) -> str | None:
+    """The CUDA name of the device."""
+    name = trace.environment.get("gpu") or trace.device
+    return str(name) if name else None
+
+
+def _peak(trace: Trace) -> float | None:
+    if trace.dtype is None or precision(None, trace) != "bf16":
+        return None  # fp32 has another peak, TF32 yet another
+    return peak_flops(_name(trace))
+
+
+def gates(
+    trace: Trace,
+    metrics: Mapping[str, float],
+    *,
+    min_mfu: float | None = None,
+    max_reserved_gib: float | None = None,
+    max_step_seconds: float | None = None,
+    max_load_seconds: float | None = None,
+) -> list[Check]:
+    """A check for each limit that is not None. If its number is not known, the gate fails."""
+    out = []
+    for name, key, limit, unit in (
+        ("min_mfu", "mfu", min_mfu, ""),
+        ("max_reserved_gib", "reserved_gib", max_reserved_gib, " GiB"),
+        ("max_step_seconds", "step_seconds", max_step_seconds, " s"),
+        ("max_load_seconds", "load_seconds", max_load_seconds, " s"),
+    ):
+        if limit is None:
+            continue
+        found = metrics.get(key)
+        least = name.startswith("min")
+        word = "at least" if least else "at most"
+        if found is None or not math.isfinite(found):
+            text = f"{_WHAT[key]} is not known: {_missing(trace, key)}"
+            out.append(Check.of(f"gate.{name}", False, text, None, limit, "given"))
+            continue
+        good = found >= limit if least else found <= limit
+        text = f"{_WHAT[key]} is {found:.4g}{unit}, {word} {limit:g}{unit} is required"
+        out.append(Check.of(f"gate.{name}", good, text, found, limit, "given"))
+    return out
+
+
+_WHAT = {
+    "mfu": "MFU", "reserved_gib": "peak reserved memory", "step_seconds": "the time of a step",
+    "load_seconds": "the time of loading",
+}  # fmt: skip
+
+
+def _missing(trace: Trace, key: str) -> str:
+    """Why a number is not known, and which option would help."""
+    if key == "reserved_gib":
+        return "no rank reported the memory of a device; run on GPUs"
+    if key == "load_seconds":
+        return "the run did not time the load"
+    if not any(s.seconds for s in trace.steps[1:]):
+        return f"the first step warms up; run at least two steps ({argument('steps', 2)})"
+    if not _tokens(trace):
+        return f"the run does not say how many tokens a step has; give {argument('global_batch')} and {argument('sequence')}"
+    if not trace.parameters or not trace.world_size:
+        return "the run does not say how many parameters and ranks it has"
+    device = _name(trace) or "no device"
+    return f"the peak of {device} in {trace.dtype or 'an unknown dtype'} is not in the list; give {argument('peak_tflops')}"

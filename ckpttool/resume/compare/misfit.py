@@ -1,0 +1,124 @@
+"""A checkpoint that does not fit the job: how it differs, whether that is a loss, and what would make it fit.
+
+    found = compared({"net.w": (8, 4)}, {"w": (8, 4)}, tied)     # {"prefix": "net.", ...}, on a rank
+    does_not_fit(reference, trace), advice(trace)                # where the runs are judged
+
+A checkpoint of another model, or under other names, is no damaged one: the job is to blame as likely as the checkpoint. But
+if the original fits the same job, or if a recorded job held tensors that this checkpoint lacks, then something was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...errors import argument
+from ...huggingface import lora
+from ..text import listed, plural
+from ..trace.model import Trace
+from .differences import missing_and_extra, shape_differences
+from .side_state_differences import holds, is_recording
+
+__all__ = ["advice", "compared", "does_not_fit"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def compared(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """How the model's names in a checkpoint and in a job differ: {"missing", "surplus", "shapes", "prefix", "job_prefix", "rows"}.
+
+    Args:
+        stored, live: {FQN: shape} of the checkpoint's model and of the job's.
+        tied: the names of each parameter of the job that has several.
+
+    `prefix` is what all names of the checkpoint begin with, if without it they and their shapes are those of the job;
+    `job_prefix` the same the other way round. `rows` is [found, wanted] if that many rows are all that differs. `adapter` says what LoRA the
+    checkpoint holds, if it holds no other weights.
+    """
+    missing = [n for n in live if n not in stored]
+    surplus = [n for n in stored if n not in live]
+    shapes = {n: [list(stored[n]), list(live[n])] for n in stored if n in live and stored[n] != live[n]}
+    out: dict[str, Any] = {"missing": missing, "surplus": surplus, "shapes": shapes}
+    if surplus:
+        out["prefix"] = next((p for p in _prefixes(stored) if _fits(_without(stored, p), live, tied)), "")
+        out["job_prefix"] = next((p for p in _prefixes(live) if _fits(stored, _without(live, p), [])), "")
+    rows = {(a[0], b[0]) for a, b in shapes.values() if a and b and a[1:] == b[1:]}
+    if shapes and not surplus and len(rows) == 1 and all(a[1:] == b[1:] and a for a, b in shapes.values()):
+        out["rows"] = list(rows.pop())
+    if missing and (held := lora.of_tensors(stored)) is not None and held.alone:
+        out["adapter"] = str(held)
+    return out
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """The modules that all names begin with: ["a.b.", "a."]"""
+    parts: list[str] | None = None
+    for n in names:
+        mine = n.split(".")[:-1]
+        parts = mine if parts is None else parts[: next((i for i, (a, b) in enumerate(zip(parts, mine, strict=False)) if a != b), min(len(parts), len(mine)))]  # fmt: skip
+    return [".".join((parts or [])[:k]) + "." for k in range(len(parts or []), 0, -1)]
+
+
+def _without(names: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
+    return {n.removeprefix(prefix): shape for n, shape in names.items()}
+
+
+def _fits(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> bool:
+    others = {n: set(group) for group in tied for n in group}
+    return all(live.get(n) == shape for n, shape in stored.items()) and all(
+        n in stored or any(m in stored for m in others.get(n, ())) for n in live
+    )
+
+
+def does_not_fit(reference: Trace | None, got: Trace) -> bool:
+    """Whether loading failed because checkpoint and job are of different models, and nothing of the reference was lost."""
+    if got.failed is None or got.misfit is None:
+        return False
+    if reference is None or reference.failed is not None:
+        return True
+    if got.misfit.get("prefix"):
+        return True
+    if not is_recording(reference):
+        return False
+    missing, _ = missing_and_extra(reference, got)
+    gone = holds(reference, "scheduler") and not holds(got, "scheduler")
+    return not (reference.state and (missing or shape_differences(reference, got)[0])) and not gone
+
+
+def advice(got: Trace) -> str:
+    """What does not fit, and what would make it fit."""
+    how = got.misfit or {}
+    if adapter := how.get("adapter"):
+        return (
+            f"the checkpoint holds an adapter ({adapter}) and none of the {plural(len(how['missing']), 'tensor')} of the base model. Merge it into that "
+            "with `ckpttool adapter merge BASE ADAPTER DST`, and verify the result, or give a checkpoint that holds both"
+        )
+    if prefix := how.get("prefix"):
+        return (
+            f'every name of the checkpoint begins with "{prefix}", and is otherwise that of the job. Pass '
+            f"{argument('module_prefix', prefix)}, and the job's model gets these names"
+        )
+    if prefix := how.get("job_prefix"):
+        return (
+            f'every name of the job begins with "{prefix}", and is otherwise that of the checkpoint. Let the job be the module '
+            f'below "{prefix[:-1]}"'
+        )
+    if rows := how.get("rows"):
+        return (
+            f"{listed(how['shapes'])} have {rows[0]} rows in the checkpoint and {rows[1]} in the job. Take the configuration that "
+            f"the checkpoint was trained with, or convert it with {argument('vocab_size', rows[1])}"
+        )
+    parts = [
+        f"the checkpoint lacks {plural(len(how['missing']), 'tensor')} of the job, first {how['missing'][0]}" if how.get("missing") else "",
+        f"it has {plural(len(how['surplus']), 'tensor')} that the job lacks, first {how['surplus'][0]}" if how.get("surplus") else "",
+        f"{plural(len(how['shapes']), 'tensor')} have another shape, first {next(iter(how['shapes']))}" if how.get("shapes") else "",
+    ]  # fmt: skip
+    found = "; ".join(p for p in parts if p)
+    if not found:
+        why = (got.failed or "").partition("does not fit the job: ")[2].rstrip(".")
+        return (
+            f"the model fits, the optimizer or the scheduler does not: {why}"
+            if why
+            else "the model fits, the optimizer or the scheduler does not"
+        )
+    return f"{found}. Give the job that saved the checkpoint"

@@ -1,0 +1,146 @@
+"""What a run of resume-verify did not verify, in short sentences: what no check could see, and what could not be compared.
+
+    unverified(reference, got, checks) -> ["faults of job, data, loss or model configuration: both runs were built from llama", ...]
+
+Every form of the report lists them, since a pass says nothing of what nobody looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..text import clean, fqn_of, listed, plural
+from ..trace.model import Trace
+from .differences import config_aside, options_aside
+from .side_state_differences import beside_differences, holds, is_recording
+from .verdict import Check
+
+__all__ = ["unverified"]
+
+#: Components beside model and optimizer, in words.
+_BESIDE = {
+    "rng": "random states", "dataloader": "dataloader", "scaler": "grad scaler", "extra": "other values",
+    "model": "extra states of modules", "optim": "optimizer state of parameters that this job does not train",
+}  # fmt: skip
+
+
+def unverified(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> list[str]:
+    """Short sentences, what matters most first.
+
+    Args:
+        reference, got, checks: as `judge` had and gave them.
+    """
+    if got.failed is not None:
+        return ["everything after loading: the checkpoint could not be loaded", *_unread(got)]
+    out = [*_job(reference, got), *_switched_off(got), *_apart(got), *_scheduler(reference, got)]
+    out += [*_perhaps_lost(reference, got, checks), *_not_used(reference, got)]
+    out += [*_unread(got), *_partly(reference, got), *_not_compared(checks)]
+    if reference is not None:
+        seen = " ".join(c.text for c in checks)
+        out += [f"{clean(n)}: {clean(why)}" for n, why in reference.unrecorded.items() if why not in seen]
+    return list(dict.fromkeys(out))
+
+
+def _job(reference: Trace | None, got: Trace) -> Iterator[str]:
+    if reference is None:
+        yield "whether training goes on as before: there is no reference"
+    elif not is_recording(reference):
+        same = reference.recipe == got.recipe
+        what = "job, data, loss or model configuration" if same else "data or loss"
+        recipe = (
+            f"both runs were built from {clean(got.recipe, 80)}" if same and got.recipe else "both runs have the same"
+        )
+        yield f"faults of {what}: {recipe}"
+
+
+def _switched_off(got: Trace) -> Iterator[str]:
+    if got.dropout_off:
+        yield f"dropout (probability up to {got.dropout_off:g}): it was switched off"
+    if got.environment.get("random") == "seeded":
+        yield "the random numbers that the forward pass draws: they were seeded, and not continued from the checkpoint's"
+
+
+def _apart(got: Trace) -> Iterator[str]:
+    if apart := got.roundtrip.get("apart"):
+        yield (
+            f"whether a save keeps every rank's own copy of {plural(len(apart), 'tensor')}, first {clean(apart[0])}: torch saves one copy"
+        )
+
+
+def _scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
+    waits = bool(got.environment.get("scheduler_waits"))
+    if waits or (got.scheduler is None and any(holds(t, "scheduler") for t in (got, reference) if t is not None)):
+        recorded = reference is not None and is_recording(reference)
+        rates = (
+            "the later learning rates are the reference's" if recorded else "the learning rate stays the checkpoint's"
+        )
+        why = f"{clean(got.scheduler, 40)} needs a metric for a step" if waits else "the job has none"
+        yield f"the scheduler at work: {why}, so {rates}"
+
+
+def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> Iterator[str]:
+    """What the checkpoint holds none of, where a recording does not tell whether the checkpoint of its job did."""
+    if reference is None or not is_recording(reference):
+        return
+    if reference.generators and not holds(got, "rng"):
+        yield from (_aside(c.name, c.text) for c in checks if c.name == "config.rng" and c.verdict == "not comparable")
+    if not holds(got, "trainer") and not beside_differences(reference, got, "trainer").missing:
+        yield (
+            "counters of the trainer, such as step and epoch: the checkpoint holds none (HF Trainer keeps them in trainer_state.json), "
+            "and the reference did not record those of its step"
+        )
+
+
+def _not_used(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """What the checkpoint holds and this job does not use, so that at most the stored values were compared."""
+    held = {c: what for c, what in _BESIDE.items() if holds(got, c)}
+    if got.environment.get("rng_restored"):
+        held.pop("rng", None)
+    apart = (
+        {}
+        if reference is None
+        else {c: beside_differences(reference, got, c) for c in (*_BESIDE, "scheduler", "trainer")}
+    )
+    compared = [what for c, what in held.items() if c in apart and apart[c].compared]
+    if compared:
+        yield f"compared as stored, but not used by this job: {', '.join(compared)}"
+    if rest := [what for what in held.values() if what not in compared]:
+        yield f"not used by this job, and compared with nothing: {', '.join(rest)}"
+    extra = [n for found in apart.values() if found.compared for n in found.extra]
+    if extra:
+        yield f"only in this checkpoint, so compared with nothing: {clean(listed(extra))}"
+    if unknown := [n for found in apart.values() for n in found.unknown]:
+        yield f"objects of classes that ckpttool does not build: {clean(listed(unknown))}"
+
+
+def _unread(got: Trace) -> Iterator[str]:
+    if got.unread:
+        yield f"files beside the checkpoint that were not read: {clean(listed([f'{n} ({what})' for n, what in got.unread]))}"
+
+
+def _partly(reference: Trace | None, got: Trace) -> Iterator[str]:
+    if got.stored:
+        tied = {n for group in got.tied for n in group}
+        rest = [n for n in got.state if n not in got.stored and fqn_of(n) not in tied]
+        if rest:
+            yield f"{plural(len(rest), 'tensor')} of another dtype in the files, so not compared with them: {clean(listed(rest))}"
+    if reference is None:
+        return
+    if reference.config is not None and got.config is not None and (keys := config_aside(reference.config, got.config)):
+        yield f"keys of the model's configuration that only one version of transformers writes: {clean(listed(keys))}"
+    if keys := options_aside(reference, got):
+        yield f"options of param groups that only one version of torch writes: {clean(listed(keys))}"
+
+
+def _not_compared(checks: Sequence[Check]) -> Iterator[str]:
+    """The checks that could not be judged, those with one reason together."""
+    by: dict[str, list[str]] = {}
+    for c in checks:
+        if c.verdict == "not comparable":
+            by.setdefault(c.text, []).append(c.name)
+    for why, names in by.items():
+        yield _aside(listed(names), why)
+
+
+def _aside(names: str, why: str) -> str:
+    return f"{clean(names)}: {clean(why, 80)}"

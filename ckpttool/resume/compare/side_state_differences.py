@@ -1,0 +1,187 @@
+"""How state beside model and optimizer differs: random states, dataloader, scaler, scheduler, counters, what a user added.
+
+Compared are the checkpoints' entries, not live objects: a conversion to another world size keeps the random states of the
+ranks that saved, and so must its result.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..trace.model import Trace
+from .differences import alike
+
+__all__ = ["Beside", "Marked", "beside_differences", "holds", "is_recording", "told"]
+
+#: Values of a scheduler that change while it computes and mean nothing afterwards.
+_TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
+#: Layouts of trainers that save the random states of every rank.
+_EVERY_RANK = frozenset(("trainer", "accelerate"))
+_FEW = 8  # values of a list that are shown
+#: How DeepSpeed cut the state, in its own configuration: a conversion to another stage changes it.
+_CUTS = "extra.ds_config.zero_optimization."
+
+
+def told(value: Any) -> bool:
+    """Whether a value is plain data that can be compared; "<module.Class>" stands for an object that is not."""
+    if isinstance(value, (list, tuple)):
+        return all(map(told, value))
+    return not (isinstance(value, str) and value.startswith("<"))
+
+
+@dataclass
+class Beside:
+    """The differences of one component beside model and optimizer: values, and marks of arrays and tensors.
+
+    `found` {name: (expected, found)}, `missing` names only in the reference, `extra` names only here, `unknown` names
+    whose objects cannot be compared, `compared` how many names were.
+    """
+
+    found: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    compared: int = 0
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, by name; the missing ones last."""
+        return [*self.changes, *(f"{n} is missing" for n in self.missing)]
+
+    @property
+    def changes(self) -> list[str]:
+        """How the found ones differ, by name."""
+        return [_changed(n, *two) for n, two in self.found.items()]
+
+
+def _changed(name: str, expected: Any, found: Any) -> str:
+    if type(expected) is type(found) is list and max(len(expected), len(found)) > _FEW:
+        if len(expected) != len(found):
+            return f"{name} has {len(found)} values and had {len(expected)}"
+        wrong = [k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if not alike(a, b)]
+        more = f", and {len(wrong) - 1} more of its {len(found)} values differ" if len(wrong) > 1 else ""
+        return f"{name}[{wrong[0]}] is {found[wrong[0]]!r} and was {expected[wrong[0]]!r}{more}"
+    if not isinstance(expected, Marked) and not isinstance(found, Marked):
+        return f"{name} is {found!r} and was {expected!r}"
+    if isinstance(expected, Marked) and isinstance(found, Marked) and expected[:2] == found[:2]:
+        return f"{name} ({expected}) has other contents"
+    return f"{name} is {found} and was {expected}"
+
+
+class Marked(NamedTuple):
+    """What a mark says of a tensor, an array, bytes or a long list (`beside.Mark`)."""
+
+    kind: str
+    shape: tuple[int, ...]
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {list(self.shape)}"
+
+
+def holds(trace: Trace, component: str) -> dict[str, Any]:
+    """{name: value, or Marked} of a component beside model and optimizer."""
+    out: dict[str, Any] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
+    out.update((n, Marked(*m)) for n, m in trace.others.items() if n.partition(".")[0] == component)
+    if out.get(component) in ([], (), {}):
+        del out[component]  # an empty list of schedulers holds none
+    skip = _TRANSIENT if component == "scheduler" else frozenset[str]()
+    return {n: v for n, v in out.items() if n.rpartition(".")[2] not in skip and not n.startswith(_CUTS)}
+
+
+def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:
+    """What differs in a component beside model and optimizer.
+
+    Nothing is compared if a recording has none of it, or has it of another step. Random states are compared with those of the recorded
+    ranks, under whatever names the checkpoint has them, unless the recording has them by name.
+    """
+    theirs, ours = holds(reference, component), holds(got, component)
+    out = Beside()
+    if is_recording(reference) and (not theirs or reference.start != got.start):
+        return (
+            _random_states(reference, ours, got.layout in _EVERY_RANK)
+            if component == "rng" and reference.start == got.start
+            else out
+        )
+    for n, expected in theirs.items():
+        if n not in ours:
+            # a recording may hold functions that no checkpoint does
+            (out.missing if told(expected) or not is_recording(reference) else out.unknown).append(n)
+        elif not told(expected) or not told(ours[n]) or "" in (_digest(expected), _digest(ours[n])):
+            out.unknown.append(n)
+        else:
+            out.compared += 1
+            if not any(alike(x, ours[n]) or _one_number(x, ours[n]) for x in (expected, *_of_ranks(reference, n))):
+                out.found[n] = (expected, ours[n])
+    out.extra = [n for n in ours if n not in theirs]
+    return out
+
+
+def _of_ranks(reference: Trace, name: str) -> list[Any]:
+    """What ranks of a recorded job held under one name, if they did not agree; a checkpoint has what one of them saved."""
+    found = reference.variants.get(name, [])
+    return [Marked(*x) for x in found] if name in reference.others else found
+
+
+def _random_states(reference: Trace, ours: dict[str, Any], every: bool) -> Beside:
+    """The random states of a checkpoint against those of the recorded ranks.
+
+    A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's. More
+    than the recorded generators (one of the data, say) may be there. `every`: the trainer saves those of all ranks, so one that is
+    there alone is what was left.
+    """
+    out = Beside()
+    for kind in ("torch", "cuda", "numpy", "python"):
+        ranks = [Marked(str(g[kind][0]), tuple(g[kind][1]), str(g[kind][2])) for g in reference.generators if kind in g]
+        if not ranks or len(ranks) != len(reference.generators):
+            continue
+        named = {n: x for n, x in ours.items() if isinstance(x, Marked) and (x.kind, tuple(x.shape)) == ranks[0][:2]}
+        by_rank: dict[int | None, list[str]] = {}
+        for n in named:
+            rank = _rank_in(n, kind)
+            by_rank.setdefault(rank if rank is not None and rank < len(ranks) else None, []).append(n)
+        for rank, names in by_rank.items():
+            right = [n for n in names if named[n] in (ranks if rank is None else [ranks[rank]])]
+            if not right:
+                out.found[names[0]] = (ranks[rank or 0], named[names[0]])
+            out.compared += max(1, len(right))
+            for n in right if kind == "numpy" else []:
+                at = n.removesuffix("1") + "2" if n.endswith(".1") else n.removesuffix("key") + "pos"
+                drawn = reference.generators[ranks.index(named[n])].get("numpy_position")
+                if ours.get(at, drawn) != drawn:
+                    out.found[at] = (drawn, ours[at])
+        several = {r for r in by_rank if r is not None}
+        if len(several) > 1 or (every and several):
+            out.missing += [f"{kind}'s of rank {r}" for r in range(len(ranks)) if r not in several]
+    return out
+
+
+def _rank_in(name: str, kind: str) -> int | None:
+    """The first number in a name, but for the place of an array within the tuple that is a state of numpy's or Python's."""
+    numbers = re.findall(r"\d+", name.removesuffix(".1") if kind in ("numpy", "python") else name)
+    return int(numbers[0]) if numbers else None
+
+
+def is_recording(trace: Trace) -> bool:
+    """Whether a trace comes from a Recorder, and not from a run of ours on a checkpoint."""
+    return trace.layout is None
+
+
+def _digest(x: Any) -> str | None:
+    return x.digest if isinstance(x, Marked) else None
+
+
+def _one_number(a: Any, b: Any) -> bool:
+    """Whether one is a number and the other a tensor of that number alone, as which some layouts keep it."""
+    number, marked = (b, a) if isinstance(a, Marked) else (a, b)
+    if not isinstance(marked, Marked) or isinstance(number, Marked) or marked.shape not in ((), (1,)):
+        return False
+    if not isinstance(number, (bool, int, float)):
+        return False
+    import torch
+
+    from ..trace.side_state import mark
+
+    return mark(torch.tensor(number, dtype=getattr(torch, marked.kind, None)).reshape(marked.shape))[2] == marked.digest

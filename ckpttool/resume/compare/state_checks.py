@@ -1,0 +1,328 @@
+"""Checks of what the job holds after loading, before it computes anything: its state and its configuration.
+
+Each function gets the traces and returns a `Check`, or the checks of a stage: what differs, how much of it, and the first
+difference by name. `loaded`, `plausible` and `own_tied` need no reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ...index.names import step_count
+from ..text import changed, fqn_of, listed, plural, slot_of
+from ..trace.model import Trace
+from .differences import (
+    alike,
+    config_differences,
+    copies_differ,
+    differing,
+    judged,
+    missing_and_extra,
+    not_as_stored,
+    option_differences,
+    options,
+    shape_differences,
+    state_obstacle,
+    steps_of,
+    ties,
+)
+from .side_state_differences import Beside, beside_differences, holds, is_recording
+from .verdict import Check
+
+__all__ = ["configuration", "loaded", "own_tied", "plausible", "state"]
+
+
+def loaded(got: Trace, profile: str) -> Check:
+    """Whether the job holds what the files contain."""
+    name = "state.loaded"
+    if got.failed is not None:
+        return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
+    if copies := copies_differ(got):
+        return Check.exact(name, copies, "", f"copies on several ranks differ, of {plural(len(copies), 'tensor')}")
+    if (rounded := got.environment.get("rounded")) and profile != "relaxed":
+        return Check.exact(
+            name, rounded, "", f"the job rounds {plural(len(rounded), 'tensor')} to a less precise dtype"
+        )
+    if not got.stored or not got.state:
+        return Check.unknown(
+            name, "the files were not read a second time, so what was loaded was not compared with them"
+        )
+    wrong = not_as_stored(got)
+    good = f"the job holds what the files contain, in all {len(got.stored)} tensors"
+    return Check.exact(
+        name, wrong, good, f"the job does not hold what the files contain, in {plural(len(wrong), 'tensor')}"
+    )
+
+
+def plausible(got: Trace, reference: Trace | None = None) -> Check:
+    """Faults that a state shows by itself. What the reference holds as well, at the same step, is none: parts of a module may have been
+    frozen for some steps."""
+    name = "state.plausible"
+    if got.failed is not None or (not got.state and not got.scalars):
+        return Check.unknown(name, "the run did not record what the job held")
+    problems = _implausible(got)
+    if problems and reference is not None and reference.failed is None and reference.start == got.start:
+        theirs = set(_implausible(reference))
+        problems = [p for p in problems if p not in theirs]
+    return Check.exact(
+        name, problems, "optimizer steps, moments and scalars are plausible", "no training produces this"
+    )
+
+
+def _implausible(got: Trace) -> list[str]:
+    """What no training produces. Parameters that never got a gradient have no optimizer state, and those that got fewer gradients have
+    smaller steps."""
+    problems = [f"{n} is {v}" for n, v in got.scalars.items() if n.startswith("optim.") and not math.isfinite(v)]
+    trained = _trained(got)
+    steps = {n: v for n, v in steps_of(got).items() if math.isfinite(v)}
+    if trained > 0:
+        zeros = [n for n, v in steps.items() if v == 0]
+        if zeros and len(zeros) == len(steps):
+            problems.append(f"the optimizer's step is 0 on all {plural(len(steps), 'tensor')}, after {trained} steps")
+        elif zeros:
+            problems += [f"optim.state.{n}.step is 0, after {trained} steps" for n in zeros]
+        moments = any(slot_of(n) != "weights" for n in got.state) or bool(steps)
+        adaptive = any("betas" in g and g.get("params") for g in got.groups)
+        if adaptive and not moments:
+            problems.append(f"the optimizer has param groups but no moments, after {trained} steps")
+    for module, found in _modules(steps).items():
+        apart = sorted(set(found.values()))
+        if 0 not in apart and len(apart) > 1:
+            few = " and ".join(f"{v:g}" for v in apart[:3])
+            problems.append(f"{module} has parameters with optimizer steps {few}")
+    slots: dict[str, set[str]] = {}
+    for n in got.state:
+        slots.setdefault(slot_of(n), set()).add(fqn_of(n))
+    if "exp_avg" in slots and "exp_avg_sq" in slots:
+        problems += [
+            f"{n} has only one of exp_avg and exp_avg_sq" for n in sorted(slots["exp_avg"] ^ slots["exp_avg_sq"])
+        ]
+    return problems
+
+
+def _trained(trace: Trace) -> int:
+    """How many steps the training had done when the checkpoint was saved, as far as the trace knows."""
+    count = step_count(trace.values.get)
+    return trace.start if count is None else count
+
+
+def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Optimizer steps, grouped by module within a layer (layers.1.self_attn), whose parameters train together.
+
+    Whole layers are not grouped, nor are lists of experts: an expert without tokens gets no gradient.
+    """
+    out: dict[str, dict[str, float]] = {}
+    for fqn, step in steps.items():
+        parts = fqn.split(".")
+        if (
+            len(parts) >= 4
+            and any(p.isdigit() for p in parts[:-2])
+            and not parts[-3].isdigit()
+            and not parts[-2].isdigit()
+        ):
+            out.setdefault(".".join(parts[:-2]), {})[fqn] = step
+    return out
+
+
+def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
+    """Names, shapes, fingerprints and scalars, compared with the reference."""
+    names = ("state.names", "state.shapes", "state.digests", "state.scalars")
+    why = state_obstacle(reference, got)
+    if why is not None:
+        return [Check.unknown(n, why) for n in names]
+    out = []
+    if reference.state and got.state:
+        missing, extra = missing_and_extra(reference, got)
+        parts = [f"{plural(len(missing), 'tensor')} missing"] if missing else []
+        parts += [f"{len(extra)} that the reference does not have"] if extra else []
+        out.append(Check.exact(names[0], missing + extra, f"the same {len(got.state)} tensors", ", ".join(parts)))
+    else:
+        out.append(Check.unknown(names[0], "the run or the reference does not list its tensors"))
+    if got.failed is not None:
+        return out + [Check.unknown(n, "the checkpoint could not be loaded") for n in names[1:]]
+    common = [n for n in reference.state if n in got.state and judged(n)]
+    other_shapes, other_dtypes = shape_differences(reference, got)
+    shapes, dtypes = changed(other_shapes, lambda shape: str(list(shape))), changed(other_dtypes, str)
+    rounded: list[str] = got.environment.get("as_stored") or []
+    unknown: list[str] = got.environment.get("not_rounded") or []
+    good = f"the same shapes and dtypes in all {len(common)} tensors"
+    if rounded or unknown:
+        what = plural(len(rounded) + len(unknown), "tensor")
+        good = f"the same shapes; {what} of another dtype in the files, as the profile allows: {listed([*rounded, *unknown])}"
+    if not common:
+        out.append(Check.unknown(names[1], "run and reference have no tensor in common"))
+    else:
+        parts = [f"{plural(len(shapes), 'tensor')} with another shape"] if shapes else []
+        parts += [f"{plural(len(dtypes), 'tensor')} with another dtype"] if dtypes else []
+        out.append(Check.exact(names[1], shapes + dtypes, good, ", ".join(parts)))
+    same = [n for n in common if n not in other_shapes and n not in other_dtypes]
+    compared = [n for n in same if reference.state[n][2] and got.state[n][2]]
+    if compared:
+        wrong = differing(reference, got)
+        good = f"equal bytes in all {len(compared)} tensors"
+        if rounded:
+            good += f"; {len(rounded)} of them are exactly the reference's rounded to {got.state[rounded[0]][0]}"
+        if unknown:
+            good += f"; {len(unknown)} of another dtype are not compared, since a recording has no rounded ones"
+        bad = (
+            f"{len(wrong)} of {plural(len(compared), 'tensor')} {'has' if len(wrong) == 1 else 'have'} different bytes"
+        )
+        out.append(Check.exact(names[2], wrong, good, bad))
+    else:
+        out.append(Check.unknown(names[2], "no tensor has a fingerprint on both sides"))
+    both = [n for n in reference.scalars if n in got.scalars and judged(n) and n not in {*rounded, *unknown}]
+    two = {n: (reference.scalars[n], got.scalars[n]) for n in both}
+    wrong = changed({n: (a, b) for n, (a, b) in two.items() if not alike(float(a), float(b))})
+    if both:
+        good = f"equal values of all {plural(len(both), 'tensor')} with one element"
+        bad = f"{plural(len(wrong), 'tensor')} with one element {'differs' if len(wrong) == 1 else 'differ'}"
+        out.append(Check.exact(names[3], wrong, good, bad))
+    else:
+        out.append(Check.unknown(names[3], "no tensor with one element is known on both sides"))
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------- configuration
+
+
+def configuration(reference: Trace, got: Trace) -> list[Check]:
+    """Param groups, scheduler, other values, ties and the model's configuration, compared with the reference."""
+    if got.failed is not None:
+        names = ("groups", "scheduler", *_WORDS, "values", "tied", "model")
+        return [Check.unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
+    out = [_groups(reference, got), _scheduler(reference, got)]
+    out += [_component(reference, got, n) for n in _WORDS]
+    return [*out, _values(reference, got), _tied(reference, got), _model(reference, got)]
+
+
+#: Components that have a check of their own, in words.
+_WORDS = {"rng": "random states", "dataloader": "the dataloader's state", "scaler": "the grad scaler's state"}
+
+
+def _groups(reference: Trace, got: Trace) -> Check:
+    name = "config.groups"
+    theirs, ours = options(reference), options(got)
+    if not theirs or not ours:
+        who = "the run" if theirs else "the reference"
+        return Check.unknown(name, f"{who} did not record its param groups (Recorder.state does)")
+    if reference.start != got.start:
+        return Check.unknown(name, f"the reference's param groups are those of step {reference.start}")
+    found, missing, extra = option_differences(reference, got)
+    problems = []
+    for key, where in found.items():
+        first, (expected, value) = next(iter(where.items()))
+        problems.append(f"{key} is {value!r} and was {expected!r} for {plural(len(where), 'parameter')}, first {first}")
+    if missing:
+        problems.append(f"{plural(len(missing), 'parameter')} not in the optimizer, first {missing[0]}")
+    if extra:
+        problems.append(f"{plural(len(extra), 'parameter')} only in this optimizer, first {extra[0]}")
+    good = f"the same options for all {len(ours)} parameters"
+    out = Check.exact(name, problems, good, "param groups differ")
+    if problems:
+        out.where = next((n for where in found.values() for n in where), None) or [*missing, *extra][0]
+    return out
+
+
+def _scheduler(reference: Trace, got: Trace) -> Check:
+    name = "config.scheduler"
+    found = beside_differences(reference, got, "scheduler")
+    if found.missing and not holds(got, "scheduler"):
+        return Check.of(name, False, "the checkpoint has no scheduler state, but the reference has", 1, 0, "exact")
+    if not found.compared and not found.missing:
+        return Check.unknown(name, _absent(reference, got, "scheduler", "a scheduler's state"))
+    problems = found.changes
+    if problems or not found.missing:
+        return _with_rest(Check.exact(name, problems, "the same scheduler state", "the scheduler state differs"), found)
+    text = f"the scheduler's {listed(found.missing)} is missing"
+    return Check.of(name, False, text, len(found.missing), 0, "exact")
+
+
+def _component(reference: Trace, got: Trace, component: str) -> Check:
+    name, what = f"config.{component}", _WORDS[component]
+    found = beside_differences(reference, got, component)
+    if found.missing and not holds(got, component):
+        if files := [n for n, what in got.unread if what == component]:
+            return Check.unknown(name, f"{what} may be in {listed(files)}, which was not read")
+        text = f"the checkpoint has lost {what}: {listed(found.missing)}"
+        return Check.of(name, False, text, len(found.missing), 0, "exact")
+    if not found.compared and not found.missing:
+        return Check.unknown(name, _absent(reference, got, component, what))
+    good = f"{what}: the same {plural(found.compared, 'value')}"
+    return _with_rest(Check.exact(name, found.problems, good, f"{what} differ"), found)
+
+
+def _absent(reference: Trace, got: Trace, component: str, what: str) -> str:
+    """Why nothing of a component was compared."""
+    if is_recording(reference):
+        if reference.start != got.start:
+            return f"the reference recorded {what} at step {reference.start}"
+        if component == "rng" and reference.generators:
+            return "the checkpoint holds no random states, so that a job resumed from it draws other numbers than the recorded one"
+        why = reference.unrecorded.get(component)
+        return f"the reference did not record {what}" + (f" ({why})" if why else "")
+    theirs, ours = holds(reference, component), holds(got, component)
+    if not theirs:
+        return f"the original checkpoint does not hold {what}" + ("" if ours else ", and neither does this one")
+    return f"{what} cannot be compared: {listed(theirs)} are objects of other classes"
+
+
+def _with_rest(check: Check, found: Beside) -> Check:
+    if found.extra:
+        check.text += f"; only here: {listed(found.extra)}"
+    return check
+
+
+def _values(reference: Trace, got: Trace) -> Check:
+    name = "config.values"
+    problems, extra, compared = list[str](), list[str](), 0
+    for component in ("trainer", "extra", "model", "optim"):
+        found = beside_differences(reference, got, component)
+        problems += found.problems
+        extra += found.extra
+        compared += found.compared
+    if reference.clip is not None:
+        compared += 1
+        if got.clip != reference.clip:
+            problems.append(f"clip is {got.clip!r} and was {reference.clip!r}")
+    if not compared and not problems:
+        return Check.unknown(name, "no counter or other value is known on both sides")
+    bad = f"{plural(len(problems), 'value')} differing"
+    out = Check.exact(name, problems, f"the same {plural(compared, 'value')}", bad)
+    return _with_rest(out, Beside(extra=extra))
+
+
+def own_tied(got: Trace) -> Check | None:
+    """Whether the head is tied if the model's configuration says so; None if it does not, or if there is no head."""
+    heads = [n for n in got.state if n.startswith("model.") and n.endswith("lm_head.weight")]
+    if got.config is None or got.config.get("tie_word_embeddings") is not True or not heads:
+        return None
+    if got.tied:
+        return Check.of("config.tied", True, "tied as the configuration says", 0, 0, "exact")
+    text = "the configuration has tie_word_embeddings, but the job trains the head and the embedding separately"
+    return Check.of("config.tied", False, text, 1, 0, "exact", heads[0].removeprefix("model."))
+
+
+def _tied(reference: Trace, got: Trace) -> Check:
+    name = "config.tied"
+    own = own_tied(got)
+    if own is not None and own.verdict == "fail":
+        return own
+    if not reference.tied and not reference.state and reference.parameters is None:
+        return own or Check.unknown(
+            name, "the reference did not record which parameters are tied (pass the model to Recorder)"
+        )
+    theirs, ours = ties(reference), ties(got)
+    problems = [f"{' and '.join(sorted(g))} were tied and are not" for g in sorted(theirs - ours, key=sorted)]
+    problems += [f"{' and '.join(sorted(g))} are tied and were not" for g in sorted(ours - theirs, key=sorted)]
+    good = f"the same {plural(len(ours), 'tied parameter')}" if ours else "no parameter is tied on either side"
+    return Check.exact(name, problems, good, "tied parameters differ")
+
+
+def _model(reference: Trace, got: Trace) -> Check:
+    name = "config.model"
+    if reference.config is None or got.config is None:
+        who = "the reference" if reference.config is None else "the run"
+        return Check.unknown(name, f"{who} has no model configuration")
+    found = config_differences(reference.config, got.config)
+    return Check.exact(name, changed(found), "the same configuration of the model", "the model's configuration differs")

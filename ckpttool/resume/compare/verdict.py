@@ -1,0 +1,147 @@
+"""The results of a judgement: Check, Cause, Report.
+
+`judge`, `diagnosis` and `gates` make them; `contents`, `report` and `page` show them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ..text import listed
+from ..trace.model import SCHEMA, Trace, spelled, to_json
+from .misfit import does_not_fit
+
+__all__ = ["Cause", "Check", "Report", "Word"]
+
+Word = Literal["pass", "fail", "not comparable"]
+
+#: {first part of a check's name: its stage}
+_STAGES = {
+    "state": "state", "config": "configuration", "probe": "probe", "step1": "step 1", "steps": "steps", "run": "run",
+    "roundtrip": "round trip", "gate": "gate",
+}  # fmt: skip
+
+
+@dataclass
+class Check:
+    """One check and its result.
+
+    `stage` is "state", "configuration", "probe", "step 1", "steps", "run", "round trip" or "gate", in this order.
+    `name` is unique in a report ("step1.update_norm"). `number` is what was found and `bound` the largest that passes
+    (the smallest, for gates that begin with min); `source` says where the bound is from: "exact", "measured",
+    "calibrated" or "given". `where` names the worst tensor or step. `text` is one sentence.
+    """
+
+    stage: str
+    name: str
+    verdict: Word
+    text: str
+    number: float | None = None
+    bound: float | None = None
+    source: str = ""
+    where: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        verdict: Word | bool,
+        text: str,
+        number: float | None = None,
+        bound: float | None = None,
+        source: str = "",
+        where: str | None = None,
+    ) -> Check:
+        """A check whose stage follows from its name. Numbers that are not finite appear only in the text."""
+        word: Word = ("pass" if verdict else "fail") if isinstance(verdict, bool) else verdict
+        number, bound = (None if x is None or not math.isfinite(x) else x for x in (number, bound))
+        return cls(_STAGES[name.partition(".")[0]], name, word, text, number, bound, source, where)
+
+    @classmethod
+    def exact(cls, name: str, problems: Sequence[str], good: str, bad: str) -> Check:
+        """A check that fails on any problem: problems are names, or names and what is wrong about them."""
+        if not problems:
+            return cls.of(name, True, good, 0, 0, "exact")
+        first = problems[0].split(" ")[0]
+        text = f"{bad}: {listed(problems)}"
+        return cls.of(name, False, text, len(problems), 0, "exact", first if "." in first else None)
+
+    @classmethod
+    def unknown(cls, name: str, why: str) -> Check:
+        """A check that could not be judged, and why."""
+        return cls.of(name, "not comparable", why)
+
+
+@dataclass
+class Cause:
+    """What is likely wrong, in words, most likely first.
+
+    `kind` is a short name of the fault ("optimizer-missing", "step-reset"). `evidence` are the observations behind
+    it, `tensors` the affected tensors, the first differing one first; `place` is where its bytes are: file, byte range and the
+    rank whose shard that is, if known.
+    """
+
+    kind: str
+    text: str
+    evidence: list[str] = field(default_factory=list)
+    tensors: list[str] = field(default_factory=list)
+    place: str | None = None
+
+
+@dataclass
+class Report:
+    """The result of a run of resume-verify.
+
+    `envelope` {"loss": [bound of each step], "grad_norm": [...], "update_norm": [...]}, relative to the reference, for
+    the steps that both traces have, in order. `calibrated` says whether the noise of this very job was measured.
+    """
+
+    candidate: Trace
+    reference: Trace | None
+    profile: str
+    checks: list[Check]
+    causes: list[Cause] = field(default_factory=list)
+    envelope: dict[str, list[float]] = field(default_factory=dict)
+    calibrated: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)  # gates.metrics: mfu, tokens_per_second, step_seconds, ...
+    versions: dict[str, str] = field(default_factory=dict)  # of the launching process
+    not_verified: list[str] = field(default_factory=list)  # unverified.unverified: what no check could see
+    time: str = ""  # when it was judged, UTC, ISO 8601
+
+    @property
+    def word(self) -> str:
+        """ "pass", "fail", "does not fit", "gate failed", "not comparable", or "no reference" if only the checks without one
+        were run."""
+        if does_not_fit(self.reference, self.candidate):
+            return "does not fit"
+        if any(c.verdict == "fail" and c.stage != "gate" for c in self.checks):
+            return "fail"
+        passed = {c.name for c in self.checks if c.verdict == "pass"}
+        # the first loss says nothing about the optimizer: its state, an update or a later loss must be known
+        if self.reference is not None and not (
+            "step1.loss" in passed and passed & {"state.digests", "step1.update_norm", "steps.loss"}
+        ):
+            return "not comparable"
+        if any(c.verdict == "fail" for c in self.checks):
+            return "gate failed"
+        return "pass" if self.reference is not None else "no reference"
+
+    @property
+    def exit_code(self) -> int:
+        """0; 10 if continuity failed, or could not be judged despite a reference; 11 if a gate failed; 12 if the checkpoint does
+        not fit the job."""
+        return {"fail": 10, "not comparable": 10, "gate failed": 11, "does not fit": 12}.get(self.word, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, as in --json and report.json; NaN and infinities are strings, as in a trace."""
+        data = {
+            "ckpttool": SCHEMA, "verdict": self.word, "exit_code": self.exit_code, "profile": self.profile,
+            "calibrated": self.calibrated, "checks": [asdict(c) for c in self.checks],
+            "causes": [asdict(c) for c in self.causes], "not_verified": self.not_verified, "envelope": self.envelope, "metrics": self.metrics,
+            "versions": self.versions, "time": self.time, "candidate": to_json(self.candidate),
+            "reference": None if self.reference is None else to_json(self.reference),
+        }  # fmt: skip
+        out: dict[str, Any] = spelled(data)
+        return out

@@ -1,0 +1,198 @@
+"""How differing tensors differ in the files of two open checkpoints, and where.
+
+Some tensors are read, one at a time, and compared with those of the reference (`tensor_diff`), and where that says little with
+other tensors of it (`companions`). The place of an element follows from the index; the rank that wrote it, from the file names
+that engines use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...engine.dtypes import numpy_dtype
+from ...engine.opening import OpenCheckpoint
+from ...engine.stream import Reader, StreamJob
+from ...errors import CkpttoolError
+from ...index import boxes
+from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk
+from ..text import slot_of
+from .related_tensors import companion
+from .tensor_diff import VAGUE, TensorDiff, differs_in, tensor_diff
+
+__all__ = ["Apart", "Inspected", "apart", "file_of", "inspect", "place_of"]
+
+#: How many differing tensors are read in any case, the most bytes of one, and of all that are read besides.
+_LOOK = 8
+_MOST = 1 << 30
+_MORE = 1 << 26
+
+#: A file is blamed for differences in this many tensors, and in this part of those that it holds.
+_FEWEST = 3
+_PART = 2 / 3
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """How one tensor differs, None if the files are equal, and in which files: indices of the reference's, of the other's."""
+
+    diff: TensorDiff | None
+    files: tuple[frozenset[int], frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The one or two files that have every difference; `theirs` says that they are the reference's."""
+
+    files: tuple[str, ...]
+    theirs: bool
+
+    def __str__(self) -> str:
+        names = [name if (rank := _rank(name)) is None else f"{name} (rank {rank})" for name in self.files]
+        return " and ".join(names) + (" of the reference" if self.theirs else "")
+
+
+def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Inspected]:
+    """How these tensors differ in the files: the first of every slot, then the first ones, then as many as are soon read."""
+    left, right = (o.locate() for o in opened)
+
+    def readable(n: str, m: str) -> bool:
+        a, b = left.tensors.get(n), right.tensors.get(m)
+        return a is not None and b is not None and a.shape == b.shape and 0 < max(a.nbytes, b.nbytes) <= _MOST
+
+    def read(n: str) -> Any:
+        return _read(opened[0], left, n) if 0 < left.tensors[n].nbytes <= _MOST else None
+
+    def look(n: str) -> Inspected:
+        expected, got = _read(opened[0], left, n), _read(opened[1], right, n)
+        found = tensor_diff(expected, got)
+        if found is None:
+            return Inspected(None, (frozenset(), frozenset()))
+        if found.kind in VAGUE:
+            found = companion(left, read, n, found, got) or found
+        files = tuple(
+            frozenset(
+                chunk.extent.file
+                for chunk in ckpt.tensors[n].chunks
+                if differs_in(
+                    expected, got, tuple(slice(s, s + k) for s, k in zip(chunk.start, chunk.shape, strict=True))
+                )
+            )
+            for ckpt in (left, right)
+        )
+        return Inspected(found, (files[0], files[1]))
+
+    fit = [n for n in names if readable(n, n)]
+    heads = list({slot_of(n): n for n in reversed(fit)}.values())
+    chosen: set[str] = set()
+    total = 0
+    for n in dict.fromkeys([*heads, *fit]):
+        total += right.tensors[n].nbytes
+        if len(chosen) < _LOOK or total <= _MORE:
+            chosen.add(n)
+    out: dict[str, Inspected] = {}
+    for n in names:
+        if n in chosen:
+            try:
+                out[n] = look(n)
+            except (CkpttoolError, TypeError):
+                continue  # damaged, which was reported before; or a dtype that numpy does not have
+    return out
+
+
+def apart(
+    opened: tuple[OpenCheckpoint, OpenCheckpoint], looked: Mapping[str, Inspected], wrong: Sequence[str]
+) -> Apart | None:
+    """The one or two files that have every difference, if most of what they hold differs and nothing of any other file does.
+
+    `looked` is what `inspect` gave, and `wrong` are all tensors that differ.
+    """
+    names = [n for n, found in looked.items() if found.diff is not None]
+    if len(names) < _FEWEST:
+        return None
+    slots = {slot_of(n) for n in wrong}
+    for side in (1, 0):
+        ckpt = opened[side].locate()
+        files = set().union(*(looked[n].files[side] for n in names))
+        of = {
+            n: set(t.chunks.file)
+            for n, t in ckpt.tensors.items()
+            if t.path[0] in ("model", "optim") and t.numel > 1 and slot_of(n) in slots
+        }
+        if len(files) > 2 or not set().union(*of.values()) > files:
+            continue
+        inside = [n for n in of if files & of[n]]
+        here = [n for n in wrong if n in of]
+        if all(files & of[n] for n in here) and len(here) >= _PART * len(inside):
+            return Apart(tuple(ckpt.files[f] for f in sorted(files)), side == 0)
+    return None
+
+
+def _read(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
+    """A tensor of the files as an array."""
+    import numpy as np
+
+    entry = ckpt.tensors[name]
+    out = np.empty(entry.numel, dtype=numpy_dtype(entry.dtype))
+    reader = Reader(opened.source, ckpt.files, ckpt.records)
+    for block in reader.blocks([StreamJob(name, entry)]):
+        if block.count:
+            out[block.first : block.first + block.count] = np.frombuffer(block.data, dtype=out.dtype)
+    return out.reshape(entry.shape)
+
+
+def file_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
+    """The file with an element of a tensor; `flat` is its row-major index."""
+    chunk, _ = _chunk(ckpt, name, flat)
+    return None if chunk is None else ckpt.files[chunk.extent.file]
+
+
+def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
+    """Where an element of a tensor is: file, bytes of its chunk, and the rank of the shard if file names tell it.
+
+    `flat` is its row-major index; None if no chunk contains it.
+    """
+    chunk, at = _chunk(ckpt, name, flat)
+    if chunk is None:
+        return None
+    entry = ckpt.tensors[name]
+    file, offset, length = ckpt.files[chunk.extent.file], chunk.extent.offset, chunk.extent.length
+    text = f"{file}, bytes {offset}..{offset + length}"
+    if chunk.zstd is None:
+        steps = chunk.strides or boxes.strides(chunk.shape)
+        inside = sum((i - s) * k for i, s, k in zip(at, chunk.start, steps, strict=True))
+        text += f", first difference at byte {offset + inside * ITEMSIZE[entry.dtype]}"
+    box = ", ".join(f"{s}:{s + n}" for s, n in zip(chunk.start, chunk.shape, strict=True))
+    rank = _rank(file)
+    whose = "" if rank is None else f"rank {rank}'s shard, "
+    return f"{text} ({whose}[{box}] of {list(entry.shape)})" if box else text
+
+
+def _chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, list[int]]:
+    """The chunk with an element, and the element's index in each dimension."""
+    at: list[int] = []
+    entry = ckpt.tensors.get(name)
+    if entry is None or not entry.numel:
+        return None, at
+    for step in boxes.strides(entry.shape):
+        at.append(flat // step)
+        flat -= at[-1] * step
+    for chunk in entry.chunks:
+        if all(s <= i < s + n for i, s, n in zip(at, chunk.start, chunk.shape, strict=True)):
+            return chunk, at
+    return None, at
+
+
+def _rank(file: str) -> int | None:
+    """The rank that wrote a file, from the file names of DCP, ZeRO and FSDP1."""
+    name = file.rpartition("/")[2]
+    for pattern in (
+        r"^__(\d+)_\d+\.distcp$",
+        r"zero_pp_rank_(\d+)_",
+        r"(?<!mp_)(?<!pp_)rank_?(\d+)\.(?:pt|pth|bin)$",
+    ):
+        if m := re.search(pattern, name):
+            return int(m[1])
+    return None

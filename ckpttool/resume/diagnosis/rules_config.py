@@ -1,0 +1,244 @@
+"""Rules about the configuration (ties, model, param groups, scheduler, counters) and the data.
+
+Each rule gets a `Context`. Options and values are compared one by one. Learning rates and batches are looked up in the
+reference's other steps: a schedule or a loader that started over, or is some steps off, shows there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from ...errors import argument
+from ..compare.differences import config_differences, option_differences, options, pairs, rates_by_group
+from ..compare.row_differences import explained
+from ..compare.side_state_differences import beside_differences, holds
+from ..text import changed, listed, plural
+from ..trace.model import Trace
+from .context import Context
+
+#: Checks that fail if one of the two runs clips gradients.
+_TRAINED = (
+    "step1.grad_norm", "step1.update_norm", "step1.worst_update", "steps.loss", "steps.grad_norm", "steps.worst_grad",
+    "steps.update_norm", "steps.worst_update",
+)  # fmt: skip
+
+__all__ = ["data", "groups", "model", "scheduler", "scheduler_gone", "tied", "values"]
+
+
+def tied(context: Context) -> None:
+    """Parameters that share their data on one side alone."""
+    check = context.failed.get("config.tied")
+    if check is not None:
+        names = [check.where] if check.where else []
+        context.add(
+            "untied", f"{check.text}: they get separate gradients and updates", context.seen("config.tied"), names,
+            explains=("weights", "optimizer"),
+        )  # fmt: skip
+
+
+def model(context: Context, reference: Trace) -> None:
+    """The model's own configuration."""
+    if "config.model" not in context.failed or reference.config is None or context.got.config is None:
+        return
+    found = config_differences(reference.config, context.got.config)
+    text = f"the model's configuration differs: {listed(changed(found))}"
+    context.add("model-configuration", text, context.seen("probe.logits", "step1.loss"), explains=("weights",))
+
+
+def groups(context: Context, reference: Trace) -> None:
+    """Options of param groups, and who is in one."""
+    if "config.groups" not in context.failed:
+        return
+    found, missing, extra = option_differences(reference, context.got)
+    known = options(context.got)
+    for key, where in found.items():
+        if key in ("lr", "initial_lr") and "rates" in context.explained:
+            continue
+        by: dict[str, list[str]] = {}
+        for n, two in where.items():
+            by.setdefault(repr(two), []).append(n)
+        for names in by.values():
+            a, b = where[names[0]]
+            whose = f"{plural(len(names), 'parameter')}, first {names[0]}"
+            if len(names) == len(known):
+                whose = "all parameters"
+            text, kind = f"{key} is {b!r} and was {a!r} for {whose}", f"option-{key.replace('_', '-')}"
+            if key == "weight_decay" and a == 0 and b and all(_undecayed(n) for n in names):
+                kind = "weight-decay-on-norms"
+                what = "1 norm or bias" if len(names) == 1 else f"{len(names)} norms and biases"
+                text = f"weight decay ({b!r}) is applied to {what} that had none, first {names[0]}"
+            if key == "betas" and b in ((0.9, 0.999), [0.9, 0.999]):
+                text += ", which is the default of AdamW"
+            explains = ("optimizer", "rates") if key in ("lr", "initial_lr") else ("optimizer",)
+            context.add(kind, text, context.seen("config.groups"), names, explains=explains)
+    if missing:
+        text = f"{plural(len(missing), 'parameter')} not in the optimizer and not trained, first {missing[0]}"
+        context.add("optimizer-members", text, context.seen("config.groups"), missing, explains=("optimizer",))
+    if extra:
+        text = f"{plural(len(extra), 'parameter')} that the reference's optimizer does not have, first {extra[0]}"
+        context.add("optimizer-members", text, context.seen("config.groups"), extra, explains=("optimizer",))
+
+
+def scheduler_gone(context: Context, reference: Trace) -> None:
+    """The load failed since a scheduler has nothing to begin from, and the reference has that."""
+    if (
+        "scheduler" in (context.got.failed or "")
+        and holds(reference, "scheduler")
+        and not holds(context.got, "scheduler")
+    ):
+        context.add(
+            "scheduler-missing", "the checkpoint has lost the scheduler's state, which the reference holds",
+            context.seen("state.loaded"), explains=("rates",),
+        )  # fmt: skip
+
+
+def scheduler(context: Context, reference: Trace) -> None:
+    """Its state, or what the learning rates show of it."""
+    evidence = context.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
+    if "config.scheduler" in context.failed:
+        apart = beside_differences(reference, context.got, "scheduler")
+        found, missing = apart.found, apart.missing
+        if missing and not holds(context.got, "scheduler"):
+            context.add(
+                "scheduler-missing",
+                "the checkpoint has no scheduler state",
+                evidence,
+                explains=("rates", "optimizer"),
+            )
+            return
+        epochs = [two for n, two in found.items() if n.rpartition(".")[2] == "last_epoch"]
+        if epochs:
+            a, b = epochs[0]
+            if b == 0:
+                kind, text = "scheduler-reset", f"the scheduler starts over: its last_epoch is 0 and was {a}"
+            else:
+                kind, text = (
+                    "scheduler-offset",
+                    f"the scheduler is off by {b - a:+d}: its last_epoch is {b} and was {a}",
+                )
+        elif found:
+            kind, text = "scheduler-state", f"the scheduler state differs: {listed(changed(found))}"
+        else:
+            kind, text = "scheduler-incomplete", f"of the scheduler {listed(missing)} is missing"
+        context.add(kind, text, evidence, explains=("rates", "optimizer"))
+        return
+    if not evidence or "rates" in context.explained:
+        return
+    kind, text = _rates(reference, context.got)
+    context.add(kind, text, evidence, explains=("rates", "optimizer"))
+
+
+def values(context: Context, reference: Trace) -> None:
+    """Clipping, counters, random states, dataloader, scaler and other values."""
+    seen = context.seen("config.values")
+    if (why := reference.unrecorded.get("clip")) and context.got.clip is None and context.seen(*_TRAINED):
+        text = f"the recorded job seems to clip gradients, and this run does not: {why}, here, too"
+        context.add("clipping", text, context.seen(*_TRAINED), explains=("optimizer", "rates"))
+    if seen and reference.clip is not None and context.got.clip != reference.clip:
+        now = "off" if context.got.clip is None else f"at {context.got.clip!r}"
+        text = f"gradient clipping is {now} and was at {reference.clip!r}; it matters once the grad norm exceeds that"
+        context.add("clipping", text, seen, explains=("optimizer",))
+    for component, kind, what in (
+        ("trainer", "counters", "the trainer's counters"), ("rng", "rng", "random states"),
+        ("dataloader", "dataloader", "the dataloader's state"), ("scaler", "scaler", "the grad scaler's state"),
+        ("extra", "values", "other values"), ("model", "values", "extra states of the model's modules"),
+    ):  # fmt: skip
+        check = f"config.{component}" if component in ("rng", "dataloader", "scaler") else "config.values"
+        found = beside_differences(reference, context.got, component)
+        if check not in context.failed or not found.problems:
+            continue
+        if found.missing and not found.found and not holds(context.got, component):
+            text = f"the checkpoint has lost {what}: {listed(found.missing)}"
+        else:
+            text = f"{what} differ{'s' if what.endswith(' state') else ''}: {listed(found.problems)}"
+        context.add(kind, text, context.seen(check))
+
+
+def _undecayed(name: str) -> bool:
+    return bool(re.search(r"norm|ln_|\.bias$|^bias$|layernorm", name))
+
+
+def _rates(reference: Trace, got: Trace) -> tuple[str, str]:
+    """(kind, text) for learning rates that are not the reference's."""
+    known = [(a, b) for a, b in pairs(reference, got) if a.learning_rates and b.learning_rates]
+    a, b = next((x, y) for x, y in known if any(u != v for _, u, v in rates_by_group(reference, got, x, y)))
+    ours, theirs = b.learning_rates or [], a.learning_rates or []
+    by = {s.step: s.learning_rates for s in reference.steps if s.learning_rates}
+    for gap in sorted({t - b.step for t in by} - {0}, key=abs):
+        shifted = [(by[y.step + gap], y.learning_rates) for _, y in known if y.step + gap in by]
+        varied = len({tuple(r) for r in by.values()}) > 1
+        if varied and len(shifted) > (len(known) + 1) // 2 and all(u == v for u, v in shifted):
+            if b.step + gap == 1:
+                return (
+                    "scheduler-reset",
+                    "the learning rates are those of the training's first steps: the scheduler started over",
+                )
+            return (
+                "scheduler-offset",
+                f"the learning rates are those of {plural(abs(gap), 'step')} {'later' if gap > 0 else 'earlier'}",
+            )
+    mine = {tuple(y.learning_rates or []) for _, y in known}
+    if len(mine) == 1 and len(known) > 1 and len({tuple(x.learning_rates or []) for x, _ in known}) > 1:
+        initial = [g.get("initial_lr") for g in got.groups]
+        also = ", which is where the schedule begins" if initial and initial == list(ours) else ""
+        return "scheduler-lost", f"the learning rate stays at {ours[0]!r}{also}: no scheduler changes it"
+    ratios = {round(v / u, 9) for u, v in zip(theirs, ours, strict=False) if u}
+    if len(theirs) == len(ours) and len(ratios) == 1:
+        return (
+            "learning-rate",
+            f"the learning rate is {ours[0]!r} and was {theirs[0]!r} in step {b.step} ({ratios.pop():.6g} times)",
+        )
+    return "learning-rate", f"the learning rates are {ours!r} and were {theirs!r} in step {b.step}"
+
+
+def data(context: Context, reference: Trace) -> None:
+    """Other batches, or the same ones in other steps."""
+    if "step1.batch" not in context.failed and "steps.batch" not in context.failed:
+        return
+    evidence = context.seen("step1.batch", "steps.batch")
+    a, b = reference, context.got
+    if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
+        text = f"the global batch is {b.global_batch} and was {a.global_batch}"
+        context.add("global-batch", text, evidence, explains=("data",))
+        return
+    if None not in (a.sequence, b.sequence) and a.sequence != b.sequence:
+        context.add(
+            "sequence",
+            f"sequences are {b.sequence} tokens long and were {a.sequence}",
+            evidence,
+            explains=("data",),
+        )
+        return
+    wrong = [(x, y) for x, y in pairs(a, b) if None not in (x.batch, y.batch) and x.batch != y.batch]
+    tokens = [(x.tokens, y.tokens) for x, y in wrong if x.tokens and y.tokens and x.tokens != y.tokens]
+    if tokens and len(tokens) == len(wrong):
+        ratio = tokens[0][1] / tokens[0][0]
+        text = f"a step has {tokens[0][1]} tokens and had {tokens[0][0]} ({ratio:.3g} times): another global batch"
+        context.add("global-batch", text, evidence, explains=("data",))
+        return
+    of: dict[str, int] = {}
+    for s in a.steps:
+        if s.batch is not None:
+            of.setdefault(s.batch, s.step)
+    gaps = Counter(of[y.batch] - y.step for _, y in wrong if y.batch in of)
+    if not gaps and (found := explained(a, b, wrong)) is not None:
+        context.add(*found, evidence, explains=("data",))
+        return
+    if not gaps:
+        first = wrong[0][1].step if wrong else b.start + 1
+        text = f"the data differs from step {first} on: none of these batches is in the reference"
+        if b.data == "synthetic" != a.data:
+            text += f". This run made its rows itself; pass {argument('data')} with the rows of the recorded job, in their order"
+        context.add("data-other", text, evidence, explains=("data",))
+        return
+    gap, times = gaps.most_common(1)[0]
+    when = "later" if gap > 0 else "earlier"
+    evidence.append(f"{times} of the {len(wrong)} batches that differ are the reference's of {abs(gap)} steps {when}")
+    if gap == -b.start and b.start:
+        context.add("data-restart", "the data starts over from the beginning", evidence, explains=("data",))
+    elif len(gaps) == 1:
+        text = f"the data is {plural(abs(gap), 'step')} {'ahead of' if gap > 0 else 'behind'} the reference"
+        context.add("data-offset", text, evidence, explains=("data",))
+    else:
+        context.add("data-order", "the same batches come in a different order", evidence, explains=("data",))

@@ -1,0 +1,335 @@
+"""Rules about numbers: of the state itself, of steps, of ranks, of the round trip.
+
+Each rule gets a `Context`. What differs first in a step narrows down the cause: logits and loss depend on the weights and the
+batch, gradients also on how ranks are reduced, updates on the optimizer, later steps on the rest. So a rule says nothing if
+an earlier part of the step is already wrong. Norms of single tensors tell which tensors are affected.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from statistics import median
+
+from ..compare.differences import deviation, first_pair, not_finite, options, steps_of, tensor_deviations
+from ..text import fqn_of, listed, plural, scope, spoken
+from ..trace.model import Step, Trace
+from .context import Context
+
+__all__ = ["finite", "gradients_summed", "plausible", "ranks", "ranks_of_probe", "round_trip", "run", "steps"]
+
+
+#: A deviation of the loss up to so many times that of the logits follows from it.
+_ALIKE = 10.0
+
+
+def plausible(context: Context) -> None:
+    """What no training leaves."""
+    if "state.plausible" not in context.failed or "optimizer" in context.explained:
+        return
+    got, text = context.got, context.failed["state.plausible"].text
+    steps = steps_of(got)
+    if steps and all(v == 0 for v in steps.values()):
+        moments = any(n.endswith(".exp_avg") for n in got.state)
+        also = ": the moments were restored, the step was not" if moments else ""
+        context.add("step-reset", f"the optimizer's step is 0 on all tensors{also}", [text], explains=("optimizer",))
+    elif "no moments" in text:
+        context.add("optimizer-missing", "the checkpoint has no optimizer state", [text], explains=("optimizer",))
+    else:
+        context.add("state-odd", f"the state is not plausible: {text}", explains=("optimizer",))
+
+
+def finite(context: Context) -> None:
+    """The first NaN or infinity."""
+    if "run.finite" not in context.failed:
+        return
+    step, found = next((s, found) for s in context.got.steps if (found := list(not_finite(s))))
+    tensors = [w.partition(" of ")[2] for w, _ in found if " of " in w]
+    grads = all(math.isfinite(v) for v in step.grads.values()) and math.isfinite(step.loss)
+    text = f"numbers are not finite from step {step.step} on, first {found[0][0]} ({found[0][1]})"
+    if grads and any(not math.isfinite(v) for v in step.updates.values()):
+        bad = [n for n, v in step.updates.items() if not math.isfinite(v)]
+        text = (
+            f"the update of {scope(bad, list(step.updates), 'tensors')} is not finite in step {step.step}, though "
+            "loss and gradients are: its moments hold NaN, or negative squares"
+        )
+        tensors = bad
+        context.explained.add("optimizer")
+    elif not math.isfinite(step.loss) and step is context.got.steps[0]:
+        context.explained.add("weights")
+        text += ": the weights hold NaN or infinity, or numbers that overflow"
+    context.add("not-finite", text, context.seen("run.finite"), tensors)
+
+
+def gradients_summed(context: Context, reference: Trace) -> None:
+    """The grad norm is a whole multiple, or part, while the loss is the same."""
+    first = first_pair(reference, context.got)
+    if "step1.grad_norm" not in context.failed or not context.passed("step1.loss") or first is None:
+        return
+    a, b = first
+    if not a.grad_norm or not b.grad_norm:
+        return
+    ratio = b.grad_norm / a.grad_norm
+    times = max(ratio, 1 / ratio)
+    n = round(times)
+    if n < 2 or abs(times / n - 1) > 1e-3:
+        return
+    every = [b.grads[k] / a.grads[k] for k in a.grads if a.grads[k] and k in b.grads]
+    if every and deviation(median(every), ratio) > 0.05:
+        return
+    whose = ""
+    if n == context.got.world_size:
+        whose = " (its number of ranks)"
+    elif n == reference.world_size:
+        whose = " (the reference's number of ranks)"
+    if ratio > 1:
+        text = f"gradients are {n} times those of the reference{whose}: summed over ranks instead of averaged"
+    else:
+        text = f"gradients are 1/{n} of those of the reference{whose}: divided once too often, or summed there"
+    context.explained.update(("gradients", "optimizer"))
+    context.add("gradient-scale", text, context.seen("step1.grad_norm"))
+
+
+def steps(context: Context, reference: Trace) -> None:
+    """From numbers alone, where nothing exact has explained them."""
+    first = first_pair(reference, context.got)
+    weights, data = "weights" in context.explained, "data" in context.explained
+    same = context.passed("state.digests") and context.passed("state.names")
+    if "probe.logits" in context.failed and not weights:
+        evidence = context.seen("probe.logits", "step1.loss")
+        if same:
+            text = (
+                "the weights are equal and the logits are not: the model's configuration differs (rope theta, eps "
+                "of the norms), or other kernels compute it"
+            )
+            context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
+        else:
+            context.add("weights", "the logits differ before any step: weights, or the model's configuration", evidence)
+        weights = True
+        context.explained.add("weights")
+    elif "step1.loss" in context.failed and not weights and not data:
+        evidence = context.seen("step1.loss", "step1.grad_norm")
+        if reference.dropout or context.got.dropout:
+            _dropout(context, reference, evidence)
+        elif same and context.passed("step1.batch") and (apart := _small(context)):
+            text = (
+                f"weights and batch are equal, the logits deviate by {apart:.2g}, which is within their bound, and the loss "
+                "deviates about as much: the model's configuration (eps of the norms, rope theta), or other kernels"
+            )
+            context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
+        elif context.passed("probe.logits") and context.passed("step1.batch"):
+            text = (
+                "logits and batch are equal and the loss is not: its labels or masks, a term such as label smoothing or "
+                "z-loss, or how tokens are counted over ranks"
+            )
+            context.add("loss-computation", text, evidence)
+        elif context.passed("probe.logits"):
+            context.add(
+                "data",
+                "logits are equal and the loss is not: another batch, or another computation of the loss",
+                evidence,
+            )
+        elif same:
+            rest = "its labels and masks" if context.passed("step1.batch") else "the batch"
+            text = f"the weights are equal and the loss is not: the model's configuration, its kernels, or {rest}"
+            context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
+        else:
+            context.add(
+                "weights",
+                "the loss differs in the first step: weights, the model's configuration or the batch",
+                evidence,
+            )
+        weights = True
+    if first is None:
+        return
+    _frozen(context, reference, *first)
+    ruled_out = weights or data or "gradients" in context.explained
+    if not ruled_out and ("step1.grad_norm" in context.failed or "step1.worst_grad" in context.failed):
+        _gradients(context, reference, *first)
+        ruled_out = True
+    if not ruled_out and "optimizer" not in context.explained:
+        if "step1.update_norm" in context.failed or "step1.worst_update" in context.failed:
+            _updates(context, reference, *first)
+        elif not context.out and any(n.startswith("steps.") for n in context.failed):
+            evidence = context.seen(*(n for n in context.failed if n.startswith("steps.")))
+            kind, text = "later-steps", "something random is not the same, or noise grows"
+            if first[0].update_norm is None and not first[0].updates:
+                kind, text = (
+                    "optimizer",
+                    "the optimizer's state or its options (the reference has no norms of updates)",
+                )
+            context.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
+
+
+def _small(context: Context) -> float | None:
+    """By how much the logits deviate if they pass and the loss deviates about as much; None if not."""
+    logits, loss = context.checks.get("probe.logits"), context.failed["step1.loss"].number
+    if logits is None or logits.verdict != "pass" or not logits.number or loss is None:
+        return None
+    return logits.number if loss <= _ALIKE * logits.number else None
+
+
+def _dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
+    """Dropout or its random numbers, where it is on in one of the runs; differing random states were named before."""
+    a, b = (t.environment.get("dropout_probabilities") for t in (reference, context.got))
+    if reference.dropout != context.got.dropout:
+        now, was = ("on", "off") if context.got.dropout else ("off", "on")
+        text = f"dropout is {now} in this job and was {was} in the reference"
+    elif a is not None and b is not None and a != b:
+        text = f"dropout is {listed(map(str, b))} and was {listed(map(str, a))}"
+    elif "config.rng" in context.failed:
+        return
+    else:
+        text = (
+            "dropout is on, and its random numbers are not the reference's: random states of another step, another order "
+            "of calls, or another probability"
+        )
+    context.add("dropout", text, evidence)
+
+
+def _environment(context: Context, reference: Trace) -> list[str]:
+    a, b = reference.environment, context.got.environment
+    return [
+        f"{k} is {b[k]} and was {a[k]}"
+        for k in ("torch", "gpu", "cuda", "attention")
+        if k in a and k in b and a[k] != b[k]
+    ]
+
+
+def _frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    if not (a.updates and b.updates) or not {"step1.worst_update", "step1.update_norm"} & context.failed.keys():
+        return
+    still = [n for n, v in a.updates.items() if v > 0 and b.updates.get(n) == 0]
+    still += [
+        n for n, v in a.updates.items() if v > 0 and n not in b.updates and not any(n in g for g in reference.tied)
+    ]
+    if not still or set(still) <= {m for c in context.out for n in c.tensors for m in (n, fqn_of(n))}:
+        return
+    if set(_far(context, reference, a, b, updates=False)) <= set(still):
+        context.explained.add("gradients")
+    every = list(a.updates)
+    which = "no tensor is" if len(still) == len(every) else f"{scope(still, every, 'tensors')} not"
+    rates = b.learning_rates
+    if rates and not any(rates):
+        context.add(
+            "learning-rate",
+            "the learning rate is 0: nothing is updated",
+            context.seen("step1.learning_rates"),
+            still,
+            explains=("optimizer",),
+        )
+        return
+    text = f"{which} updated in step {b.step}, but it was in the reference: frozen, or not in the optimizer"
+    context.add("frozen", text, context.seen("step1.worst_update"), still, explains=("optimizer",))
+
+
+def _gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    evidence = context.seen("step1.grad_norm", "step1.worst_grad")
+    found = _far(context, reference, a, b, updates=False)
+    if not found:
+        context.add(
+            "gradients", "the loss is equal and the gradients are not: how they are reduced or scaled", evidence
+        )
+        return
+    every = list(a.grads)
+    if len(found) <= 2 and all(re.search(r"embed|lm_head|wte", n) for n in found):
+        text = f"only the gradient of {' and '.join(found)} differs: weights that are tied on one side alone"
+        context.add("untied", text, evidence, found)
+    elif len(found) * 10 >= len(every) * 9:
+        text = "the loss is equal and all gradients are not: how they are reduced, scaled or accumulated"
+        if "config.model" not in context.checks or context.checks["config.model"].verdict == "not comparable":
+            text += ", or the model's configuration, which the reference did not record"
+        context.add("gradients", text, [*evidence, *_environment(context, reference)], found)
+    else:
+        text = f"the loss is equal and the gradient of {scope(found, every, 'tensors')} is not"
+        context.add("gradients", text, evidence, found)
+
+
+def _updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    evidence = context.seen("step1.update_norm", "step1.worst_update")
+    if a.update_norm and b.update_norm:
+        evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
+    equal = "gradients are equal, " if context.passed("step1.grad_norm") else ""
+    found = _far(context, reference, a, b, updates=True)
+    if not found:
+        context.add("optimizer", f"{equal}the update is not: the optimizer's state or its options", evidence)
+        return
+    every = list(a.updates)
+    ratios = sorted(b.updates.get(n, 0.0) / a.updates[n] for n in found if a.updates.get(n))
+    if ratios:
+        evidence.append(f"updates are {ratios[0]:.3g} to {ratios[-1]:.3g} times those of the reference")
+    guess = "moments dropped or of another step, a step that was reset, or other betas"
+    if context.passed("state.digests"):
+        guess = "its options, since its state is equal"
+    if len(found) * 10 >= len(every) * 9:
+        most = "all" if len(found) == len(every) else "nearly all"
+        text = f"{equal}the updates of {most} {len(found)} tensors are not: {guess}"
+        context.add("optimizer", text, evidence, found)
+        return
+    known = options(context.got)
+    members: dict[int, set[str]] = {}
+    for n, chosen in known.items():
+        members.setdefault(id(chosen), set()).add(n)
+    group = next((m for m in members.values() if len(members) > 1 and set(found) == m & set(every)), None)
+    if group is not None and len(found) > 1:
+        text = f"{equal}the updates of one param group ({plural(len(found), 'tensor')}) are not: its options"
+        context.add("optimizer-group", text, evidence, found)
+        return
+    whose = "its" if len(found) == 1 else "their"
+    text = f"{equal}the update of {scope(found, every, 'tensors')} is not: {whose} moments"
+    context.add("moments", text, evidence, found)
+
+
+def _far(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
+    """Tensors whose norm deviates by more than the check's bound, the farthest first."""
+    check = context.checks.get("step1.worst_update" if updates else "step1.worst_grad")
+    bound = check.bound if check is not None and check.bound is not None else 0.0
+    every, _ = tensor_deviations(reference, context.got, a, b, updates, 1e-6)
+    far = {n: d for n, (d, _, _) in every.items() if not d <= bound}
+    return sorted(far, key=lambda n: -far[n] if far[n] == far[n] else -math.inf)
+
+
+def ranks_of_probe(context: Context) -> None:
+    """Ranks that compute other logits, from which all other numbers follow."""
+    if "probe.ranks" in context.failed and "weights" not in context.explained:
+        odd = context.got.probe.get("odd") or []
+        who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {listed(map(str, odd), 8)} compute"
+        text = f"{who} other logits than the others" if odd else "ranks compute different logits"
+        text += " from one batch: another model there, other buffers or kernels, or no eval mode"
+        context.add("rank-disagrees", text, context.seen("probe.ranks"), explains=("weights", "gradients"))
+
+
+def ranks(context: Context) -> None:
+    """Ranks that do not agree on the loss."""
+    if "run.ranks" in context.failed:
+        step = next(s for s in context.got.steps if s.losses and any(x != s.losses[0] for x in s.losses))
+        losses = [repr(x) for x in step.losses or []]
+        usual, times = Counter(losses).most_common(1)[0]
+        odd = [r for r, x in enumerate(losses) if x != usual]
+        if times * 2 > len(losses):
+            who = f"ranks {listed(map(str, odd), 8)} disagree" if len(odd) > 1 else f"rank {odd[0]} disagrees"
+            text = f"{who} with the others on the loss, from step {step.step} on"
+        else:
+            text = f"ranks disagree on the loss, from step {step.step} on: it is not reduced over all of them"
+        context.add("rank-disagrees", text, context.seen("run.ranks"))
+
+
+def run(context: Context) -> None:
+    """A run that learns nothing, or leaps, where nothing else is wrong."""
+    if "run.dead" in context.failed and not context.out:
+        context.add(
+            "no-gradient",
+            "no gradient arrives: parameters are frozen, or the loss does not depend on them",
+            context.seen("run.dead"),
+        )
+    if "run.spike" in context.failed and not context.out:
+        context.add("spike", f"training spikes: {context.failed['run.spike'].text}", context.seen("run.spike"))
+
+
+def round_trip(context: Context) -> None:
+    """Saving and loading again."""
+    if "roundtrip.state" in context.failed:
+        names = [str(n) for n in context.got.roundtrip.get("differing", [])]
+        text = f"saving and loading again changes {listed([spoken(n) for n in names], 1)}"
+        context.add("save-or-load", text, context.seen("roundtrip.state"), names)

@@ -1,0 +1,376 @@
+"""Rules about the state in the job, from fingerprints, names, shapes and optimizer steps.
+
+Each rule gets a `Context`. Every tensor is explained once: by the load, by its name or shape, by another tensor's bytes (a
+fingerprint recognises them anywhere: moments, layers or parameters of a module exchanged, single tensors, averages loaded as
+weights), by the one file that has all differences, or by the optimizer's step, if the state is from another step. Any other
+tensor has values of its own (`diagnosis_values`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from itertools import islice
+from math import prod
+from typing import Any
+
+from ..compare.differences import (
+    copies_differ,
+    differing,
+    judged,
+    missing_and_extra,
+    not_as_stored,
+    options,
+    shape_differences,
+    steps_of,
+)
+from ..text import LAYER, component_of, fqn_of, is_step, kinds, layer_of, listed, plural, scope, slot_of, spoken
+from ..trace.model import Trace
+from . import rules_values as diagnosis_values
+from .context import Context
+from .files import inspect
+from .related_tensors import outside
+
+__all__ = ["absent", "load", "shapes", "values"]
+
+
+def load(context: Context) -> None:
+    """It failed, or what the job holds is not what the files say."""
+    got = context.got
+    if got.failed is not None:
+        context.add(
+            "load-failed", f"the checkpoint could not be loaded: {got.failed}", explains=("weights", "optimizer")
+        )
+        return
+    if copies := copies_differ(got):
+        context.add(
+            "copies-differ", f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first "
+            f"{spoken(copies[0])}", context.seen("state.loaded"), copies, explains=("weights", "optimizer"),
+        )  # fmt: skip
+        return
+    rounded: list[str] = got.environment.get("rounded") or []
+    if rounded and "state.loaded" in context.failed:
+        context.add(
+            "rounded-on-load", f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first "
+            f"{spoken(rounded[0])}: an optimizer keeps its moments in the dtype of the parameter. The files may well be "
+            "right (compare them with ckpttool diff), but this job begins with rounded ones",
+            context.seen("state.loaded"), rounded,
+        )  # fmt: skip
+        return
+    wrong = not_as_stored(got)
+    if not wrong:
+        return
+    holders: dict[str, list[str]] = {}
+    for n, mark in got.stored.items():
+        holders.setdefault(mark, []).append(n)
+    evidence = context.seen("state.loaded")
+    for n in wrong[:4]:
+        from_ = holders.get(got.state[n][2], []) if n in got.state else []
+        if len(from_) == 1 and prod(got.state[n][1]) > 1:
+            evidence.append(f"{n} holds what the files have for {from_[0]}")
+    text = f"loading changed {plural(len(wrong), 'tensor')}: the job does not hold what the files contain"
+    context.add("loading", text, evidence, wrong, explains={component_of(n) for n in wrong})
+
+
+def absent(context: Context, reference: Trace) -> None:
+    """Tensors that one side has and the other has not."""
+    if not reference.state or (not context.got.state and context.got.failed is None):
+        return
+    missing, extra = missing_and_extra(reference, context.got)
+    evidence = context.seen("state.names")
+    if context.got.failed is not None:
+        evidence.append(f"the checkpoint could not be loaded: {context.got.failed}")
+    theirs = {n for n in reference.state if n.startswith("optim.state.")}
+    ours = {n for n in context.got.state if n.startswith("optim.state.")}
+    members, known = options(context.got), options(reference)
+    gone = [n for n in missing if n.startswith("optim.state.")]
+    # what this optimizer does not train has no state in it; `groups` says that
+    gone = [n for n in gone if not members or fqn_of(n) in members or fqn_of(n) not in known]
+    if theirs and not ours:
+        context.add(
+            "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would start from zero",
+            evidence, gone, explains=("optimizer",),
+        )  # fmt: skip
+        gone = []
+    weights = [n for n in missing if not n.startswith("optim.")]
+    if weights:
+        every = [n for n in reference.state if not n.startswith("optim.")]
+        text = f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would start with random values"
+        context.add("tensor-missing", text, evidence, weights, explains=("weights",))
+    lost = {fqn_of(n) for n in weights}
+    gone = [n for n in gone if fqn_of(n) not in lost]
+    if gone:
+        params = list(dict.fromkeys(fqn_of(n) for n in gone))
+        whole = [p for p in params if not any(fqn_of(n) == p for n in ours)]
+        slots = sorted({slot_of(n) for n in gone})
+        if len(whole) == len(params):
+            text = f"the optimizer's state of {plural(len(params), 'parameter')} is missing, first {spoken(params[0])}"
+        else:
+            text = f"{' and '.join(slots)} of {plural(len(params), 'parameter')} missing, first {spoken(params[0])}"
+        context.add("moments-missing", text, evidence, gone, explains=("optimizer",))
+    strange = [n for n in extra if not n.startswith("optim.state.")] or extra
+    if extra and not missing:
+        context.add(
+            "tensor-extra",
+            f"{plural(len(extra), 'tensor')} that the reference does not have, first {spoken(strange[0])}",
+            evidence,
+            extra,
+        )
+
+
+def shapes(context: Context, reference: Trace) -> None:
+    """Other shapes, or dtypes where the profile does not allow that."""
+    common = [n for n in reference.state if n in context.got.state and judged(n)]
+    other_shapes, other_dtypes = shape_differences(reference, context.got)
+    for (s, t), names in _together(other_shapes).items():
+        text = f"{scope(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
+        kind = "shape"
+        if t == s[::-1]:
+            kind, text = "transposed", text + ", the shape of the transposed tensor"
+        elif s[1:] == t[1:] and re.search(r"embed|lm_head|wte|output", names[0]):
+            kind = "vocabulary"
+            text += f": the vocabulary was {'padded' if t[0] > s[0] else 'cut'} by {abs(t[0] - s[0])} rows"
+        context.add(kind, text, context.seen("state.shapes"), names, explains=("weights", "optimizer"))
+    if "state.shapes" in context.failed:
+        for (d, e), names in _together(other_dtypes).items():
+            text = f"{scope(names, common, 'tensors')}: {e} instead of {d}"
+            context.add("dtype", text, context.seen("state.shapes"), names, explains={component_of(n) for n in names})
+
+
+def _together(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], list[str]]:
+    """{(expected, found): names}"""
+    out: dict[tuple[Any, Any], list[str]] = {}
+    for n, two in found.items():
+        out.setdefault(two, []).append(n)
+    return out
+
+
+def values(context: Context, reference: Trace) -> None:
+    """Tensors of one name, shape and dtype that have different bytes."""
+    if context.got.failed is not None:
+        return
+    wrong = differing(reference, context.got)
+    marked = {fqn_of(n) for n in wrong if is_step(n)}
+    theirs, ours = steps_of(reference), steps_of(context.got)
+    steps = {n: (theirs[n], ours[n]) for n in theirs if n in ours and theirs[n] != ours[n]}
+    rest = [n for n in wrong if not (is_step(n) and (fqn_of(n) in steps or prod(reference.state[n][1]) == 1))]
+    rest = _outside(context, reference, _moved(context, reference, rest))
+    looked = {} if context.opened is None else inspect(context.opened, rest)
+    if diagnosis_values.in_files(context, looked, wrong):
+        return
+    rest = _steps(context, reference, steps, rest)
+    strange = [n for n in wrong if is_step(n) and fqn_of(n) in marked - set(steps) and n not in rest]
+    diagnosis_values.differ(context, reference, rest + strange, looked)
+
+
+def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
+    """Tensors that hold the bytes of others; the ones that do not are given back."""
+    holders: dict[str, list[str]] = {}
+    for n, (_, shape, mark) in reference.state.items():
+        if prod(shape) > 1 and mark:
+            holders.setdefault(mark, []).append(n)
+    tied = [set(g) for g in reference.tied]
+    moves: dict[str, str] = {}
+    for n in wrong:
+        found = holders.get(context.got.state[n][2], []) if prod(context.got.state[n][1]) > 1 else []
+        if len(found) == 2 and any({fqn_of(found[0]), fqn_of(found[1])} <= g for g in tied):
+            found = found[:1]
+        if len(found) == 1:  # bytes that several have are a constant, and tell nothing
+            moves[n] = found[0]
+    left = dict(moves)
+    _slots(context, left)
+    _layers(context, reference, left)
+    _leaves(context, left)
+    _parts(context, left)
+    for component in ("weights", "optimizer"):
+        some = {a: b for a, b in left.items() if component_of(a) == component}
+        pairs = {a: b for a, b in some.items() if some.get(b) == a}
+        several = {a: b for a, b in some.items() if a not in pairs} if len(some) > 3 else {}
+        for a, b in some.items():
+            both = a in pairs
+            if a in several or (both and a > b):
+                continue
+            text = (
+                f"{spoken(a)} and {spoken(b)} are exchanged" if both else f"{spoken(a)} holds the bytes of {spoken(b)}"
+            )
+            evidence = [f"{a} has the fingerprint that {b} has in the reference"]
+            context.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component,))
+        if several:
+            what = "; ".join(f"{spoken(a)} holds {spoken(b)}" for a, b in list(several.items())[:3])
+            text = f"{plural(len(several), 'tensor')} ({kinds(several)}) hold the bytes of others: {what}"
+            evidence = [f"{a} has the fingerprint that {b} has in the reference" for a, b in list(several.items())[:8]]
+            context.add("copied", text, evidence, list(several), explains=(component,))
+    return [n for n in wrong if n not in moves]
+
+
+def _outside(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
+    """Weights that hold what the checkpoint has outside model and optimizer, such as averages; the others are given back."""
+    holders: dict[str, dict[str, None]] = {}
+    for trace in (reference, context.got):
+        for n, (_, shape, mark) in trace.others.items():
+            if prod(shape) > 1:
+                holders.setdefault(mark, {})[n] = None
+    by: dict[str, list[str]] = {}
+    for n in wrong:
+        if component_of(n) == "weights":
+            for _, at in islice(outside(holders.get(context.got.state[n][2], ()), fqn_of(n)), 1):
+                by.setdefault(at, []).append(n)
+    for at, names in by.items():
+        every = [n for n in reference.state if component_of(n) == "weights"]
+        text = f"{scope(names, every, 'weights')} hold{'s' if len(names) == 1 else ''} the values of {at}"
+        evidence = [f"{names[0]} has the fingerprint of {at}.{fqn_of(names[0])}"]
+        context.add("copied", f"{text}, loaded in their place", evidence, names, explains=("weights",))
+    found = {n for names in by.values() for n in names}
+    return [n for n in wrong if n not in found]
+
+
+def _slots(context: Context, left: dict[str, str]) -> None:
+    """Moments under each other's names."""
+    pairs_ = {a: b for a, b in left.items() if fqn_of(a) == fqn_of(b) and slot_of(a) != slot_of(b)}
+    for two in sorted({tuple(sorted((slot_of(a), slot_of(b)))) for a, b in pairs_.items()}):
+        names = [a for a, b in pairs_.items() if tuple(sorted((slot_of(a), slot_of(b)))) == two]
+        params = list(dict.fromkeys(fqn_of(n) for n in names))
+        of = f"of {plural(len(params), 'parameter')}, first {spoken(params[0])}"
+        both = sum(pairs_.get(pairs_[a]) == a for a in names) == len(names)
+        if both:
+            text = f"{two[0]} and {two[1]} are exchanged, {of}"
+        else:
+            held = slot_of(names[0])
+            text = f"{'the weight' if held == 'weights' else held} holds {slot_of(pairs_[names[0]])}, {of}"
+        evidence = [f"{names[0]} has the fingerprint that {pairs_[names[0]]} has in the reference"]
+        kind = "moments-exchanged" if both else "moments-copied"
+        context.add(kind, text, evidence, names, explains={component_of(n) for n in names})
+    for a in pairs_:
+        del left[a]
+
+
+def _layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
+    """Layers in another order: the same names but for the number, of at least half of the layer's tensors."""
+    by: dict[tuple[int, int], list[str]] = {}
+    for a, b in left.items():
+        i, j = layer_of(a), layer_of(b)
+        if i is not None and j is not None and i != j and LAYER.sub(".#.", a, 1) == LAYER.sub(".#.", b, 1):
+            by.setdefault((i, j), []).append(a)
+    sizes = Counter((layer_of(n), component_of(n)) for n in reference.state if not is_step(n))
+    order: dict[int, int] = {}
+    names: list[str] = []
+    for (i, j), group in by.items():
+        for component in ("weights", "optimizer"):
+            part = [n for n in group if component_of(n) == component]
+            if len(part) > 1 and len(part) * 2 >= sizes[i, component] and order.get(i, j) == j:
+                order[i] = j
+                names += part
+    if not order:
+        return
+    for n in names:
+        left.pop(n)
+    which = kinds(names)
+    swapped = [(i, j) for i, j in sorted(order.items()) if i < j and order.get(j) == i]
+    if len(swapped) * 2 == len(order):
+        text = " and ".join(f"layers {i} and {j}" for i, j in swapped[:4]) + f" are exchanged ({which})"
+    else:
+        what = ", ".join(f"layer {i} holds layer {j}" for i, j in sorted(order.items())[:4])
+        text = f"layers are in another order ({which}): {what}"
+        every = sorted({i for n in reference.state if (i := layer_of(n)) is not None})
+        if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
+            text += "; this is the order of their numbers sorted as text"
+    evidence = [f"{plural(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
+    context.add("layers-exchanged", text, evidence, names, explains={component_of(n) for n in names})
+
+
+def _leaves(context: Context, left: dict[str, str]) -> None:
+    """Two parameters of one module under each other's names: q and k, gate and up."""
+    by: dict[tuple[str, str], list[str]] = {}
+    for a, b in left.items():
+        if slot_of(a) != slot_of(b) or layer_of(a) != layer_of(b):
+            continue
+        p, q = fqn_of(a).split("."), fqn_of(b).split(".")
+        apart = [k for k in range(len(p)) if len(p) == len(q) and p[k] != q[k]]
+        if len(apart) == 1 and left.get(b) == a:
+            two = sorted((p[apart[0]], q[apart[0]]))
+            by.setdefault((two[0], two[1]), []).append(a)
+    for (x, y), names in by.items():
+        layers = sorted({i for n in names if (i := layer_of(n)) is not None})
+        inside = f" in layer{'s' if len(layers) > 1 else ''} {listed(map(str, layers), 6)}" if layers else ""
+        text = f"{x} and {y} are exchanged{inside} ({kinds(names)})"
+        evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
+        context.add("exchanged", text, evidence, names, explains={component_of(n) for n in names})
+    for n in {n for names in by.values() for n in names}:
+        left.pop(n)
+
+
+def _parts(context: Context, left: dict[str, str]) -> None:
+    """A part of a layer in others: the same names but for the number, of at least two tensors for each layer."""
+    by: dict[tuple[int, int], list[str]] = {}
+    for a, b in left.items():
+        i, j = layer_of(a), layer_of(b)
+        if i is not None and j is not None and i != j and LAYER.sub(".#.", a, 1) == LAYER.sub(".#.", b, 1):
+            by.setdefault((i, j), []).append(a)
+    by = {two: names for two, names in by.items() if len(names) > 1}
+    if not by or len({i for i, _ in by}) < len(by):
+        return
+    names = [n for group in by.values() for n in group]
+    parts = [fqn_of(n)[m.end() :].split(".") for n in names if (m := LAYER.search(fqn_of(n)))]
+    common = [x for x, *others in zip(*parts, strict=False) if all(x == y for y in others)]
+    what = ".".join(common).removesuffix(".weight") or plural(len(names), "tensor")
+    moves = ", ".join(f"that of layer {i} is layer {j}'s" for i, j in sorted(by))
+    evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
+    text = f"{what} is that of another layer ({kinds(names)}): {moves}"
+    context.add("copied", text, evidence, names, explains={component_of(n) for n in names})
+    for n in names:
+        left.pop(n)
+
+
+def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, float]], rest: list[str]) -> list[str]:
+    """The optimizer's step, and state of another step; tensors that this does not explain are given back."""
+    if not steps:
+        return rest
+    names = [f"optim.state.{n}.step" for n in steps]
+    every = [n for n in steps_of(reference) if n in steps_of(context.got)]
+    where = (
+        "on all tensors"
+        if len(steps) == len(every)
+        else f"on {len(steps)} of {len(every)} tensors, first {spoken(next(iter(steps)))}"
+    )
+    moments = {fqn_of(n) for n in rest if n.startswith("optim.state.")}
+    evidence = context.seen("state.scalars")
+    if all(b == 0 for _, b in steps.values()):
+        also = "the moments were restored, the step was not" if not moments & set(steps) else "the moments differ, too"
+        context.add(
+            "step-reset", f"the optimizer's step is 0 {where}: {also}", evidence, names, explains=("optimizer",)
+        )
+        return rest
+    gaps = {b - a for a, b in steps.values()}
+    if len(gaps) > 1:
+        context.add("step-differs", f"the optimizer's steps differ {where}", evidence, names, explains=("optimizer",))
+        return rest
+    gap = int(gaps.pop())
+    far = f"{plural(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
+    if len(moments & set(steps)) * 10 < len(steps) * 9:
+        context.add(
+            "step-offset", f"the optimizer's step is {abs(gap)} {'less' if gap < 0 else 'more'} {where}; the "
+            "moments are those of the reference", evidence, names, explains=("optimizer",),
+        )  # fmt: skip
+        return rest
+    # a frozen weight, or a buffer, is the same in every step
+    trained = steps_of(reference)
+    universe = [n for n in reference.state if component_of(n) == "weights" and fqn_of(n) in trained]
+    others = set(rest)
+    weights = [n for n in universe if n in others]
+    old = [n for n in rest if n.startswith("optim.state.") and fqn_of(n) in steps]
+    if len(weights) * 10 >= len(universe) * 9:
+        text = f"weights and optimizer state are from another checkpoint, {far}"
+        context.add("other-checkpoint", text, evidence, [*weights, *old], explains=("weights", "optimizer"))
+        return [n for n in rest if n not in set(weights) | set(old)]
+    layers = {layer_of(n) for n in old}
+    part = (
+        ""
+        if len(steps) == len(every)
+        else f" of layer {layers.pop()}"
+        if len(layers) == 1 and None not in layers
+        else f" of {plural(len(steps), 'parameter')}"
+    )
+    text = f"the optimizer's state{part} is from another step, {far}"
+    context.add("optimizer-stale", text, evidence, old, explains=("optimizer",))
+    return [n for n in rest if n not in set(old)]

@@ -1,0 +1,249 @@
+"""Elements of a tensor in the wrong places: transposed, shifted, rows or columns exchanged, doubled, interleaved, permuted.
+
+Rows are compared by a hash of each. Columns are the rows of the transposed tensor: tensor-parallel shards of a row-parallel
+weight (o_proj, down_proj) are columns.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+from ..text import plural
+from .tensor_bits import LIMIT, Found, Pair, bits, same, unequal
+
+__all__ = ["RULES"]
+
+_SHIFTS = 256
+_BLOCK = 1 << 20
+
+#: The most elements of a tensor with one element a row: each is hashed.
+_MOST = 1 << 22
+
+
+def _transposed(pair: Pair) -> Found | None:
+    """The last two dimensions exchanged; also in the shape of the reference, where only the elements tell."""
+    a, b = pair.a, pair.b
+    if pair.sampled or a.ndim < 2 or min(a.shape[-2:]) < 2 or a.dtype != b.dtype:
+        return None
+    which = "" if a.ndim == 2 else " in its last two dimensions"
+    turned = a.swapaxes(-1, -2).reshape(-1)
+    return ("transposed", f"holds the reference transposed{which}", {}) if same(turned, b.reshape(-1)) else None
+
+
+def _shifted(pair: Pair) -> Found | None:
+    """got[i] == reference[i - k] over the differing range, except its first k elements."""
+    a, b, first, last, count = pair.a, pair.b, pair.first, pair.last, pair.count
+    if a.dtype != b.dtype:
+        return None
+    x, y = a.reshape(-1), b.reshape(-1)
+    n = min(last + 1 - first, LIMIT)
+    if count < 16 or count * 2 < last + 1 - first:
+        return None
+    for k in range(1, min(_SHIFTS, n // 4) + 1):
+        for sign in (1, -1):
+            s = first + k if sign > 0 else first
+            probe = min(32, n - k)
+            for size in (probe, n - k):
+                u = x[s - k : s - k + size] if sign > 0 else x[s + k : s + k + size]
+                if len(u) != size or not same(u, y[s : s + size]):
+                    break
+            else:
+                # a constant stretch is equal to itself at any distance
+                if unequal(y[s + 1 : s + size], y[s : s + size - 1]).any():
+                    toward = "end" if sign > 0 else "beginning"
+                    row = a.size // a.shape[0]
+                    by, unit = (k // row, "row") if row > 1 and k % row == 0 else (k, "element")
+                    what = f"holds the reference shifted by {plural(by, unit)} toward the {toward}"
+                    if (first % row or (last + 1) % row) and last + 1 - first < a.size - 2 * k:
+                        what += f", in elements {first}:{last + 1} of {a.size}"
+                    return "shifted", what, {"shift": sign * k}
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def _marks(x: Any, axis: int) -> list[bytes | int]:
+    """A hash of each row, or of what has one index of another dimension; what has the same hash counts as equal."""
+    import numpy as np
+    from blake3 import blake3
+
+    if x.ndim == 1:
+        return [int(v) for v in bits(x)]
+    if axis == 0:
+        raw = x.reshape(x.shape[0], -1)
+        return [blake3(raw[i].tobytes()).digest(16) for i in range(len(raw))]
+    # sums of the bits times random numbers, since columns do not lie together
+    parts = bits(x).reshape(-1, x.shape[axis], math.prod(x.shape[axis + 1 :]))
+    rng = np.random.default_rng(0)
+    out = np.zeros(x.shape[axis], np.uint64)
+    step = max(1, _BLOCK // max(1, parts[0].size))
+    for k in range(0, len(parts), step):
+        part = parts[k : k + step].astype(np.uint64)
+        factors = rng.integers(0, 1 << 64, (len(part), 1, part.shape[2]), np.uint64, endpoint=False) | np.uint64(1)
+        out += (part * factors).sum(axis=(0, 2), dtype=np.uint64)
+    return [int(v) for v in out]
+
+
+def _rows(pair: Pair) -> Found | None:
+    """Rows of the reference in another order, or some of them twice."""
+    return _along(pair, 0) if pair.a.ndim else None
+
+
+def _columns(pair: Pair) -> Found | None:
+    """The same of columns, or of the indices of another dimension."""
+    for axis in range(1, pair.a.ndim):
+        if found := _along(pair, axis):
+            return found
+    return None
+
+
+def _along(pair: Pair, axis: int) -> Found | None:
+    import numpy as np
+
+    a, b = pair.a, pair.b
+    n = a.shape[axis]
+    if a.dtype != b.dtype or n < 2 or (a.size == n and n > _MOST):
+        return None
+    if axis:
+        # one line of elements decides for nearly all tensors that this is not it
+        line = [int(k) for k in np.unravel_index(pair.first, a.shape)]
+        x, y = (bits(t[(*line[:axis], slice(None), *line[axis + 1 :])]) for t in (a, b))
+        if x.dtype.kind == "V" or not np.isin(y, x).all():
+            return None
+    theirs, ours = _marks(a, axis), _marks(b, axis)
+    wrong = [i for i, (m, n) in enumerate(zip(theirs, ours, strict=True)) if m != n]
+    source: dict[bytes | int, int] = {}
+    for i, m in enumerate(theirs):
+        source.setdefault(m, i)
+    if len(source) < 2 or any(ours[i] not in source for i in wrong):
+        return None
+    if a.ndim == 1 and (len(source) * 2 < len(theirs) or len(wrong) < 8):
+        return None  # too few different elements to call it an order
+    order = list(range(len(ours)))
+    for i in wrong:
+        order[i] = source[ours[i]]
+    what = "elements" if a.ndim == 1 else "rows" if axis == 0 else "columns"
+    if axis and axis < a.ndim - 1:
+        what = f"indices of dimension {axis}"
+    again = sorted(theirs, key=str) == sorted(ours, key=str)
+    return _order(order, wrong, what, "columns" if axis else "rows", again, again and len(source) == len(theirs))
+
+
+def _order(order: list[int], wrong: list[int], what: str, kind: str, again: bool, unique: bool) -> Found | None:
+    """What an order of rows is: row k is the reference's row order[k], and `wrong` are those that are not in their place.
+
+    `again` says that every row of the reference is still there, and `unique` that no two of them are equal, too.
+    """
+    if unique and (rope := _rope(order)):
+        size, low, high, toward = rope
+        where = "" if (low, high) == (0, len(order)) else f" in {what} {low}:{high} of {len(order)}"
+        return (
+            "rope",
+            f"has its {what} reordered within heads of {size}{where}: {toward}, as between the two ways to compute rope",
+            {"head": size, "toward": toward},
+        )
+    runs = _runs(wrong, order)
+    if again and len(runs) == 2 and runs[0][:2] == runs[1][2:] and runs[0][2:] == runs[1][:2]:
+        (p, q, r, s), _ = runs
+        return f"exchanged-{kind}", f"has {what} {p}:{q} and {r}:{s} exchanged", {"ranges": [(p, q), (r, s)]}
+    if not again and len(runs) <= 4:
+        text = " and ".join(f"{what} {p}:{q} that are the reference's {what} {r}:{s}" for p, q, r, s in runs)
+        return f"copied-{kind}", f"has {text}", {"to": runs[0][:2], "from": runs[0][2:]}
+    if not unique:
+        return None
+    if parts := _interleaved(order):
+        lengths, pieces, apart = parts
+        sizes = " and ".join(map(str, lengths))
+        text = (
+            f"holds parts of {sizes} {what} in {pieces} pieces each, piece by piece, where the reference has them part by part"
+            if apart
+            else f"holds parts of {sizes} {what} part by part, where the reference has them in {pieces} pieces each, piece by "
+            "piece"
+        )
+        text += f": the {what} of a fused weight merged or split without regard to its parts"
+        return f"interleaved-{kind}", text, {"parts": lengths, "pieces": pieces}
+    text = f"has the reference's {what} in another order, {len(wrong)} of {len(order)} elsewhere"
+    if size := _blocks(order):
+        text += f", in blocks of {size}"
+    return f"permuted-{kind}", text, {"order": order[:64]}
+
+
+def _blocks(order: list[int]) -> int:
+    """The size of blocks, such as heads, that are in another order as a whole; 0 if single rows are."""
+    n = len(order)
+    for size in (k for k in range(n // 2, 1, -1) if n % k == 0):
+        if all(
+            order[h] % size == 0 and order[h : h + size] == list(range(order[h], order[h] + size))
+            for h in range(0, n, size)
+        ):
+            return size
+    return 0
+
+
+def _runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:
+    """(first, end, first in the reference, end there) of consecutive rows that are consecutive in the reference, too."""
+    out: list[list[int]] = []
+    for i in wrong:
+        if out and out[-1][1] == i and out[-1][3] == order[i]:
+            out[-1][1] += 1
+            out[-1][3] += 1
+        else:
+            out.append([i, i + 1, order[i], order[i] + 1])
+    return [(a, b, c, d) for a, b, c, d in out]
+
+
+def _rope(order: list[int]) -> tuple[int, int, int, str] | None:
+    """(size of a head, first row, end, direction) if rows are reordered from halves to pairs, or back, within heads.
+
+    Heads may be left as they are, such as those of v in a fused weight of q, k and v.
+    """
+    n = len(order)
+    for size in range(4, n + 1, 2):
+        if n % size:
+            continue
+        half = size // 2
+        pairs = [k // 2 + half * (k % 2) for k in range(size)]  # got row k is the reference's row pairs[k]
+        halves = [2 * k if k < half else 2 * (k - half) + 1 for k in range(size)]
+        heads = [[i - h for i in order[h : h + size]] for h in range(0, n, size)]
+        moved = [h for h, found in enumerate(heads) if found != list(range(size))]
+        if size == 4 and len(moved) < min(2, len(heads)):
+            continue  # two neighbours exchanged
+        for wanted, text in ((pairs, "from halves to interleaved pairs"), (halves, "from interleaved pairs to halves")):
+            if all(heads[h] == wanted for h in moved):
+                return size, moved[0] * size, (moved[-1] + 1) * size, text
+    return None
+
+
+def _interleaved(order: list[int]) -> tuple[list[int], int, bool] | None:
+    """(rows of each part, pieces, whether the parts are cut here) if 2 to 4 parts are cut into pieces on one side.
+
+    [q, k, v] of two tensor-parallel shards, one after the other, are q0 k0 v0 q1 k1 v1; part by part they are q0 q1 k0 k1 v0 v1.
+    """
+    back = [0] * len(order)
+    for k, i in enumerate(order):
+        back[i] = k
+    for found, apart in ((order, True), (back, False)):
+        for pieces in range(2, len(order) // 2 + 1):
+            if len(order) % pieces:
+                continue
+            head = found[: len(order) // pieces]
+            cuts = [0, *(k for k in range(1, len(head)) if head[k] != head[k - 1] + 1), len(head)]
+            lengths = [q - p for p, q in pairwise(cuts)]
+            if not 2 <= len(lengths) <= 4:
+                continue
+            starts = [pieces * p for p in cuts[:-1]]
+            wanted = [
+                start + t * length + k
+                for t in range(pieces)
+                for start, length in zip(starts, lengths, strict=True)
+                for k in range(length)
+            ]
+            if found == wanted:
+                return [pieces * n for n in lengths], pieces, apart
+    return None
+
+
+RULES = (_transposed, _shifted, _rows, _columns)

@@ -1,0 +1,533 @@
+"""The live job: a model on the meta device, sharded with FSDP2, and an optimizer with the checkpoint's own param groups.
+
+Two ways to a job:
+
+    --config    a Hugging Face folder. The model is transformers' AutoModelForCausalLM; parameters have the dtypes of the
+                checkpoint; those that no param group lists do not train. LoRA layers of the checkpoint are PEFT's. The class of the optimizer follows from the
+                slots that the checkpoint has, its options from the checkpoint's param groups.
+    --job       module.py:build. The user's function gives (model, optimizer, scheduler, data) or fewer, or a dict of
+                those, and "loss" if the model has another one. It may ask for `mesh` and `device` by the names of its
+                parameters. A model without DTensors is sharded here; one that is sharded already is left as it is.
+
+Parameters are created on the meta device, sharded, and only then given memory, so that no rank ever holds the whole
+model. Buffers that are in no checkpoint (rotary frequencies) are computed as the model is built.
+
+`fully_shard` goes over each block (transformers' `_no_split_modules`, or the elements of the model's ModuleLists) and
+over the root. Gradients are summed over ranks, not averaged: the loss of a micro-batch is divided by the tokens of the
+global batch, so that no number depends on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ...engine.opening import OpenCheckpoint
+from ...errors import Unsupported, UsageError, argument
+from ...index.checkpoint import Checkpoint
+from ...live.optimizers import OWN_FLAGS, each
+from ..settings import Settings
+from ..text import plural
+from ..trace.live_facts import dropouts, named_parameters
+from .peft_model import adapted
+from .user_job import built
+
+__all__ = ["Job", "start"]
+
+
+@dataclass
+class Job:
+    """What is trained. `loss(model, batch)` returns (sum over the tokens that count, their number, logits or None).
+
+    `rank` and `world` are those of the data: ranks of one tensor-parallel group read the same rows. `scale` is what the
+    sum of gradients must be multiplied with: 1, or the world size where a wrapper averages them. `dropout_off` is the
+    largest probability of a dropout that was switched off. `own_loss` is the loss of build(), None where there is none.
+    """
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    data: Any
+    loss: Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]
+    rank: int
+    world: int
+    scale: float
+    vocabulary: int | None
+    notes: list[str]
+    dropout_off: float = 0.0
+    own_loss: Any = None
+    random: bool = False
+
+    @property
+    def scheduler_waits(self) -> bool:
+        """Whether the scheduler's step() needs more than this runner has: a metric, as ReduceLROnPlateau, or an epoch."""
+        needed = () if self.scheduler is None else inspect.signature(self.scheduler.step).parameters.values()
+        return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
+
+
+class Several(list[Any]):
+    """Several optimizers, each over its own parameters (Muon beside AdamW), which step together. torch's get_state_dict and
+    ckpttool.load take it as the list that it is."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all of them, in order; so get_state_dict numbers them."""
+        return [group for optimizer in self for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The state of every parameter, whichever optimizer has it."""
+        return {p: state for optimizer in self for p, state in optimizer.state.items()}
+
+    def step(self) -> None:
+        """A step of each."""
+        for optimizer in self:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of all."""
+        for optimizer in self:
+            optimizer.zero_grad()
+
+
+def start(settings: Settings, opened: OpenCheckpoint) -> Job:
+    """The job that the settings describe, on this rank, before anything is loaded. A collective.
+
+    Raises:
+        UsageError: --config or --job do not give a job. Unsupported: the job needs what only --job can say.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dims = {n: settings.mesh[n] for n in ("dp_replicate", "dp_shard", "tp") if n in settings.mesh}
+    mesh = init_device_mesh(settings.device, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    notes: list[str] = []
+    optimizer: Any
+    scheduler = data = loss = None
+    dropout_off = 0.0
+    if settings.job is not None:
+        model, optimizer, scheduler, data, loss = built(settings, mesh)
+        model = _below(model, settings)
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    else:
+        model, dropout_off = _from_config(settings)
+        with _parameters_on_meta():
+            model = adapted(model, settings, opened)
+        model = _below(model, settings)
+        _like_checkpoint(model, opened.checkpoint, notes)
+        optimizer = None
+        vocabulary = model.config.vocab_size
+    if not settings.keep_dropout:
+        for module, name, p in dropouts(model):
+            if p > 0:
+                setattr(module, name, 0.0)
+                dropout_off = max(dropout_off, p)
+    names = {id(p): n for n, p in named_parameters(model).items()}
+    if not _is_sharded(model):
+        hooked = [n for n, p in named_parameters(model).items() if p._backward_hooks]
+        notes += [
+            f"sharding drops gradient hooks, first of {n}; shard the model in build() to keep them" for n in hooked[:1]
+        ]
+        _shard(model, mesh, settings)
+    _materialise(model, settings)
+    follows = optimizer is not None and (hasattr(optimizer, "param_groups") or not callable(optimizer))
+    if settings.job is None:
+        optimizer = _optimizer(model, opened.checkpoint, notes)
+    elif optimizer is not None and not follows:
+        optimizer = optimizer(model)
+    if isinstance(optimizer, (list, tuple)):
+        optimizer = Several(each(optimizer))
+    if follows:
+        _follow(optimizer, names, named_parameters(model))
+    if callable(scheduler) and not hasattr(scheduler, "state_dict"):
+        scheduler = scheduler(optimizer)
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise UsageError(
+            f"{argument('job', settings.job)}: the scheduler is a {type(scheduler).__name__}; return one object with step, state_dict and "
+            "load_state_dict, which may hold several."
+        )
+    scale = _sum_gradients(model, settings.world_size // settings.mesh.get("tp", 1))
+    tp = settings.mesh.get("tp", 1)
+    import torch.distributed as dist
+
+    return Job(
+        model, optimizer, scheduler, data, _loss(loss, settings.job is None), dist.get_rank() // tp,
+        dist.get_world_size() // tp, scale, vocabulary, notes, dropout_off, loss,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ where models come from
+
+
+def _below(model: Any, settings: Settings) -> Any:
+    """The model with names that begin with `module_prefix`: it becomes the module of that name in empty ones.
+
+    Raises:
+        Unsupported: with tensor parallelism, whose plan has the model's own names.
+    """
+    from torch import nn
+
+    if settings.module_prefix and settings.mesh.get("tp", 1) > 1:
+        raise Unsupported(
+            f"{argument('module_prefix', settings.module_prefix)} does not go with tensor parallelism, whose plan has the "
+            "model's own names; apply both in build()."
+        )
+
+    class Below(nn.Module):
+        def __init__(self, name: str, inner: Any) -> None:
+            super().__init__()
+            self.add_module(name, inner)
+            self.__dict__["inner"] = inner
+
+            def forward(*args: Any, **more: Any) -> Any:
+                return inner(*args, **more)
+
+            forward.__signature__ = inspect.signature(inner.forward)  # type: ignore[attr-defined]
+            self.forward = forward
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if "inner" not in self.__dict__:
+                    raise
+                return getattr(self.__dict__["inner"], name)
+
+    for name in reversed([part for part in settings.module_prefix.split(".") if part]):
+        model = Below(name, model)
+    return model
+
+
+#: What transformers raises of a config.json whose numbers make no model.
+_ILL = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, RuntimeError)
+
+
+def _cannot(folder: str, e: Exception) -> str:
+    return f"{argument('config', folder)}: transformers cannot build the model that it describes ({type(e).__name__}: {e})."
+
+
+def _from_config(settings: Settings) -> tuple[Any, float]:
+    """(the model, the largest probability of a dropout that was switched off)"""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    folder = settings.config
+    if folder is None:
+        raise UsageError(
+            f"{argument('config')} (a Hugging Face folder) or {argument('job')} (module.py:build) is needed to know the model."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{argument('config', folder)}: no model configuration ({str(e).splitlines()[0]}).") from None
+    except _ILL as e:
+        raise UsageError(_cannot(folder, e)) from e
+    dropout_off = 0.0
+    if not settings.keep_dropout:
+        for key, value in config.to_dict().items():
+            if "drop" in key and isinstance(value, float) and value > 0:
+                setattr(config, key, 0.0)
+                dropout_off = max(dropout_off, value)
+    try:
+        with _parameters_on_meta(), no_init_weights():
+            build: Any = AutoModelForCausalLM.from_config
+            model = build(config, dtype=torch.float32, trust_remote_code=False)
+    except ValueError as e:
+        raise UsageError(
+            f"{argument('config', folder)}: {config.model_type} is not a causal language model of transformers "
+            f"({str(e).splitlines()[0]}). Give the job with {argument('job')}."
+        ) from None
+    except _ILL as e:
+        raise UsageError(_cannot(folder, e)) from e
+    model.tie_weights()  # no_init_weights leaves it out
+    return model, dropout_off
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Put parameters on the meta device as they are registered, while a model is built; buffers stay."""
+    from torch import nn
+
+    original = nn.Module.register_parameter
+
+    def register(self: Any, name: str, param: Any) -> None:
+        original(self, name, param)
+        if param is not None and param.device.type != "meta":
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _like_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
+    """Give the model the checkpoint's dtypes, and let the parameters train that its param groups list."""
+    import torch
+
+    groups = _groups(ckpt)
+    trained = {n for g in groups for n in g["params"]}
+    done: dict[int, Any] = {}
+    idle = 0
+    for prefix, module in model.named_modules():
+        for name, param in list(module._parameters.items()):
+            if param is None:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            if id(param) not in done:
+                entry = ckpt.tensors.get(f"model.{fqn}")
+                dtype = getattr(torch, entry.dtype) if entry is not None else param.dtype
+                trains = dtype.is_floating_point and (not trained or fqn in trained)
+                idle += not trains
+                done[id(param)] = torch.nn.Parameter(param.detach().to(dtype), requires_grad=trains)
+            module._parameters[name] = done[id(param)]
+        for name, buffer in module._buffers.items():
+            entry = ckpt.tensors.get(f"model.{prefix}.{name}" if prefix else f"model.{name}")
+            if buffer is not None and entry is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(getattr(torch, entry.dtype))
+    if idle:
+        notes.append(f"not trained: {plural(idle, 'parameter')} that no param group of the checkpoint lists")
+
+
+# ------------------------------------------------------------------------------------------------------------ sharding
+
+
+def _is_sharded(model: Any) -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(model, DistributedDataParallel) or any(hasattr(p, "_local_tensor") for p in model.parameters())
+
+
+def _blocks(model: Any) -> list[Any]:
+    """The repeated modules, which are sharded one by one."""
+    from torch import nn
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in model.modules() if type(m).__name__ in names]
+    if not found:
+        found = [m for group in model.modules() if isinstance(group, nn.ModuleList) for m in group]
+    inside = {id(inner) for m in found for inner in m.modules() if inner is not m}
+    outer = [m for m in found if id(m) not in inside and any(True for _ in m.parameters())]
+    # FSDP2 has each parameter in one group; what several blocks share is left to the root, with those blocks
+    held = Counter(id(p) for m in outer for p in m.parameters())
+    return [m for m in outer if all(held[id(p)] == 1 for p in m.parameters())]
+
+
+def _shard(model: Any, mesh: Any, settings: Settings) -> None:
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    blocks = _blocks(model)
+    if settings.mesh.get("tp", 1) > 1:
+        _tensor_parallel(model, mesh["tp"])
+    if settings.activation_checkpointing:
+        _checkpointing(model, blocks)
+    if settings.compile:
+        for block in blocks:
+            block.compile()
+    options: dict[str, Any] = {"mesh": mesh["dp_shard"]}
+    if "dp_replicate" in settings.mesh:
+        options["mesh"] = mesh["dp_replicate", "dp_shard"]
+    if settings.dtype == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if settings.cpu_offload and settings.device == "cuda":
+        options["offload_policy"] = CPUOffloadPolicy()
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _checkpointing(model: Any, blocks: list[Any]) -> None:
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    chosen = set(map(id, blocks))
+    apply_activation_checkpointing(model, check_fn=lambda m: id(m) in chosen)
+
+
+def _tensor_parallel(model: Any, mesh: Any) -> None:
+    """Apply the plan that transformers has for the architecture, with torch's styles."""
+    import re
+
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles: dict[str, Callable[[], Any]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),  # as transformers 4 called it
+    }
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    base = getattr(model, "base_model_prefix", "")
+    for pattern, style in (getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}).items():
+        plan.setdefault(f"{base}.{pattern}" if base else pattern, style)
+    if not plan:
+        raise Unsupported(
+            f"{type(model).__name__} has no tensor-parallel plan; apply one in build() of {argument('job')}."
+        )
+    odd = sorted(set(plan.values()) - styles.keys())
+    if odd:
+        raise Unsupported(
+            f"the tensor-parallel plan of {type(model).__name__} has {', '.join(odd)}, which ckpttool does not apply; apply it in "
+            f"build() of {argument('job')}."
+        )
+    chosen = {}
+    for name, _ in model.named_modules():
+        for pattern, style in plan.items():
+            if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name):
+                chosen[name] = styles[style]()
+    parallelize_module(model, mesh, chosen)
+
+
+def _materialise(model: Any, settings: Settings) -> None:
+    """Allocate what is on the meta device, uninitialised, and move the rest to the device. Tied parameters stay tied."""
+    import torch
+
+    lost = [n for n, b in model.named_buffers() if b.device.type == "meta"]
+    if lost:
+        raise Unsupported(
+            f"buffer {lost[0]} of the model is on the meta device, and no checkpoint contains it. Build the model "
+            "with buffers on the CPU (torch.device('meta') makes both)."
+        )
+    tied: dict[int, list[tuple[Any, str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                tied.setdefault(id(p), []).append((module, name))
+    ours = settings.device if settings.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
+    home = "cpu" if settings.cpu_offload else ours
+
+    def there(t: Any) -> Any:
+        return torch.empty_like(t, device=home) if t.device.type == "meta" else t.to(home)
+
+    model._apply(there)
+    for places in tied.values():
+        first = places[0][0]._parameters[places[0][1]]
+        for module, name in places[1:]:
+            module._parameters[name] = first
+    if home != ours:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(ours)
+
+
+def _sum_gradients(model: Any, world: int) -> float:
+    """Make FSDP2 sum gradients instead of averaging them; the factor for the loss if that is not possible."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    parts = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not all(hasattr(m, "set_force_sum_reduction_for_comms") for m in parts):  # torch < 2.9
+        return float(world)
+    if not parts:
+        return float(world) if isinstance(model, DistributedDataParallel) else 1.0
+    for m in parts:
+        m.set_gradient_divide_factor(1.0)
+        m.set_force_sum_reduction_for_comms(True)  # a factor of 1 would else be NCCL's PreMulSum, which gloo has not
+    return 1.0
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+def _groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
+    """Param groups of a checkpoint: options, and FQNs."""
+    found: dict[int, dict[str, Any]] = {}
+    for v in ckpt.values.values():
+        if v.path[:2] == ("optim", "param_groups") and len(v.path) == 4:
+            found.setdefault(int(v.path[2]), {})[str(v.path[3])] = v.data
+    groups = [g for _, g in sorted(found.items()) if isinstance(g.get("params"), list)]
+    return [g for g in groups if all(isinstance(n, str) for n in g["params"])]
+
+
+def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
+    import torch
+
+    groups = _groups(ckpt)
+    slots = {str(t.path[3]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) == 4}
+    options = {k for g in groups for k in g}
+    torchs = "maximize" in options  # what every optimizer of torch writes; RAdam and NAdam lack amsgrad
+    adam = {"exp_avg", "exp_avg_sq"} <= slots <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    if (adam and ("amsgrad" in options or not torchs)) or (not slots and ("betas" in options or not options)):
+        coupled = any(g.get("decoupled_weight_decay") is False for g in groups)
+        cls: Any = torch.optim.Adam if coupled else torch.optim.AdamW
+    elif slots <= {"momentum_buffer"} and ("momentum" in options or slots):
+        cls = torch.optim.SGD
+    else:
+        raise Unsupported(
+            f"the optimizer has slots {', '.join(sorted(slots)) or 'none'} and options {', '.join(sorted(options))}; which "
+            f"identify no optimizer class of torch. Build the job yourself, with {argument('job')}."
+        )
+    params = {n: p for n, p in model.named_parameters()}
+    if not groups:
+        if slots:
+            notes.append(
+                f"the checkpoint has optimizer state, but no param groups; torch's defaults of {cls.__name__} are used"
+            )
+        return cls([p for p in params.values() if p.requires_grad], lr=1e-3)
+    accepted = set(inspect.signature(cls).parameters) - OWN_FLAGS
+    firsts = {n: p for n, p in model.named_parameters(remove_duplicate=False)}
+    made = []
+    for group in groups:
+        mine = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k in accepted and k != "params"}
+        # a tied weight may be listed under its second name
+        made.append({**mine, "params": [firsts[n] for n in group["params"] if n in firsts and firsts[n].requires_grad]})
+    out = cls([g for g in made if g["params"]] or made, lr=1e-3)
+    return out
+
+
+def _follow(optimizer: Any, names: Mapping[int, str], new: Mapping[str, Any]) -> None:
+    """Replace the parameters of an optimizer that was created before the model was sharded."""
+    for group in optimizer.param_groups:
+        for i, p in enumerate(group["params"]):
+            name = names.get(id(p))
+            if name is not None and name in new:
+                group["params"][i] = new[name]
+
+
+# ---------------------------------------------------------------------------------------------------------------- loss
+
+
+def _loss(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]:
+    import torch
+    import torch.nn.functional as F
+
+    def language(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        labels = batch.get("labels", batch["input_ids"])
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        if causal:
+            out = model(**inputs, use_cache=False)
+        else:
+            wants = inspect.signature(getattr(model, "forward", model)).parameters
+            out = model(**({**batch, "labels": labels} if "labels" in wants else inputs))
+        target = labels[:, 1:].reshape(-1)
+        count = (target != -100).sum()
+        logits = getattr(out, "logits", out)
+        if isinstance(logits, torch.Tensor) and logits.dim() == 3:
+            logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+            each = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), target, reduction="sum", ignore_index=-100)
+            return each, count, logits
+        mean = getattr(out, "loss", out)
+        if not isinstance(mean, torch.Tensor) or mean.dim():
+            raise UsageError(
+                "the model of build() returns neither logits (rows, tokens, vocabulary) nor a loss; return a loss function, too."
+            )
+        return mean * count, count, None
+
+    def own(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        out = given(model, batch)
+        if not isinstance(out, tuple) or len(out) not in (2, 3):
+            raise UsageError("loss(model, batch) of build() must return (sum over tokens, number of tokens[, logits]).")
+        return out[0], torch.as_tensor(out[1]), out[2] if len(out) == 3 else None
+
+    return own if given is not None else language

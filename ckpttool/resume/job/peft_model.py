@@ -1,0 +1,84 @@
+"""A model of `--config` with the LoRA layers that a checkpoint holds: PEFT makes them, as adapter_config.json describes them.
+
+Only fields of LoraConfig that say which layers there are, and what they compute, are taken from that file: others name modules to import,
+or ways to compute initial values, which the checkpoint has.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from typing import Any
+
+from ...engine.opening import OpenCheckpoint
+from ...errors import Unsupported, argument
+from ...extras import need
+from ...huggingface import lora, model_files
+from ...storage.source import Source
+from ..settings import Settings
+
+__all__ = ["adapted"]
+
+_FIELDS = (
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters", "rank_pattern", "alpha_pattern",
+    "use_rslora", "use_dora", "bias", "lora_bias", "modules_to_save", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+    "ensure_weight_tying",
+)  # fmt: skip
+
+
+def adapted(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
+    """The model with the LoRA layers of the checkpoint; as it is where that holds none.
+
+    adapter_config.json is looked for in the folder of `settings.config`, and where ckpttool looks for that of any checkpoint
+    (`model_files.adapter`).
+
+    Raises:
+        Unsupported: there are several adapters, no adapter_config.json, or it asks for other layers than those of LoRA. MissingPackage: peft.
+    """
+    held = lora.seen(opened.checkpoint)
+    if held is None:
+        return model
+    need("a model with LoRA layers", "peft")
+    instead = f"Give the job with {argument('job')}."
+    if len(held.names) > 1:
+        raise Unsupported(f"the checkpoint holds several adapters ({', '.join(held.names)}). {instead}")
+    found = _config(settings, opened, held.names[0])
+    if found is None:
+        raise Unsupported(
+            f"the checkpoint holds LoRA layers, and {model_files.ADAPTER_CONFIG}, which describes them, is neither in {settings.config} nor "
+            f"beside the checkpoint. Copy it to one of them, or give the job with {argument('job')}."
+        )
+    if found.get("peft_type") != "LORA":
+        raise Unsupported(f"adapter_config.json is of {str(found.get('peft_type'))[:40]}, not of LORA. {instead}")
+    from peft import LoraConfig, __version__, get_peft_model, inject_adapter_in_model
+
+    here = {f.name for f in fields(LoraConfig)}
+    for name in (str(k) for k, value in found.items() if value and k not in _FIELDS):
+        if name in lora.REFUSED or name not in lora.KNOWN:
+            why = lora.REFUSED.get(name, "ckpttool does not know what that changes")
+            raise Unsupported(f"adapter_config.json sets {name[:60]!r}: {why}. {instead}")
+    if missing := [k for k in _FIELDS if found.get(k) and k not in here]:
+        raise Unsupported(
+            f"adapter_config.json sets {missing[0]!r}, which PEFT {__version__} here does not have. Install a newer one."
+        )
+    name = held.names[0] or "default"
+    try:
+        config = LoraConfig(**{k: found[k] for k in _FIELDS if k in found and k in here})
+        if any(n.startswith(f"model.{lora.ROOT}") for n in opened.checkpoint.tensors):
+            return get_peft_model(model, config, adapter_name=name)
+        return inject_adapter_in_model(config, model, name)
+    except (TypeError, ValueError) as e:
+        raise Unsupported(
+            f"PEFT does not make the layers that adapter_config.json describes in the model of {settings.config} ({str(e).splitlines()[0].rstrip('.')}). "
+            f"See whether the two are of one model, or give the job with {argument('job')}."
+        ) from None
+
+
+def _config(settings: Settings, opened: OpenCheckpoint, name: str) -> dict[str, Any] | None:
+    """adapter_config.json, parsed."""
+    found = None
+    if settings.config is not None and os.path.isdir(settings.config):
+        with Source(settings.config) as folder:
+            found = model_files.adapter(folder, None, [], name or None)
+    found = found or model_files.adapter(opened.source, None, [], name or None)
+    return None if found is None else found[0]

@@ -1,0 +1,239 @@
+"""The probe and the training step of one rank, with the measurements of both.
+
+Every function is collective: all ranks of the job call it with the same arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+from ...errors import UsageError
+from ...live.collectives import gathered
+from ..settings import Settings
+from ..trace import batches, fingerprint, probing
+from ..trace.live_facts import Measure, root_of_squares
+from ..trace.model import Step, Trace
+from .build import Job
+from .watchdog import at
+
+__all__ = ["measure_memory", "probe", "probe_as_recorded", "train_step"]
+
+
+def _batch(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
+    import torch
+
+    samples = [rows(i) for i in range(first, last)]
+    return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]).to(device) for k in samples[0]}
+
+
+def _on(settings: Settings) -> Any:
+    import torch
+
+    return (
+        torch.device(settings.device, torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
+    )
+
+
+def probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trace) -> None:
+    """Logits of the first rows of the data, the same on every rank. A collective."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    job.model.eval()
+    batch = _batch(rows, 0, settings.micro_batch, _on(settings))
+    with torch.no_grad():
+        _, _, logits = job.loss(job.model, batch)
+    job.model.train()
+    if logits is None:
+        out.probe = {"skipped": "the job gives no logits"}
+        return
+    found = probing.kept(logits)
+    each = torch.tensor([fingerprint.flat(found.reshape(-1), 0) >> 1], dtype=torch.int64, device=found.device)
+    every = [torch.empty_like(each) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, each)
+    marks = [int(e.item()) for e in every]
+    usual = max(marks, key=marks.count)
+    out.probe = {"agree": len(set(marks)) == 1}
+    if not out.probe["agree"] and 2 * marks.count(usual) > len(marks):
+        out.probe["odd"] = [rank for rank, m in enumerate(marks) if m != usual]
+    if "input_ids" in batch:
+        out.probe["batch"] = f"{batches.digest(batch['input_ids'].cpu().numpy()):032x}"
+    if dist.get_rank() == 0:
+        np.save(file, found.cpu().numpy(), allow_pickle=False)
+        out.probe["file"] = file
+
+
+def probe_as_recorded(job: Job, settings: Settings, out: Trace) -> None:
+    """A sketch of the logits of the rows that a `Recorder` probed its job with. A collective."""
+    if not settings.probe:
+        return
+    batch = probing.batch_of(settings.probe, _on(settings))
+    why = probing.refused(job.model, batch)
+    found: dict[str, Any] = {}
+    if why is None:
+        try:
+            with probing.undisturbed(job.model):
+                logits = probing.kept(probing.logits_of(job.model, batch))
+            found = probing.sketch(logits.cpu().numpy())
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as e:
+            why = f"{type(e).__name__}: {e}"
+    wrong = [text for text in gathered(why) if text is not None]
+    out.probe["recorded"] = {"skipped": wrong[0]} if wrong else found
+
+
+def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> Step:
+    """One optimizer step on the global batch, with its measurements. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    where = f"step {step - settings.start} of {settings.steps}"
+    at(f"{where}, reading its rows")
+    device = _on(settings)
+    parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
+    data = [(_batch(rows, first, last, device), counts) for first, last, counts in parts]
+    tokens, seen, marks = _count(data, settings)
+    rates = _rates(job, step, settings)
+    measure = Measure(job.model)
+    _wait(settings)
+    began = time.perf_counter()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
+    first = step == settings.start + 1
+    for i, ((row, _, _), (batch, counts)) in enumerate(zip(parts, data, strict=True)):
+        at(f"{where}, micro-batch {i + 1} of {len(data)}")
+        if not settings.keep_dropout:
+            _seed(settings.seed, row)
+        before = _generators(settings) if first else None
+        loss, count, _ = job.loss(job.model, batch)
+        job.random = job.random or (first and before != _generators(settings))
+        if counts:
+            total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
+        # a pass that does not count still takes part in the collectives; nan * 0 would be nan
+        (loss * (job.scale / tokens) if counts else torch.nan_to_num(loss) * 0.0).backward()
+    _wait(settings)
+    seconds = time.perf_counter() - began
+    if dist.get_rank() % settings.mesh.get("tp", 1):
+        total.zero_()  # ranks of one tensor-parallel group have the same rows
+    dist.all_reduce(total)
+    counted = float(total[1].item())
+    if not counted > 0:
+        raise UsageError(f"no token of step {step} counts in the loss: are all its labels {batches.IGNORED}?")
+    if counted != tokens:  # the user's own loss counts other tokens
+        for p in job.model.parameters():
+            if p.grad is not None:
+                fingerprint.local(p.grad).mul_(tokens / counted)
+    measure.before()
+    measure.gradients()
+    norm = root_of_squares(measure.grads)
+    began = time.perf_counter()
+    at(f"{where}, optimizer")
+    if settings.clip is not None:
+        _clip(job.model, settings.clip, norm)
+    job.optimizer.step()
+    if job.scheduler is not None and not job.scheduler_waits:
+        job.scheduler.step()
+    job.optimizer.zero_grad()
+    _wait(settings)
+    seconds += time.perf_counter() - began
+    measure.after()
+    mine = torch.tensor([float(total[0].item()) / counted], dtype=torch.float64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return Step(
+        step, float(mine.item()), norm, root_of_squares(measure.updates), rates, seen, round(counted), seconds,
+        [float(e.item()) for e in every], measure.grads, measure.updates, marks,
+    )  # fmt: skip
+
+
+def _seed(seed: int, row: int) -> None:
+    """Random numbers that depend on the first row of a micro-batch, and not on the rank that has it: at any world size the forward pass
+    draws the same."""
+    import numpy as np
+    import torch
+
+    number = (seed * 1_000_003 + row) % (1 << 32)
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def _generators(settings: Settings) -> Any:
+    """The states of all generators that a forward pass may use, to be compared."""
+    import numpy as np
+    import torch
+
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if settings.device == "cuda" else [])]
+    _, key, position, *rest = np.random.get_state(legacy=True)
+    return [s.numpy().tobytes() for s in states], key.tobytes(), position, rest, random.getstate()  # type: ignore[union-attr]
+
+
+def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None, list[str]]:
+    """(tokens of the global batch that count in the loss, its digest, the marks of the rows of each rank). A collective."""
+    import torch.distributed as dist
+
+    tokens, known = 0, True
+    mine: list[Any] = []
+    copy = bool(dist.get_rank() % settings.mesh.get("tp", 1))
+    for batch, counts in data:
+        if not counts or copy:
+            continue
+        labels = batch.get("labels", batch.get("input_ids"))
+        if labels is None or labels.dim() < 2:
+            known = False
+            tokens += len(next(iter(batch.values())))
+            continue
+        tokens += int((labels[:, 1:] != batches.IGNORED).sum().item())
+        mine.extend(batch["input_ids"].cpu().numpy())
+    parts = [p for p in gathered((tokens, *batches.digest_and_marks(mine), known, copy)) if not p[4]]
+    total = max(1, sum(p[0] for p in parts))
+    if not all(p[3] for p in parts):
+        return total, None, []
+    return total, f"{sum(p[1] for p in parts) % (1 << 128):032x}", [p[2] for p in parts]
+
+
+def _rates(job: Job, step: int, settings: Settings) -> list[float]:
+    """The learning rates of a step; from the second step on those of the reference, if no scheduler sets them."""
+    given = settings.rates.get(step)
+    groups = job.optimizer.param_groups
+    idle = job.scheduler is None or job.scheduler_waits
+    if idle and given is not None and step > settings.start + 1 and len(given) == len(groups):
+        for group, rate in zip(groups, given, strict=True):
+            group["lr"] = rate
+    return [float(g["lr"]) for g in groups]
+
+
+def _clip(model: Any, bound: float, norm: float) -> None:
+    """torch.nn.utils.clip_grads_with_norm_ for parameters on several meshes."""
+    import torch
+
+    factor = min(1.0, bound / (norm + 1e-6))
+    grads = [fingerprint.local(p.grad) for p in model.parameters() if p.grad is not None]
+    torch._foreach_mul_(grads, factor)
+
+
+def _wait(settings: Settings) -> None:
+    if settings.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def measure_memory(settings: Settings) -> list[dict[str, int]]:
+    """Peak memory of every rank: of its GPU, or on CPU of the process."""
+    import resource
+
+    import torch
+
+    if settings.device == "cuda":
+        mine = {
+            "allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        }  # fmt: skip
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        mine = {"allocated_bytes": peak, "reserved_bytes": peak, "total_bytes": whole}
+    return [{"rank": r, **m} for r, m in enumerate(gathered(mine))]

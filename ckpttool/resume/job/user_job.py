@@ -1,0 +1,243 @@
+"""The user's recipe, module.py:build: what can be said about it before ranks are started, its call, and whether its data fits its model.
+
+looked_over("recipe.py:build")     before a launch: reads the file, runs nothing of it
+built(settings, mesh)              on every rank: imports it and calls the function
+fitting(model, loss, rows)         before anything is loaded: a sample of the data and the call of the model
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+from ...errors import UsageError, argument, kind_of_failure
+from ..settings import Settings
+from ..trace.batches import Rows
+from ..trace.probing import refused
+
+__all__ = ["built", "fitting", "looked_over", "refuse_no_config"]
+
+#: What build() may ask for.
+_OFFERED = ("mesh", "device")
+
+
+def _parts(job: str) -> tuple[str, str]:
+    """(file or module, function)"""
+    where, _, name = job.rpartition(":")
+    return (where, name) if where else (name, "build")
+
+
+def refuse_no_config(config: str) -> None:
+    """Refuse a path without a config.json, before processes are started; an id of the Hub is looked up later.
+
+    Raises:
+        UsageError: no such folder, or it has none."""
+    if os.path.isdir(config):
+        if not os.path.isfile(os.path.join(config, "config.json")):
+            raise UsageError(
+                f"{argument('config', config)}: this folder has no config.json, which describes the model."
+            )
+    elif (
+        not os.path.exists(config)
+        and "://" not in config
+        and (config.startswith((".", "/", "~")) or config.count("/") > 1)
+    ):
+        raise UsageError(f"{argument('config', config)}: no such folder.")
+
+
+def looked_over(job: str) -> None:
+    """Refuse a recipe that cannot work, from the text of its file. No code of it runs, nor of the packages that a module is in.
+
+    Raises:
+        UsageError: there is no such file, module or function; it is no Python; the function requires other arguments.
+    """
+    where, name = _parts(job)
+    said = argument("job", job)
+    if where.endswith(".py"):
+        file = where
+        if not os.path.isfile(file):
+            raise UsageError(f"{said}: the file {file} does not exist.")
+    else:
+        spec = _found(where)
+        if spec is None:
+            hint = f" Did you mean {where}.py:{name}?" if os.path.isfile(f"{where}.py") else ""
+            raise UsageError(f"{said}: there is no module {where}.{hint}")
+        file = spec.origin or ""
+        if not file.endswith(".py"):
+            return  # compiled, or of a loader of its own: it is known once it is imported
+    try:
+        with open(file, "rb") as f:
+            tree = ast.parse(f.read(), file)
+    except OSError as e:
+        raise kind_of_failure(e, UsageError)(f"{said}: {file} cannot be read: {e.strerror or e}.") from None
+    except (SyntaxError, ValueError) as e:
+        at = f", line {e.lineno}" if isinstance(e, SyntaxError) and e.lineno else ""
+        raise UsageError(f"{said}: {file}{at} is not Python: {e.msg if isinstance(e, SyntaxError) else e}.") from None
+    defined = dict(_defined(tree))
+    if name not in defined and "*" not in defined and "__getattr__" not in defined:
+        functions = [n for n, node in defined.items() if isinstance(node, ast.FunctionDef) and not n.startswith("_")]
+        there = f" It defines {', '.join(functions[:8])}." if functions else ""
+        raise UsageError(f"{said}: {file} has no function {name}.{there}")
+    node = defined.get(name)
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.decorator_list:
+        a = node.args
+        plain = [*a.posonlyargs, *a.args]
+        required = [x.arg for x in plain[: len(plain) - len(a.defaults)]]
+        required += [x.arg for x, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default is None]
+        _refuse_others(job, name, [n for n in required if n not in _OFFERED])
+
+
+def _refuse_others(job: str, name: str, others: list[str]) -> None:
+    if others:
+        raise UsageError(
+            f"{argument('job', job)}: {name}() requires {', '.join(others)}, but ckpttool passes only mesh and device."
+        )
+
+
+def _defined(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
+    """(name, its definition) at the top of a module, also where it is inside an if, a try or a with; "*" for `from x import *`
+    and for what may define any name."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, node
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((a.asname or a.name.partition(".")[0], None) for a in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, None
+        elif isinstance(node, ast.Name) and node.id in ("globals", "exec", "setattr"):
+            yield "*", None
+        elif not isinstance(node, ast.Lambda):
+            yield from _defined(node)
+
+
+def _found(module: str) -> ModuleSpec | None:
+    """Where a module is: installed or on PYTHONPATH, or else in the current folder. Nothing is imported."""
+    top, *inner = module.split(".")
+    spec = _installed(top) or PathFinder.find_spec(top, [os.getcwd()]) if top.isidentifier() else None
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        # without the names before it, which would have to be imported for a folder without __init__.py
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    return spec
+
+
+def _installed(top: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(top)
+    except ValueError:  # __main__
+        return None
+
+
+def _add(folder: str) -> None:
+    """Let the recipe import what lies beside it, as a script does. A rank has no other folder than this on its path that is not of its
+    Python or PYTHONPATH."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """(model, optimizer, scheduler, data, loss) that the user's function gives; None for what it does not.
+
+    Raises:
+        UsageError: there is no such function, it asks for something else, or gives it.
+    """
+    where, name = _parts(str(settings.job))
+    said = argument("job", settings.job)
+    if where.endswith(".py"):
+        if not os.path.isfile(where):
+            raise UsageError(f"{said}: the file {where} does not exist.")
+        _add(os.path.dirname(os.path.abspath(where)))
+        spec = importlib.util.spec_from_file_location(os.path.basename(where)[:-3], where)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        if _installed(where.partition(".")[0]) is None:
+            _add(os.getcwd())
+        try:
+            module = importlib.import_module(where)
+        except ImportError as e:
+            raise UsageError(f"{said}: {e}.") from None
+    build = getattr(module, name, None)
+    if not callable(build):
+        raise UsageError(f"{said}: {where} has no function {name}.")
+    offers = dict(zip(_OFFERED, (mesh, settings.device), strict=True))
+    asked = inspect.signature(build).parameters
+    needed = [
+        p.name for p in asked.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    _refuse_others(str(settings.job), name, [n for n in needed if n not in offers])
+    given = build(**{k: v for k, v in offers.items() if k in asked})
+    parts = ("model", "optimizer", "scheduler", "data", "loss")
+    if isinstance(given, Mapping):
+        odd = set(given) - set(parts)
+        if odd or "model" not in given:
+            raise UsageError(f"{said}: returned {sorted(given)}; expected a dict with {', '.join(parts)}.")
+        out = [given.get(k) for k in parts]
+    else:
+        out = [*(given if isinstance(given, tuple) else (given,))]
+        if not 1 <= len(out) <= 5:
+            raise UsageError(f"{said}: returned {len(out)} values; expected {', '.join(parts)}.")
+        out += [None] * (5 - len(out))
+    if not hasattr(out[0], "named_parameters"):
+        raise UsageError(f"{said}: the model is a {type(out[0]).__name__}, not a torch.nn.Module.")
+    return out[0], out[1], out[2], out[3], out[4]
+
+
+def fitting(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary: int | None) -> None:
+    """Refuse data of build() that its model cannot be called with, before anything is loaded.
+
+    Raises:
+        UsageError: a sample is no row of tokens; the model or the loss takes other arguments.
+    """
+    import numpy as np
+
+    two = [rows(0), rows(1)]
+    sample = {k: np.asarray(v) for k, v in two[0].items()}
+    how = 'A sample is a row of token ids, of shape (sequence,), or a dict of rows such as {"input_ids": row, "labels": row}.'
+    if loss is None and "input_ids" not in sample:
+        raise UsageError(
+            f"a sample of the data of build() has {', '.join(sample) or 'no keys'}, but not input_ids. {how} Other samples need a "
+            "loss(model, batch) of your own."
+        )
+    for key, x in sample.items():
+        if loss is None and key in ("input_ids", "labels") and (x.ndim != 1 or x.dtype.kind not in "iu"):
+            raise UsageError(f"{key} of a sample of build()'s data is {x.dtype} of shape {list(x.shape)}. {how}")
+        if key not in two[1] or np.shape(two[1][key]) != x.shape:
+            other = list(np.shape(two[1][key])) if key in two[1] else "missing"
+            raise UsageError(
+                f"{key} has shape {list(x.shape)} in sample 0 of build()'s data and {other} in sample 1. Rows of a batch are "
+                "stacked, so every sample must have the same keys and shapes; pad them."
+            )
+    ids = sample.get("input_ids")
+    if loss is None and vocabulary is not None and ids is not None and ids.size and int(ids.max()) >= vocabulary:
+        raise UsageError(
+            f"sample 0 of build()'s data has token {int(ids.max())}, but the vocabulary of the model has {vocabulary}: "
+            "another tokenizer?"
+        )
+    if loss is not None:
+        try:
+            inspect.signature(loss).bind(None, None)
+        except TypeError as e:
+            raise UsageError(
+                f"loss of build() is called as loss(model, batch), but has {inspect.signature(loss)}: {e}."
+            ) from None
+        except ValueError:
+            pass  # of C, without a signature
+        return
+    inner = getattr(model, "module", model)
+    takes_labels = "labels" in inspect.signature(getattr(inner, "forward", inner)).parameters
+    names = [k for k in sample if k != "labels"] + (["labels"] if takes_labels else [])
+    if why := refused(model, dict.fromkeys(names)):
+        raise UsageError(
+            f"{why}. Rename its parameters, return samples with the keys that it takes, or return a loss(model, batch) from "
+            "build() that calls the model as it wants."
+        )

@@ -1,0 +1,242 @@
+"""Runs as a launch of their own: the ranks as child processes, whose traces, status, beats and errors come back as files.
+
+The ranks of one machine need no rendezvous: they meet at a file, so no port can be busy. The kernel kills them when the thread that
+started them ends, however it ends, and `_Ranks.end` kills the process group of each, which also ends what is stopped or hangs.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ... import errors
+from ...errors import CkpttoolError, Interrupted, RankLost
+from ..job.watchdog import Beat, Watch, parsed, with_stage
+from ..settings import Settings, Status, write_settings
+from ..trace.model import Trace, read_trace
+
+__all__ = ["launch_runs", "pass_on_status", "raise_error_of", "run_ranks", "started"]
+
+_GRACE = 3.0  # seconds in which the other ranks of a failed job can leave their errors
+_PATIENCE = 20.0  # seconds for killed processes to end
+
+
+def launch_runs(plan: Mapping[str, Settings], folder: str, status: Status) -> dict[str, Trace]:
+    """The traces of these runs. Consecutive runs with the same world size share a launch."""
+    out: dict[str, Trace] = {}
+    waiting = list(plan.items())
+    number = 0
+    while waiting:
+        world = waiting[0][1].world_size
+        together = []
+        while waiting and waiting[0][1].world_size == world:
+            together.append(waiting.pop(0))
+        inner = os.path.join(folder, f"launch-{number}")
+        number += 1
+        os.mkdir(inner)
+        write_settings(os.path.join(inner, "runs.json"), [s for _, s in together])
+        status(f"starting {world} rank{'s' if world > 1 else ''}: {', '.join(label for label, _ in together)}")
+        run_ranks(inner, world, together[0][1], status)
+        for i, (label, _) in enumerate(together):
+            trace = os.path.join(inner, f"trace-{i}.json")
+            if not os.path.exists(trace):
+                where = _beats(inner).get(0, Beat(0)).what
+                raise _with_log(
+                    CkpttoolError(
+                        f"rank 0 ended with status 0 in {where!r}, before the end of the run: the job must not end its process."
+                    ),
+                    inner,
+                )
+            out[label] = read_trace(trace)
+    return out
+
+
+def run_ranks(folder: str, world: int, settings: Settings, status: Status) -> None:
+    """Run the worker on `world` ranks, with the runs that `folder` describes, and pass on what they do.
+
+    Raises:
+        CkpttoolError: a rank failed. RankLost: one was killed, or made no progress for `settings.timeout` seconds.
+        Interrupted: Ctrl-C or SIGTERM. No rank is left behind.
+    """
+    ranks = _Ranks(folder)
+    try:
+        ranks.start(world, settings)
+        watch = Watch({rank: child.pid for rank, child in ranks.children.items()}, settings.timeout)
+        seen, looked = 0, time.monotonic()
+        while not ranks.ended():
+            time.sleep(0.1)
+            seen = pass_on_status(folder, seen, status)
+            if (now := time.monotonic()) - looked >= watch.period:
+                stall = watch.stalled(_beats(folder), now - looked)
+                looked = now
+                if stall is not None:
+                    raise _with_log(stall.error(), folder)
+        pass_on_status(folder, seen, status)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; nothing was written to the checkpoint.") from None
+    finally:
+        ranks.end()
+    if any(ranks.statuses.values()):
+        raise_error_of(folder, ranks.statuses)
+
+
+def started(words: list[str], environment: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
+    """A rank: `python -P WORDS`, whose modules never come from the current folder, in a session of its own, so that a Ctrl-C of the
+    terminal reaches only the command."""
+    with open(log, "ab") as f:
+        return subprocess.Popen(
+            [sys.executable, "-P", *words], stdin=subprocess.DEVNULL, stdout=f, stderr=f, env=environment, start_new_session=True
+        )  # fmt: skip
+
+
+class _Ranks:
+    """The processes of a launch. `statuses` are those of the ranks that have ended by themselves."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.statuses: dict[int, int] = {}
+        self._failed: float | None = None
+
+    def start(self, world: int, settings: Settings) -> None:
+        threads = max(1, (os.cpu_count() or 1) // world) if settings.device == "cpu" else 8
+        common = {
+            "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **os.environ, "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+        }  # fmt: skip
+        words = ["-m", "ckpttool.resume.ranks.worker", self.folder, str(os.getpid())]
+        for rank in range(world):
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.children[rank] = started(words, environment, os.path.join(self.folder, "log"))
+
+    def ended(self) -> bool:
+        """Whether all have ended, or one has failed and the others have had the time to say why."""
+        for rank, child in self.children.items():
+            if rank not in self.statuses and (status := _status(child.pid)) is not None:
+                self.statuses[rank] = status
+        if self._failed is None and (any(self.statuses.values()) or _error_files(self.folder)):
+            self._failed = time.monotonic()
+        late = self._failed is not None and time.monotonic() - self._failed > _GRACE
+        return late or len(self.statuses) == len(self.children)
+
+    def end(self) -> None:
+        """Kill what still runs, and what a rank has started, also one that has ended: loaders of data outlive it."""
+        for child in self.children.values():
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _PATIENCE
+        for child in self.children.values():
+            with suppress(subprocess.TimeoutExpired):  # it is in the kernel, and ends when that lets it go
+                child.wait(max(0.1, deadline - time.monotonic()))
+
+
+def _status(pid: int) -> int | None:
+    """The exit status of a child, or minus the signal that killed it; None while it runs. The child keeps its number, which its
+    process group has, too."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def pass_on_status(folder: str, seen: int, status: Status) -> int:
+    """Pass on the lines that rank 0 wrote after byte `seen` of its log of events; the byte to continue from."""
+    try:
+        with open(os.path.join(folder, "events"), encoding="utf-8") as f:
+            f.seek(seen)
+            text = f.read()
+    except OSError:
+        return seen
+    whole = text[: text.rfind("\n") + 1]
+    for sentence in whole.splitlines():
+        status(sentence)
+    return seen + len(whole.encode())
+
+
+def _beats(folder: str) -> dict[int, Beat]:
+    """{rank: its last beat, with the stage that it was in last}, of ranks that have begun."""
+    out = {}
+    for path in glob.glob(os.path.join(glob.escape(folder), "stage-*")):
+        rank = int(path.rpartition("-")[2])
+        out[rank] = Beat(rank)
+        with suppress(OSError), open(os.path.join(folder, f"beat-{rank}.json"), encoding="utf-8") as f:
+            out[rank] = parsed(f.read())
+        out[rank] = with_stage(out[rank], path)
+    return out
+
+
+def _error_files(folder: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(folder), "error-*.json"))
+
+
+def raise_error_of(folder: str, statuses: Mapping[int, int]) -> None:
+    """Raise what made the job fail: a rank that was killed, or else what the ranks left in files.
+
+    The errors of the ranks that lost their peer come after its death, and are not the cause. SIGABRT is last: libraries of
+    collectives end their process with it when a peer is gone.
+
+    Args:
+        statuses: {rank: exit status, or minus a signal} of those that ended by themselves.
+    """
+    found = []
+    for path in _error_files(folder):
+        with open(path, encoding="utf-8") as f:
+            found.append(json.load(f))
+    found.sort(key=lambda error: (not error["known"], error["lost_peer"], error["time"]))
+    silent = {r: s for r, s in statuses.items() if s and r not in {error["rank"] for error in found}}
+    killed = [r for r, s in silent.items() if s < 0 and s != -signal.SIGABRT]
+    if killed or (silent and (not found or found[0]["lost_peer"])):
+        rank = min(killed or silent)
+        where = _beats(folder).get(rank, Beat(rank)).what
+        raise _with_log(_ended(rank, silent[rank], where), folder)
+    first = found[0]
+    text = first["text"] if first["kind"] == "NotRecognised" else " ".join(first["text"].split())
+    if first["known"]:
+        kinds = {c: getattr(errors, c) for c in errors.__all__ if c != "EXIT_CODES"}
+        raise kinds.get(first["kind"], CkpttoolError)(text)
+    full = "\n".join(f"rank {error['rank']}:\n{error['traceback']}" for error in found)
+    raise _with_log(CkpttoolError(f"rank {first['rank']} failed: {first['kind']}: {text.rstrip('.')}."), folder, full)
+
+
+def _ended(rank: int, status: int, where: str) -> CkpttoolError:
+    """What a rank is said to have died of that left no error."""
+    if status > 0:
+        return CkpttoolError(f"rank {rank} ended with status {status} in {where!r}, without an error message.")
+    number = -status
+    causes: dict[int, str] = {
+        signal.SIGKILL: "The kernel's out-of-memory killer does that; `dmesg -T`, or `kubectl describe pod`, shows it. If memory "
+        "ran out, use a smaller micro-batch, or fewer ranks on this machine.",
+        signal.SIGBUS: "A full /dev/shm does that, or a file that became shorter while it was read.",
+        signal.SIGTERM: "Somebody, or a scheduler, ended it.",
+    }
+    name = signal.Signals(number).name if number in set(signal.Signals) else "real-time signal"
+    cause = causes.get(number, "Native code crashed; its Python stack is in the log.")
+    return RankLost(f"rank {rank} was killed by signal {number} ({name}) in {where!r}. {cause}")
+
+
+def _with_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:
+    """The same error, with the log of the ranks, their stacks and tracebacks in a file that stays."""
+    kept = os.path.join(tempfile.mkdtemp(prefix="ckpttool-failed-"), "log")
+    shutil.copyfile(os.path.join(folder, "log"), kept)
+    with open(kept, "a", encoding="utf-8") as f:
+        for rank, beat in sorted(_beats(folder).items()):
+            f.write(
+                f"\nrank {rank} in {beat.what!r}; where it was last seen, innermost first:\n"
+                + "\n".join(f"  {frame}" for frame in beat.stack)
+            )
+            with suppress(OSError), open(os.path.join(folder, f"stack-{rank}"), encoding="utf-8") as stack:
+                f.write("\n" + stack.read())
+        f.write(f"\n{more}\n")
+    out = type(e)(f"{e} The log is {kept}.")
+    for note in getattr(e, "__notes__", ()):
+        out.add_note(note)
+    return out

@@ -1,0 +1,273 @@
+"""torch.distributed of the job that this process is a rank of, and the watch over a job that torchrun or srun started.
+
+There no process sees all ranks, so they publish their beats in the store of the job, through a connection of its own. Rank 0 looks
+at them, and rank 1 where rank 0 is silent. The one that finds a stall prints it, and every rank ends its process: what waits in a
+collective cannot be interrupted, and NCCL's own watchdog does the same.
+
+The command keeps its job and its watch (`lasting_job`) while rank 0 judges, so that all ranks end with the exit code of its verdict,
+or learn that it hangs.
+
+torchrun keeps one store for all attempts of --max-restarts, and with it what the ranks of an earlier attempt have left there: addresses that
+nobody listens on, and the word that the job has stalled. So every attempt uses keys of its own (`_keys_of_this_attempt`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from ...errors import CkpttoolError, RankLost, UsageError, argument
+from ...live.collectives import gathered
+from ..job.watchdog import Beat, Watch, at, beating, parsed, period_of, written
+from ..settings import Status
+from ..trace.numerics import set_cuda_environment
+
+__all__ = ["in_job", "joined_job", "lasting_job", "leave", "leave_together", "lost_peer", "watched_job"]
+
+#: Seconds that collectives wait longer than the watch, which says more about what is wrong.
+_LONGER = 60.0
+#: How long ranks wait for rank 0, which judges and writes the reports. The watch ends them long before if that hangs.
+_JUDGING = timedelta(days=1)
+
+
+def in_job() -> bool:
+    """Whether this process is a rank of a job that torchrun or srun started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def leave(status: int) -> NoReturn:
+    """End this process. On the usual way out, threads of gloo now and then outlive what owns them, and the process aborts."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class _Lasting:
+    """The job of this process: whether it lasts, the group of its ranks that then ends it, and the watch over them."""
+
+    wanted, group = False, None
+    watch = ExitStack()
+
+
+@contextmanager
+def lasting_job() -> Iterator[None]:
+    """A job that is joined in this block lasts until `leave_together`, or until the block fails."""
+    _Lasting.wanted = True
+    try:
+        yield
+    except BaseException:
+        if _Lasting.group is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()  # the ranks that wait for this one learn that it is gone
+        raise
+    finally:
+        _Lasting.watch.close()
+        _Lasting.wanted, _Lasting.group = False, None
+
+
+def leave_together(status: int) -> NoReturn:
+    """End this process with the status of rank 0, as soon as that has one. A collective, in the block of `lasting_job`.
+
+    A torchrun whose ranks have ended with 0 waits for those on other nodes, for 300 s if these end with another status.
+
+    Raises:
+        RankLost: rank 0 has ended.
+    """
+    import torch.distributed as dist
+
+    sys.stdout.flush()
+    # Python would see it only after rank 0 has ended; and torchrun, which sends it when the first rank ends, must not change
+    # the status of a rank 0 that has written its reports
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if dist.get_rank() else signal.SIG_IGN)
+    try:
+        statuses = gathered(status, _Lasting.group)
+    except RuntimeError:  # gloo's errors are of this class
+        raise RankLost(
+            f"rank {dist.get_rank()} waited for the verdict of rank 0, but a rank ended before all had it. That rank's own message, or "
+            "the table of torchrun, has the cause."
+        ) from None
+    leave(statuses[0])
+
+
+@contextmanager
+def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | None = None) -> Iterator[None]:
+    """torch.distributed of this job: NCCL on CUDA, gloo on CPU; begun here unless the caller's own is running.
+
+    Args:
+        timeout: seconds that a rank may make no progress, see `watch`.
+        meeting: a file, where the ranks of one machine meet; without it they meet at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        UsageError: MASTER_PORT is in use. CkpttoolError: this rank cannot reach rank 0.
+    """
+    at("joining the job")
+    if deterministic:
+        set_cuda_environment()
+    import torch
+    import torch.distributed as dist
+
+    ours = not dist.is_initialized()
+    if ours:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        patience = timedelta(seconds=timeout + _LONGER)
+        if meeting is not None:
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = dist.FileStore(meeting, world)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+        else:
+            try:
+                store, rank, world = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
+                store = _keys_of_this_attempt(store, rank, world, patience)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+            except dist.DistError as e:
+                raise _not_joined(e) from None
+    try:
+        yield
+    except BaseException:
+        if ours:
+            dist.destroy_process_group()
+        raise
+    if ours and _Lasting.wanted:
+        _Lasting.group = dist.new_group(backend="gloo", timeout=_JUDGING)
+    elif ours:
+        dist.destroy_process_group()
+
+
+def _keys_of_this_attempt(store: Any, rank: int, world: int, patience: timedelta) -> Any:
+    """The store with a prefix that its ranks agree on and no earlier attempt has used. A collective.
+
+    Restarts are counted by each machine for itself, so the count cannot be that prefix. Rank 0 answers whoever asks, until all have
+    heard the answer of this rank 0: some of the questions may be an earlier attempt's.
+
+    Raises:
+        DistStoreError: a rank did not come in time.
+    """
+    import torch.distributed as dist
+
+    mine = uuid.uuid4().hex
+    chosen = mine
+    if rank:
+        store.set(f"ckpttool-asks-{rank}", mine)
+        chosen = store.get(f"ckpttool-answer-{mine}").decode()
+        store.add(f"ckpttool-heard-{chosen}", 1)
+    elif world > 1:
+        keys = [f"ckpttool-asks-{r}" for r in range(1, world)]
+        store.wait(keys, patience)
+        deadline, answered = time.monotonic() + patience.total_seconds(), set[bytes]()
+        while (heard := store.add(f"ckpttool-heard-{mine}", 0)) < world - 1:
+            for asked in {*store.multi_get(keys)} - answered:
+                store.set(f"ckpttool-answer-{asked.decode()}", mine)
+                answered.add(asked)
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"of {world} ranks, {world - 1 - heard} did not come")
+            time.sleep(0.02)
+    return dist.PrefixStore(chosen, store)  # type: ignore[attr-defined]
+
+
+def _not_joined(e: Exception) -> CkpttoolError:
+    host, port, rank = (os.environ.get(k, "") for k in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    if "EADDRINUSE" in str(e):
+        return UsageError(
+            f"MASTER_PORT {port} is in use: another process of this machine listens on it, perhaps a job that has not ended. "
+            f"`ss -ltnp 'sport = :{port}'` shows which. Set MASTER_PORT to a free port on every rank; or, for a job on one machine, unset "
+            f"RANK and WORLD_SIZE and pass {argument('world_size')}, and ckpttool starts the ranks without a port."
+        )
+    said = " ".join(str(e).split())[:300]
+    return CkpttoolError(
+        f"rank {rank} could not join the job at MASTER_ADDR {host}, MASTER_PORT {port} ({said}). Check that rank 0 runs there, that "
+        "this machine can reach it, and that every rank has the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE."
+    )
+
+
+def lost_peer(e: BaseException) -> bool:
+    """Whether a rank raised this because another one is gone, as gloo and NCCL say it."""
+    import torch.distributed as dist
+
+    return isinstance(e, dist.DistError) or "by peer" in str(e)
+
+
+@contextmanager
+def watched_job(timeout: float, status: Status) -> Iterator[None]:
+    """Watch the ranks of the job that torchrun or srun started, while the block runs, and in that of `lasting_job` to its end.
+
+    A silent job ends: its ranks print which one holds it up, and end with the exit code of `RankLost`.
+    """
+    import torch.distributed as dist
+
+    period = period_of(timeout)
+    attempt = gathered(uuid.uuid4().hex)[0]
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        patience = timedelta(seconds=max(5.0, 2 * period))
+        store: Any = dist.TCPStore(host, port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+    except dist.DistError as e:
+        # the caller began the job by another way, or its store is gone
+        status(
+            f"nobody watches for silent ranks: no store at MASTER_ADDR {host}, MASTER_PORT {port} ({str(e).splitlines()[0]})"
+        )
+        yield
+        return
+    with ExitStack() as watch:
+        observer = _Observer(dist.PrefixStore(attempt, store), timeout)  # type: ignore[attr-defined]
+        watch.enter_context(beating(dist.get_rank(), timeout, observer, 2))
+        yield
+        if _Lasting.wanted:
+            _Lasting.watch = watch.pop_all()
+
+
+class _Observer:
+    """Publishes the beats of this rank in the store, and looks at those of the others."""
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        import torch.distributed as dist
+
+        self.store, self.timeout, self.period = store, timeout, period_of(timeout)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.watch, self.looked = Watch(dict.fromkeys(range(self.world), 0), timeout), time.monotonic()
+
+    def __call__(self, beat: Beat) -> None:
+        try:
+            self.store.set(f"ckpttool-beat-{self.rank}", written(beat))
+            if self.store.check(["ckpttool-stalled"]):
+                time.sleep(3 * self.period)  # the rank that prints it goes first, since torchrun then ends the rest
+                os._exit(RankLost.exit_code)
+            if self.rank > 1:
+                return
+            keys = [f"ckpttool-beat-{rank}" for rank in range(self.world)]
+            there = [key for key in keys if self.store.check([key])]
+            beats = {b.rank: b for b in (parsed(text.decode()) for text in self.store.multi_get(there))}
+        except RuntimeError as e:  # torch's errors of stores are of this class
+            if beat.quiet >= self.timeout:
+                where = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
+                self._end(
+                    RankLost(
+                        f"rank {self.rank} has made no progress for {beat.quiet:.0f} s in {beat.what!r}, and the store of the job at "
+                        f"{where} does not answer: the process or the machine that serves it (rank 0, or torchrun) has stopped "
+                        f"({str(e).splitlines()[0]})."
+                    )
+                )
+            return
+        now = time.monotonic()
+        stall = self.watch.stalled(beats, now - self.looked)
+        self.looked = now
+        if stall is None or (self.rank == 1 and 0 not in self.watch.frozen()):
+            return
+        self.store.set("ckpttool-stalled", "1")
+        self._end(stall.error())
+
+    def _end(self, e: RankLost) -> None:
+        print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)  # noqa: T201
+        for note in getattr(e, "__notes__", ()):
+            print(f"note: {note}", file=sys.stderr)  # noqa: T201
+        sys.stderr.flush()
+        os._exit(e.exit_code)

@@ -1,0 +1,359 @@
+"""What every rank does: build the job, load the checkpoint into it, fingerprint it, probe it, train some steps.
+
+    run(settings, status) -> Trace on rank 0, None elsewhere
+
+The state is fingerprinted before the first forward pass, and the probe comes before the first update. After the first step,
+the job is saved, overwritten with garbage and loaded again (`round_trip`), and training continues.
+
+`python -m ckpttool.resume.ranks.worker FOLDER PARENT` is what the command starts: it reads the settings of all runs from
+FOLDER/runs.json and leaves trace-<i>.json, or error-<rank>.json, and beat-<rank>.json while it runs. It ends with PARENT.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+from ...engine.local_worker import end_with
+from ...engine.opening import OpenCheckpoint
+from ...errors import CkpttoolError, CommandLine, DoesNotFit, as_flags, kind_of
+from ...index.checkpoint import joined
+from ...live.collectives import gathered
+from ...live.load import load_opened
+from ...live.shared_index import look_together
+from ...live.values import lossless
+from ..compare import misfit
+from ..job.build import Job, start
+from ..job.load_cost import LoadCost
+from ..job.round_trip import round_trip
+from ..job.training import measure_memory, probe, probe_as_recorded, train_step
+from ..job.user_job import fitting
+from ..job.watchdog import Beat, at, beating, moved, write_stages_to, written
+from ..settings import Settings, Status, read_settings
+from ..text import fqn_of, plural
+from ..trace import batches, fingerprint
+from ..trace.live_facts import (
+    config_of,
+    device_of,
+    dropouts,
+    dtype_of,
+    environment,
+    has_dropout,
+    named_parameters,
+    named_state,
+    numbers_of,
+    plain_groups,
+    scalars_of,
+    tied_names,
+)
+from ..trace.model import OF_BUILD, Trace, to_json
+from ..trace.numerics import name_missing_kernel, use_numerics, use_recorded_buffers
+from ..trace.side_state import taken
+from .torchrun import joined_job, leave, lost_peer
+
+__all__ = ["run"]
+
+#: The components of a checkpoint that are loaded into the job; what else it holds is compared as it is in the files.
+_IN_JOB = ("model", "optim")
+
+
+def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
+    """The trace of one checkpoint in one job, on rank 0. A collective.
+
+    Raises:
+        CkpttoolError: the job cannot be built, or a rank cannot read its part. That the checkpoint does not fit the
+            model is no error but a result (`Trace.failed`).
+    """
+    import torch
+    import torch.distributed as dist
+
+    def stage(text: str) -> None:
+        status(text)
+        at(text)
+
+    torch.manual_seed(settings.seed)
+    at(f"reading the index of {settings.source}")
+    use_numerics(settings.deterministic, settings.numerics)
+    opened, problem = look_together(settings.source, settings.reading)
+    with opened:
+        ckpt = opened.checkpoint
+        stage("building the model")
+        job = start(settings, opened)
+        job.notes.extend(use_recorded_buffers(job.model, settings.buffers))
+        out = Trace(
+            source=settings.source, layout=opened.layout.name, start=settings.start, world_size=dist.get_world_size(),
+            mesh=settings.mesh, device=settings.device, dtype=settings.dtype, seed=settings.seed, data=settings.data,
+            global_batch=settings.global_batch, micro_batch=settings.micro_batch, clip=settings.clip,
+            dropout=has_dropout(job.model), parameters=sum(p.numel() for p in job.model.parameters()),
+            tied=tied_names(job.model), config=config_of(job.model), notes=[*ckpt.notes, *job.notes],
+            environment=environment(settings.device) | {
+                "deterministic": settings.deterministic, "compile": settings.compile,
+                "scheduler_waits": job.scheduler_waits,
+                "dropout_probabilities": sorted({p for _, _, p in dropouts(job.model) if p > 0}),
+            },
+            dropout_off=job.dropout_off, recipe=settings.job or settings.config,
+            scheduler=None if job.scheduler is None else type(job.scheduler).__name__,
+            unread=[(u.name, u.component) for u in ckpt.unread if u.component],
+        )  # fmt: skip
+        # extra states of modules, too, since they are not loaded
+        rest = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
+        out.values, out.others = rest.values, rest.others
+        rows, out.sequence = _data(settings, job)
+        if job.data is not None:
+            out.data = OF_BUILD
+        entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
+        trained = job.optimizer is not None and any(path[0] == "optim" for path in entries)
+        if not trained:
+            aside = any(r.component == "optim" for r in ckpt.unread)
+            lacks = "what was read has no optimizer state" if aside else "the checkpoint has no optimizer state"
+            out.notes.append(f"{lacks}; the optimizer of the job starts from zero")
+        stage(f"loading {settings.source}")
+        failed = _load(settings, job, opened, problem, trained, out, status)
+        if failed is not None:
+            out.failed = failed
+            out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items() if t.path[0] in _IN_JOB}
+            return out if dist.get_rank() == 0 else None
+        stage("comparing what the job holds with the files")
+        _state(job, trained, opened, settings, out, status)
+        _restore_rng(settings, opened, out)
+    stage("probing")
+    with name_missing_kernel():
+        probe(job, rows, settings, probe_file, out)
+        probe_as_recorded(job, settings, out)
+        for k in range(settings.steps):
+            step = settings.start + 1 + k
+            out.steps.append(train_step(job, rows, step, settings))
+            status(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
+            if k == 0:
+                round_trip(job, settings, out, status)
+    if any(gathered(job.random)):
+        out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
+    out.memory = measure_memory(settings)
+    del job
+    gc.collect()
+    if settings.device == "cuda":
+        torch.cuda.empty_cache()
+    return out if dist.get_rank() == 0 else None
+
+
+def _data(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
+    """(rows, their length)
+
+    Raises:
+        UsageError: they are not what the model of build() takes.
+    """
+    if job.data is not None:
+        rows = batches.of_user(job.data)
+        ids = rows(0).get("input_ids")
+        length = None if ids is None else ids.size
+    else:
+        rows, length = batches.open_data(
+            settings.data,
+            seed=settings.seed,
+            sequence=settings.sequence,
+            vocabulary=job.vocabulary,
+            tokenizer=settings.config,
+        )
+    if settings.job is not None:
+        fitting(job.model, job.own_loss, rows, job.vocabulary)
+    return rows, length
+
+
+# ------------------------------------------------------------------------------------------------------- the checkpoint
+
+
+class _Rate:
+    """Tells, now and then, how much of this rank's part is read."""
+
+    def __init__(self, status: Status) -> None:
+        self.status, self.began, self.said = status, time.monotonic(), time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        moved()
+        now = time.monotonic()
+        if now - self.said < 2 or not done:
+            return
+        self.said = now
+        rate = done / (now - self.began)
+        self.status(
+            f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB of each rank, {rate / 1e9:.2f} GB/s, "
+            f"{(total - done) / rate:.0f} s left"
+        )
+
+
+def _load(
+    settings: Settings,
+    job: Job,
+    opened: OpenCheckpoint,
+    refused: CkpttoolError | None,
+    trained: bool,
+    out: Trace,
+    status: Status,
+) -> str | None:
+    """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
+    problem = None if refused is None else str(refused)
+    fits = not isinstance(refused, DoesNotFit)
+    cost = LoadCost(settings.device)
+    if problem is None:
+        try:
+            optimizer, scheduler = (job.optimizer, job.scheduler) if trained else (None, None)
+            loaded = load_opened(
+                opened, settings.source, job.model, optimizer, scheduler, _Rate(status), time.monotonic()
+            )
+            out.notes.extend(loaded.notes)
+            cost.bytes = loaded.bytes
+        except CkpttoolError as e:
+            problem, fits = str(e), not isinstance(e, DoesNotFit)
+        except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
+            problem = f"{type(e).__name__}: {e}"
+    problems = gathered((problem, cost.measured()))
+    out.loads = [{"rank": rank, **measured} for rank, (_, measured) in enumerate(problems)]
+    out.load_seconds = max(m["seconds"] for m in out.loads)
+    out.load_bytes = sum(m["bytes"] for m in out.loads)
+    if not all(gathered(fits)):
+        stored = {joined(t.path[1:]): t.shape for t in opened.checkpoint.tensors.values() if t.path[0] == "model"}
+        live = {n.removeprefix("model."): tuple(t.shape) for n, t in named_state(job.model).items()}
+        out.misfit = misfit.compared(stored, live, out.tied)
+    errors = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
+    if not errors:
+        return None
+    text, rank = next(iter(errors.items()))
+    text = "; ".join(" ".join(line.split()).rstrip(".") for line in text.replace(":\n", ": ").splitlines())
+    return text if len(errors) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
+
+
+def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, out: Trace, status: Status) -> None:
+    """Fingerprints of what the job holds, and of the files. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    device = device_of(job.model)
+    tensors = named_state(job.model, job.optimizer if trained else None)
+    prints, apart = fingerprint.in_memory(tensors, device)
+    out.state = {n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
+    out.scalars = scalars_of(tensors) | (numbers_of(job.model, job.optimizer) if trained else {})
+    low = {n: p for n, p in named_parameters(job.model).items() if p.is_floating_point() and p.element_size() == 2}
+    out.quanta = fingerprint.norms(low, device, fingerprint.quantum)
+    out.groups = [] if job.optimizer is None else plain_groups(job.model, job.optimizer)
+    if apart:
+        out.notes.append(f"copies on several ranks are not equal, of {plural(len(apart), 'tensor')}, first {apart[0]}")
+        out.environment["copies_differ"] = apart
+    tied = {n for group in out.tied for n in group}
+    used = _IN_JOB if trained else ("model",)
+    rest = [
+        n for n, t in opened.locate().tensors.items()
+        if t.path[0] not in _IN_JOB or (t.path[0] in used and n not in tensors and fqn_of(n) not in tied)
+    ]  # fmt: skip
+    ranks = dist.get_rank(), dist.get_world_size()
+    marks = fingerprint.in_files(opened, rest, *ranks, device)
+    out.others |= {n: (opened.checkpoint.tensors[n].dtype, opened.checkpoint.tensors[n].shape, marks[n]) for n in rest}
+    for dtype in settings.dtypes:
+        others = {n: t for n, t in tensors.items() if t.is_floating_point() and dtype_of(t) != dtype}
+        out.rounded[dtype], _ = fingerprint.in_memory(others, device, getattr(torch, dtype))
+    entries = opened.locate().tensors
+    other = [n for n, t in entries.items() if n in tensors and t.dtype != dtype_of(tensors[n])]
+    if settings.reread or settings.dtypes:
+        marks = fingerprint.in_files(opened, other, *ranks, device)
+        out.stored_as = {n: (entries[n].dtype, marks[n]) for n in other}
+    if settings.reread:
+        out.environment["rounded"] = [n for n in other if not lossless(entries[n].dtype, dtype_of(tensors[n]))]
+        if other:
+            kinds = f"{entries[other[0]].dtype} in the files and {dtype_of(tensors[other[0]])} in the job"
+            out.notes.append(f"of another dtype: {plural(len(other), 'tensor')}, first {other[0]}: {kinds}")
+        common = [n for n in entries if n in tensors]
+        in_job = {n: tensors[n].dtype for n in other}
+        out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(status), in_job)
+
+
+def _restore_rng(settings: Settings, opened: OpenCheckpoint, out: Trace) -> None:
+    """With --keep-dropout: the generators of each rank, where the checkpoint has them for as many ranks."""
+    if not settings.keep_dropout:
+        return
+    import torch
+    import torch.distributed as dist
+
+    states = {t.path[1:]: n for n, t in opened.locate().tensors.items() if t.path[0] == "rng" and t.dtype == "uint8"}
+    ranks = {str(path[0]) for path in states}
+    out.environment["rng_restored"] = ranks == {str(r) for r in range(dist.get_world_size())}
+    if not out.environment["rng_restored"]:
+        out.notes.append("dropout is active, and the checkpoint has no generators for this world size")
+        return
+    for path, n in states.items():
+        if str(path[0]) != str(dist.get_rank()):
+            continue
+        state = torch.frombuffer(bytearray(opened.read(n)), dtype=torch.uint8)
+        if path[-1] in ("torch", "cpu"):
+            torch.set_rng_state(state)
+        elif path[-1] == "cuda" and settings.device == "cuda":
+            torch.cuda.set_rng_state(state)
+
+
+# ---------------------------------------------------------------------------------------------------------- a launch
+
+
+def main(folder: str) -> None:
+    """One rank of a launch. It ends the process."""
+    faulthandler.enable()
+    rank = int(os.environ["RANK"])
+    runs = read_settings(os.path.join(folder, "runs.json"))
+
+    def status(text: str) -> None:
+        if rank == 0:
+            with open(os.path.join(folder, "events"), "a", encoding="utf-8") as f:
+                f.write(text.replace("\n", " ") + "\n")
+
+    write_stages_to(os.path.join(folder, f"stage-{rank}"))
+
+    def publish(beat: Beat) -> None:
+        _write(folder, f"beat-{rank}.json", written(beat))
+
+    with (
+        nullcontext() if runs[0].flags is None else as_flags(CommandLine(runs[0].flags)),
+        open(os.path.join(folder, f"stack-{rank}"), "a", encoding="utf-8") as stacks,
+        beating(rank, runs[0].timeout, publish, stacks),
+    ):
+        try:
+            with joined_job(runs[0].device, runs[0].deterministic, runs[0].timeout, os.path.join(folder, "meeting")):
+                try:
+                    for i, settings in enumerate(runs):
+                        trace = run(settings, os.path.join(folder, f"probe-{i}.npy"), status)
+                        if trace is not None:
+                            _write(folder, f"trace-{i}.json", json.dumps(to_json(trace), default=str))
+                except BaseException as e:
+                    _fail(folder, rank, e)  # before the job is left, which may wait for a rank that is gone
+        except BaseException as e:
+            _fail(folder, rank, e)
+    leave(0)
+
+
+def _fail(folder: str, rank: int, e: BaseException) -> NoReturn:
+    import traceback
+
+    word: Mapping[str, Any] = {
+        "rank": rank, "known": isinstance(e, CkpttoolError), "lost_peer": lost_peer(e),
+        "kind": kind_of(e) if isinstance(e, CkpttoolError) else type(e).__name__, "text": str(e) or type(e).__name__,
+        "time": time.time(), "traceback": traceback.format_exc(),
+    }  # fmt: skip
+    _write(folder, f"error-{rank}.json", json.dumps(word))
+    leave(1)
+
+
+def _write(folder: str, name: str, text: str) -> None:
+    """Write a file that is never there in part."""
+    temporary = os.path.join(folder, f".{name}")
+    with open(temporary, "w", encoding="utf-8") as f:
+        f.write(text)
+    os.replace(temporary, os.path.join(folder, name))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        end_with(int(sys.argv[2]))
+    main(sys.argv[1])

@@ -1,0 +1,77 @@
+"""Writes a report to files: report.json and report.html in a folder, JUnit XML, Prometheus metrics.
+
+    write(report, folder="report", junit_file="junit.xml", metrics_file="resume.prom")
+
+Each file is complete or is not written. `terminal`, `junit`, `prometheus` and `page` lay out what `contents` says. Names
+of tensors come from checkpoints of others: everywhere, characters that do not print are spelled out (`clean`), so that
+no name can control a terminal or break a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+from ...errors import UsageError, kind_of_failure, note_change
+from ..compare.verdict import Report
+from .html_page import page
+from .junit import junit
+from .prometheus import prometheus
+
+__all__ = ["write"]
+
+
+def write(
+    report: Report,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    junit_file: str | os.PathLike[str] | None = None,
+    metrics_file: str | os.PathLike[str] | None = None,
+) -> list[Path]:
+    """Write what is asked for: report.json and report.html into `folder`, JUnit, metrics. The files that were written.
+
+    Each file is made beside its place and renamed, so that nobody reads half of one. `folder` and the folder of
+    `junit_file` are made where they are missing; that of `metrics_file` must be there, since a collector reads it.
+    The label `training` of the metrics is the file's name without its end.
+
+    Raises:
+        UsageError: a file cannot be written there. NoSpace: the disk is full.
+    """
+    out: list[Path] = []
+    if folder is not None:
+        text = json.dumps(report.to_json(), indent=1, allow_nan=False, default=str)
+        out += [_put(Path(folder) / "report.json", text + "\n"), _put(Path(folder) / "report.html", page(report))]
+    if junit_file is not None:
+        out.append(_put(Path(junit_file), junit(report)))
+    if metrics_file is not None:
+        path = Path(metrics_file)
+        try:
+            previous = path.read_text(encoding="utf-8") if path.is_file() else None
+        except (OSError, ValueError):
+            previous = None
+        training = path.name.removesuffix(".prom")
+        out.append(_put(path, prometheus(report, training=training, previous=previous), make=False))
+    return out
+
+
+def _put(path: Path, text: str, make: bool = True) -> Path:
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # no .prom at its end: a collector would read it
+    try:
+        if make:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(f"{path}: there is something that is not a regular file.")
+        try:
+            with open(draft, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
+                f.write(text)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as e:
+        raise kind_of_failure(e, UsageError)(f"{path} cannot be written: {e.strerror or e}.") from None
+    note_change(f"{path} was written.")
+    return path

@@ -1,0 +1,262 @@
+"""report.html: one file that a browser shows without loading anything else.
+
+    page(report) -> str
+
+The HTML, the style sheet and the script are files in templates/, which the package contains; here is what they show.
+Names come from checkpoints of others: jinja2 escapes every value, and before that `clean` spells out what does not
+print. The page's own policy (CSP) lets it load nothing. Without its script everything is still visible.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from ..compare.verdict import Report
+from ..text import clean, number
+from .charts import Figure, figure, finite_or_inf
+from .facts import QUANTITIES, Row, facts, limit, relative, rows, sentence, speed
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+__all__ = ["page"]
+
+#: What a page shows at most; report.json has everything.
+_STEPS, _TABLE, _CHECKS, _RANKS, _TENSORS, _NAMES = 400, 200, 2000, 64, 10, 100
+#: What the first screen shows of what was not verified; the rest unfolds.
+_UNSEEN = 5
+#: A longer table of checks gets its own scroll bar.
+_TALL = 60
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+#: The class of each verdict in the style sheet.
+_KINDS = {
+    "pass": "pass", "fail": "fail", "gate failed": "fail", "not comparable": "aside", "no reference": "aside", "does not fit": "aside",
+}  # fmt: skip
+#: A mark for each class, so that colour is not the only sign: a check mark, a cross, a dash.
+_MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M4 10h12"}
+
+
+def page(report: Report) -> str:
+    """The report as one HTML file that refers to no other."""
+    every = rows(report)
+    return _environment().get_template("report.html.j2").render(
+        policy=_POLICY, style=_text_of("report.css"), script=_text_of("report.js"), newline=_markup("\n"),
+        title=f"{report.word}: {clean(report.candidate.source, 80)} at step {report.candidate.start}",
+        report=report, kind=_KINDS[report.word], kinds=_KINDS, marks=_MARKS, sentence=sentence(report), facts=facts(report),
+        tiles=_tiles(report, every), most_names=_NAMES, most_unseen=_UNSEEN, tall=_TALL, **_curves(report, every), **_checks(report),
+        **_worst(every), **_steps(every), memory=_memory(report), notes=_notes(report), groups=_groups(report),
+    ) + "\n"  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------- jinja2
+
+
+@cache
+def _environment() -> Environment:
+    """jinja2 with our templates. `finalize` sees every printed value before it is escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("ckpttool.resume.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else clean(value, 160),
+    )  # fmt: skip
+    environment.filters |= {
+        "short": clean, "breakable": _breakable, "number": number, "commas": lambda n: f"{n:,}", "gib": _gib,
+        "plain": _plain, "limit": limit,
+    }  # fmt: skip
+    return environment
+
+
+def _markup(text: str) -> Markup:
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+def _text_of(name: str) -> Markup:
+    """A file of ours, to be included as it is."""
+    environment = _environment()
+    assert environment.loader is not None
+    return _markup(environment.loader.get_source(environment, name)[0])
+
+
+def _breakable(name: str, word: int) -> Markup:
+    """A name that the browser may break after its dots."""
+    return _markup(".<wbr>").join(clean(name, word).split("."))
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 / 10 else f"{n / 2**20:.1f} MiB"
+
+
+def _plain(x: object) -> str:
+    return x if isinstance(x, str) else json.dumps(x, default=str)[:2000]
+
+
+# -------------------------------------------------------------------------------------------------------- what is shown
+
+
+def _tiles(report: Report, every: Sequence[Row]) -> list[tuple[str, str]]:
+    """The large numbers at the top: (name, value)."""
+    trace, reference = report.candidate, report.reference
+    ranks = "" if trace.world_size is None else str(trace.world_size)
+    if ranks and reference is not None and reference.world_size is not None:
+        same = reference.world_size == trace.world_size
+        ranks = f"{ranks}, as before" if same else f"{reference.world_size} → {ranks}"
+    tiles = [("checkpoint at step", f"{trace.start:,}"), ("ranks", ranks), ("steps run", f"{len(every) or 'none'}")]
+    for quantity, name in (("loss", "loss differs by"), ("update_norm", "update norm differs by")):
+        differences = [r.differences[quantity] for r in every if quantity in r.differences]
+        if differences:
+            largest = math.nan if any(map(math.isnan, differences)) else max(differences)
+            tiles.append((name, "0 (exact)" if largest == 0 else number(largest, 2)))
+    return tiles + [
+        (name, value) for name, value in speed(report) if name in ("MFU", "tokens/s", "peak reserved", "load")
+    ]
+
+
+def _curves(report: Report, every: Sequence[Row]) -> dict[str, Any]:
+    drawn = _thinned(every, _STEPS)
+    figures: list[Figure] = []
+    for quantity, name in QUANTITIES.items():
+        if any(getattr(r.got, quantity) is not None for r in drawn):
+            figures.append(figure(quantity, name, drawn, report.reference is not None))
+    source = "calibrated with this very job" if report.calibrated else f"profile {report.profile}"
+    note = f"envelope: {source}" if report.envelope else ""
+    if len(drawn) < len(every):
+        note += f" · {len(every):,} steps, {len(drawn)} drawn"
+    return {"figures": figures, "curves_note": note, "outside": any(r.outside for r in drawn)}
+
+
+def _thinned(every: Sequence[Row], most: int) -> list[Row]:
+    """At most so many rows: evenly spaced stretches, and of each the row that differs most."""
+    if len(every) <= most:
+        return list(every)
+    cuts = [len(every) * i // most for i in range(most + 1)]
+    return [max(every[a:b], key=_difference) for a, b in pairwise(cuts)]
+
+
+def _difference(row: Row) -> float:
+    values = map(finite_or_inf, row.differences.values())
+    return math.inf if not math.isfinite(row.got.loss) else max(values, default=0.0)
+
+
+def _checks(report: Report) -> dict[str, Any]:
+    shown = report.checks
+    if len(shown) > _CHECKS:
+        shown = [c for c in shown if c.verdict != "pass"][:_CHECKS]
+    counts = {v: sum(c.verdict == v for c in report.checks) for v in ("fail", "not comparable", "pass")}
+    words = {"fail": "failed", "not comparable": "not comparable", "pass": "passed"}
+    return {
+        "checks": shown,
+        "checks_left": len(report.checks) - len(shown),
+        "counted": ", ".join(f"{n:,} {words[v]}" for v, n in counts.items() if n),
+        "buttons": [
+            ("all", "all", len(report.checks)),
+            ("fail", "failed only", counts["fail"]),
+            ("aside", "not comparable", counts["not comparable"]),
+        ],
+    }
+
+
+def _worst(every: Sequence[Row]) -> dict[str, Any]:
+    """The tensors whose gradient and update differ most in the first step that the reference has too."""
+    first = next((r for r in every if r.expected is not None), None)
+    tables: list[dict[str, Any]] = []
+    for quantity, title in (("grads", "Gradients"), ("updates", "Updates")):
+        got, expected = (getattr(x, quantity) if x else {} for x in (first and first.got, first and first.expected))
+        differences = {n: d for n in got if (d := relative(got[n], expected.get(n))) is not None}
+        if not differences:
+            continue
+        names = sorted(differences, key=lambda n: -finite_or_inf(differences[n]))[:_TENSORS]
+        largest = max((differences[n] for n in names if math.isfinite(differences[n])), default=0.0)
+        tables.append({
+            "title": title, "equal": sum(d == 0 for d in differences.values()), "total": len(differences),
+            "rows": [
+                {"name": n, "expected": expected[n], "got": got[n], "difference": differences[n],
+                 "share": _share(differences[n], largest)}
+                for n in names
+            ],
+        })  # fmt: skip
+    return {"worst": tables, "worst_step": first.got.step if first else None}
+
+
+def _share(difference: float, largest: float) -> float:
+    """The length of a bar, in percent; full for what is not a finite number."""
+    if not math.isfinite(difference):
+        return 100.0
+    return 100 * (difference / largest) if difference > 0 else 0.0
+
+
+def _memory(report: Report) -> dict[str, Any] | None:
+    def of(memory: dict[str, Any], key: str) -> int:
+        value = memory.get(key)
+        return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
+
+    every = [
+        {"rank": of(m, "rank"), "allocated": of(m, "allocated_bytes"), "reserved": of(m, "reserved_bytes"),
+         "total": of(m, "total_bytes")}
+        for m in report.candidate.memory
+    ]  # fmt: skip
+    every = [m for m in every if m["reserved"] or m["allocated"]]
+    if not every:
+        return None
+    ranks = every
+    if len(every) > _RANKS:
+        ranks = sorted(every, key=lambda m: -m["reserved"])[:_RANKS]
+        ranks.sort(key=lambda m: m["rank"])
+    device = max(m["total"] for m in ranks)
+    peak = max(max(m["reserved"], m["allocated"]) for m in ranks)
+    full = peak if peak < device / 20 else max(device, peak)  # bars of a pixel would show nothing
+    return {"ranks": ranks, "all": len(every), "full": full, "device": device}
+
+
+def _steps(every: Sequence[Row]) -> dict[str, Any]:
+    """The table of all steps; a cell is (text, whether it is bad)."""
+    compared = any(r.expected is not None for r in every)
+    columns = ["step"]
+    for name in QUANTITIES.values():
+        columns += [name, *(["reference", "difference"] if compared else [])]
+    columns += ["lr", *(["batch"] if compared else []), "seconds"]
+    table = []
+    for r in _thinned(every, _TABLE):
+        cells: list[tuple[str, bool]] = []
+        for quantity in QUANTITIES:
+            cells.append((number(getattr(r.got, quantity), 6), False))
+            if compared:
+                cells.append((number(getattr(r.expected, quantity), 6) if r.expected is not None else "", False))
+                difference = r.differences.get(quantity)
+                bad = difference is not None and not difference <= r.bounds.get(quantity, math.inf)
+                cells.append((number(difference, 2) + (" outside" if bad else ""), bad))
+        rates = sorted({number(v) for v in (r.got.learning_rates or [])})
+        cells.append((", ".join(rates[:3]) + (" .." if len(rates) > 3 else ""), False))
+        if compared:
+            cells.append(({None: "", True: "same", False: "differs"}[r.batch], r.batch is False))
+        cells.append((number(r.got.seconds), False))
+        table.append({"step": r.got.step, "outside": r.outside, "cells": cells})
+    return {"steps": table, "all_steps": len(every), "step_columns": columns}
+
+
+def _notes(report: Report) -> list[tuple[str, str]]:
+    notes = [("this run", n) for n in report.candidate.notes]
+    notes += [("reference", n) for n in (report.reference.notes if report.reference is not None else [])]
+    return notes[:200]
+
+
+def _groups(report: Report) -> list[tuple[str, list[tuple[str, object]]]]:
+    """The tables at the end: (title, [(name, value)])."""
+    groups: list[tuple[str, dict[str, object]]] = [
+        ("Where it was started", {**({"judged": report.time} if report.time else {}), **report.versions}),
+        ("Environment of the run", dict(report.candidate.environment)),
+        ("Environment of the reference", dict(report.reference.environment) if report.reference is not None else {}),
+        ("Speed and memory", dict(speed(report))),
+    ]
+    return [(title, list(values.items())[:100]) for title, values in groups if values]

@@ -1,0 +1,247 @@
+"""The report on the terminal, for rich.
+
+screen(report)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ..compare.verdict import Check, Report
+from ..text import clean, middle, number
+from .facts import Row, facts, limit, rows, sentence, speed
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
+
+__all__ = ["screen"]
+
+
+_STYLE = {
+    "pass": "bold green", "fail": "bold white on red", "gate failed": "bold white on red",
+    "not comparable": "bold black on yellow", "does not fit": "bold black on yellow", "no reference": "bold black on yellow",
+}  # fmt: skip
+#: More checks than this, and those that passed are counted; more steps than this, and some are left out.
+_MANY_CHECKS, _MANY_STEPS = 60, 24
+
+
+def screen(report: Report) -> RenderableType:
+    """The report as a person reads it; what needs attention stands at the end, where a terminal stops scrolling."""
+    return _Screen(report)
+
+
+class _Screen:
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        report, width = self.report, options.max_width
+        head = Text.assemble((f" {report.word.upper()} ", _STYLE[report.word]), "  ", sentence(report), overflow="fold")
+        yield head
+        yield Text()
+        yield self._facts(width)
+        yield Text()
+        yield from self._checks(width)
+        if report.candidate.steps:
+            yield Text()
+            yield from self._steps(width)
+        if numbers := speed(report):
+            yield Text()
+            yield Text("   ".join(f"{what} {value}" for what, value in numbers), overflow="fold")
+        notes = [*report.candidate.notes, *(report.reference.notes if report.reference is not None else [])]
+        for note in dict.fromkeys(notes):
+            yield Text.assemble(("note ", "blue"), clean(note, max(20, width - 10)), overflow="fold")
+        if report.causes and report.exit_code:
+            yield Text()
+            yield from self._causes(width)
+        if report.not_verified:
+            yield Text()
+            yield Text("not verified by this run:", "bold yellow")
+            for line in report.not_verified:
+                yield Padding(Text(f"- {clean(line, max(20, width - 6))}", overflow="fold"), (0, 0, 0, 2))
+        yield Text()
+        yield Text(f"{sentence(report)}", overflow="fold") if report.exit_code else Text(sentence(report))
+        yield Text(report.word, style=_STYLE[report.word])
+
+    def _facts(self, width: int) -> RenderableType:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        with_reference = self.report.reference is not None
+        table = Table(box=box.SIMPLE_HEAD if with_reference else None, pad_edge=False, show_edge=False,
+                      show_header=with_reference)  # fmt: skip
+        table.add_column("", no_wrap=True)
+        table.add_column("this run", overflow="fold")
+        table.add_column("reference", overflow="fold")
+        each = max(16, (width - 16) // (2 if with_reference else 1))
+        for what, ours, theirs in facts(self.report):
+            apart = with_reference and theirs != "" and ours != theirs and what != "source"
+            style = "bold" if apart else ""
+            table.add_row(Text(what, style="dim"), Text(clean(ours, each), style), Text(clean(theirs, each), style))
+        return table
+
+    def _shown(self) -> Iterator[tuple[str, list[Check], int]]:
+        """(stage, checks to be listed, how many passed besides)."""
+        stages: dict[str, list[Check]] = {}
+        for c in self.report.checks:
+            stages.setdefault(c.stage, []).append(c)
+        for stage, checks in stages.items():
+            listed = checks
+            if len(self.report.checks) > _MANY_CHECKS:
+                listed = [c for c in checks if c.verdict != "pass"][:_MANY_CHECKS]
+            yield stage, listed, len(checks) - len(listed)
+
+    def _checks(self, width: int) -> Iterator[RenderableType]:
+        from rich import box
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        if width >= 130:
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
+            for title in ("stage", "verdict", "check", "found", "bound", ""):
+                table.add_column(title, justify="right" if title == "found" else "left", overflow="fold",
+                                 no_wrap=title in ("stage", "verdict", "found", "bound"))  # fmt: skip
+            for stage, checks, more in self._shown():
+                for i, c in enumerate(checks):
+                    table.add_row(
+                        Text("" if i else stage, "bold"), _verdict(c), Text(middle(clean(c.name), 32)),
+                        Text(number(c.number)), Text(limit(c)), Text(_text_of(c), "dim" if c.verdict == "pass" else ""),
+                    )  # fmt: skip
+                if more:
+                    table.add_row(Text("" if checks else stage, "bold"), "", Text(f"{more:,} more"), "", "", "")
+            yield table
+            return
+        for stage, checks, more in self._shown():
+            yield Text(stage, "bold")
+            for c in checks:
+                room = max(12, width - 18 - 10 - 20)
+                line = Text.assemble("  ", _verdict(c), " " * (16 - len(c.verdict)))
+                line.append(f"{middle(clean(c.name), room):<{room}}{number(c.number):>10}  {limit(c)}")
+                yield line
+                yield Padding(Text(_text_of(c, 56), "dim" if c.verdict == "pass" else ""), (0, 0, 0, 18))
+            if more:
+                yield Text(f"  {more:,} more")
+
+    def _steps(self, width: int) -> Iterator[RenderableType]:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        every = rows(self.report)
+        compared = any(r.expected is not None for r in every)
+        wide = width >= 130 and compared
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        titles = ["step", "reference", "loss", "diff"] if compared else ["step", "loss"]
+        if wide:
+            titles += [
+                "bound",
+                "grad norm",
+                "diff",
+                "bound",
+                "update norm",
+                "diff",
+                "bound",
+                "lr",
+                "batch",
+                "seconds",
+            ]
+        else:
+            titles += ["grad norm", "update", "lr"] + (["batch"] if compared else ["seconds"])
+        for title in titles:
+            table.add_column(title, justify="right", no_wrap=True)
+        for at, r in _some(every):
+            if r is None:
+                table.add_row(Text(f"({at})", "dim"))
+                continue
+            e = r.expected
+            cells: list[str | Text] = [str(r.got.step)]
+            if compared:
+                cells += [number(e.loss, 6) if e is not None else "", number(r.got.loss, 6), _diff(r, "loss")]
+            else:
+                cells += [number(r.got.loss, 6)]
+            lr = ", ".join(number(x) for x in (r.got.learning_rates or [])[:1])
+            if r.got.learning_rates and len(set(r.got.learning_rates)) > 1:
+                lr += " .."
+            batch = Text("DIFFERS", "bold red") if r.batch is False else Text("ok" if r.batch else "")
+            if wide:
+                cells += [number(r.bounds.get("loss"))]
+                for q in ("grad_norm", "update_norm"):
+                    cells += [number(getattr(r.got, q), 4), _diff(r, q), number(r.bounds.get(q))]
+                cells += [lr, batch, number(r.got.seconds)]
+            else:
+                cells += [_diff(r, q, number(getattr(r.got, q), 4)) for q in ("grad_norm", "update_norm")] + [lr]
+                cells += [batch if compared else number(r.got.seconds)]
+            table.add_row(*cells)
+        yield table
+        if any(r.outside for r in every):
+            yield Text("! outside of the envelope", "dim")
+
+    def _causes(self, width: int) -> Iterator[RenderableType]:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for i, cause in enumerate(self.report.causes):
+            first = Text("or", "bold") if i else Text("likely cause", "bold red")
+            table.add_row(first, Text(clean(cause.text, width - 20), "bold"))
+            for line in cause.evidence[:8]:
+                table.add_row("", Text(f"- {clean(line, width - 20)}"))
+            if cause.tensors:
+                names = ", ".join(middle(clean(n), 60) for n in cause.tensors[:3])
+                more = f" and {len(cause.tensors) - 3:,} more" if len(cause.tensors) > 3 else ""
+                table.add_row("", Text(f"tensors: {names}{more}"))
+            if cause.place:
+                table.add_row("", Text(f"place: {clean(cause.place, width - 20)}"))
+        yield table
+
+
+def _verdict(check: Check) -> Text:
+    from rich.text import Text
+
+    if check.verdict == "fail":
+        return Text("FAIL", "bold white on red")
+    return Text(check.verdict, "green" if check.verdict == "pass" else "yellow")
+
+
+def _text_of(check: Check, word: int = 60) -> str:
+    where = f" [{middle(clean(check.where), word - 2)}]" if check.where and check.where not in check.text else ""
+    return clean(check.text, word) + where
+
+
+def _diff(row: Row, quantity: str, text: str | None = None) -> Text:
+    """The difference of a step, or another text about it, marked where it lies outside of the envelope."""
+    from rich.text import Text
+
+    d = row.differences.get(quantity)
+    if d is None:
+        return Text(f"{text} " if text else "")
+    out = not d <= row.bounds.get(quantity, math.inf)
+    return Text((number(d, 2) if text is None else text) + ("!" if out else " "), "bold red" if out else "")
+
+
+def _some(every: Sequence[Row]) -> Iterator[tuple[str, Row | None]]:
+    """The first and the last steps and the first ones outside of the envelope; (how many are left out, None) between."""
+    keep = set(range(len(every)))
+    if len(every) > _MANY_STEPS:
+        third = _MANY_STEPS // 3
+        odd = [i for i, r in enumerate(every) if r.outside][:third]
+        keep = {*range(third), *range(len(every) - third, len(every)), *odd}
+    left = 0
+    for i, r in enumerate(every):
+        if i not in keep:
+            left += 1
+            continue
+        if left:
+            yield f"{left} more", None
+            left = 0
+        yield "", r

@@ -1,0 +1,1 @@
+"""What a run records of its steps, its state and its environment."""

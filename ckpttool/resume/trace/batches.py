@@ -1,0 +1,251 @@
+"""Batches as a function of (seed, global sample index), never of the rank, so that jobs with different world sizes see the
+same data; and a digest that proves it.
+
+Step s (the first after a checkpoint of step n is n + 1) uses the samples [(s - 1) * B, s * B) of a global batch of B. They
+are cut into micro-batches of M; micro-batch k belongs to data-parallel rank k mod W. The shape of a forward pass is
+therefore the same at every world size, which is what keeps bfloat16 losses equal from one to the next: its noise comes
+from the shape, not from the number of ranks (measured; `bounds`).
+
+Data is one of
+
+    "synthetic"      tokens drawn by a counter-based generator (Philox) from (seed, index); the second half of a row
+                     repeats the first, so that there is something to learn
+    x.npy            a matrix of token rows, or one long row of tokens that is cut into rows of `sequence`
+    x.jsonl          one object a line: {"input_ids": [...]}, with "labels" if they differ, or {"text": "..."} for
+                     the tokenizer of the model's folder; rows are cut or padded to `sequence`
+    data of build()  a function of the sample index, or a sequence; one sample is a row of tokens or
+                     {"input_ids": row, "labels": row, ...}
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ...bounded_json import parse
+from ...errors import Corrupt, Unsafe, UsageError, argument
+
+__all__ = ["Rows", "digest", "digest_and_marks", "marks_of", "micro_batches", "of_user", "open_data", "refuse_missing"]
+
+#: sample index -> {"input_ids": int64 row, ...}; numpy arrays of one shape for every index.
+Rows = Callable[[int], dict[str, Any]]
+
+_MARK = 8  # characters
+
+IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
+
+
+def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, world: int) -> list[tuple[int, int, bool]]:
+    """(first sample, one past the last, whether it counts) of each forward pass of a data-parallel rank in a step.
+
+    Every rank has the same number of passes, since FSDP's collectives need all of them; where the micro-batches do not
+    divide by the world size, the last pass of some ranks repeats an earlier micro-batch and does not count.
+
+    micro_batches(1, 8, 2, 1, 3) == [(2, 4, True), (0, 2, False)]
+    """
+    n = global_batch // micro_batch
+    first = (step - 1) * global_batch
+    out = []
+    for k in range(rank, -(-n // world) * world, world):
+        at = first + (k if k < n else 0) * micro_batch
+        out.append((at, at + micro_batch, k < n))
+    return out
+
+
+def digest(rows: Iterable[Any]) -> int:
+    """Digest of some rows of tokens: the sum mod 2^128 of each row's BLAKE3, so that neither the order of the rows nor their
+    distribution over ranks matters; the sums of parts add up to the sum of the whole."""
+    return digest_and_marks(rows)[0]
+
+
+def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
+    """(`digest` of some rows, the marks of the rows one after the other).
+
+    A mark is the first 48 bits of the row's BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a million rows two
+    have the same by chance once in 500. Marks explain why batches differ; that they do is decided by the digest.
+    """
+    import numpy as np
+    from blake3 import blake3
+
+    total, marks = 0, []
+    for row in rows:
+        whole = blake3(np.ascontiguousarray(row, dtype="<i8").tobytes()).digest(16)
+        total += int.from_bytes(whole, "little")
+        marks.append(base64.b64encode(whole[:6]).decode())
+    return total % (1 << 128), "".join(marks)
+
+
+def marks_of(ranks: Sequence[str]) -> list[list[str]]:
+    """The marks of the rows of each rank, from what `digest_and_marks` gave on each."""
+    return [[marks[i : i + _MARK] for i in range(0, len(marks), _MARK)] for marks in ranks]
+
+
+def refuse_missing(data: str) -> None:
+    """Raises:
+    UsageError: there is no such file."""
+    if data != "synthetic" and not os.path.exists(data):
+        raise UsageError(f"{argument('data', data)}: no such file, and not the word synthetic.")
+
+
+def open_data(
+    data: str, *, seed: int, sequence: int | None, vocabulary: int | None, tokenizer: str | None = None
+) -> tuple[Rows, int]:
+    """(rows, their length) of `data`.
+
+    Raises:
+        UsageError: there is no such file, it holds something else, or tokens lie outside the vocabulary.
+    """
+    if data == "synthetic":
+        if vocabulary is None:
+            raise UsageError(
+                f"{argument('data', data)} needs a model with a vocabulary. Give {argument('data')} a file, or return data from build()."
+            )
+        return _synthetic(seed, sequence or 512, vocabulary), sequence or 512
+    refuse_missing(data)
+    if data.endswith(".npy"):
+        matrix = _matrix(data, sequence)
+        return _checked(lambda i: {"input_ids": matrix(i)}, data, vocabulary), len(matrix(0))
+    if data.endswith((".jsonl", ".json")):
+        return _lines(data, sequence, vocabulary, tokenizer)
+    raise UsageError(f"{argument('data', data)}: give a .npy or .jsonl file, or the word synthetic.")
+
+
+def _synthetic(seed: int, sequence: int, vocabulary: int) -> Rows:
+    def row(index: int) -> dict[str, Any]:
+        import numpy as np
+
+        draw = np.random.Generator(np.random.Philox(key=[seed % (1 << 64), index % (1 << 64)]))
+        half = draw.integers(0, vocabulary, (sequence + 1) // 2, dtype=np.int64)
+        return {"input_ids": np.concatenate([half, half])[:sequence]}
+
+    return row
+
+
+def _matrix(path: str, sequence: int | None) -> Callable[[int], Any]:
+    import numpy as np
+
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as e:
+        raise UsageError(f"{argument('data', path)}: not a plain .npy file ({e}).") from None
+    if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
+        raise UsageError(
+            f"{argument('data', path)}: {tokens.dtype} {tokens.shape}; token rows are a matrix of integers, or one row."
+        )
+    if tokens.ndim == 1:
+        length = sequence or 512
+        if len(tokens) < length:
+            raise UsageError(
+                f"{argument('data', path)}: {len(tokens)} tokens, fewer than one row of {length} ({argument('sequence')})."
+            )
+        tokens = tokens[: len(tokens) // length * length].reshape(-1, length)
+    elif sequence and sequence > tokens.shape[1]:
+        raise UsageError(
+            f"{argument('data', path)}: rows of {tokens.shape[1]} tokens, but {argument('sequence')} is {sequence}."
+        )
+    return lambda i: np.array(tokens[i % len(tokens)][:sequence], dtype=np.int64)
+
+
+def _lines(path: str, sequence: int | None, vocabulary: int | None, tokenizer: str | None) -> tuple[Rows, int]:
+    import numpy as np
+
+    where = [0]
+    with open(path, "rb") as f:
+        for text in f:
+            where.append(where[-1] + len(text))
+    count = len(where) - 1
+    if not count:
+        raise UsageError(f"{argument('data', path)}: no lines.")
+    encode = _tokenizer(tokenizer)
+
+    def record(index: int) -> dict[str, list[int]]:
+        k = index % count
+        with open(path, "rb") as f:
+            f.seek(where[k])
+            raw = f.read(where[k + 1] - where[k])
+        try:
+            found = parse(raw, path)
+            ids = found["input_ids"] if "input_ids" in found else encode(found["text"])
+            return {"input_ids": [int(t) for t in ids], "labels": [int(t) for t in found.get("labels", ids)]}
+        except UsageError:
+            raise
+        except (Corrupt, Unsafe, ValueError, KeyError, TypeError, AttributeError):
+            raise UsageError(
+                f'{argument("data", path)}, line {k + 1}: not an object with "input_ids" or "text", as every line must be.'
+            ) from None
+
+    length = sequence or len(record(0)["input_ids"])
+
+    def row(index: int) -> dict[str, Any]:
+        got = record(index)
+        ids = np.zeros(length, dtype=np.int64)
+        labels = np.full(length, IGNORED, dtype=np.int64)
+        n = min(length, len(got["input_ids"]))
+        ids[:n], labels[:n] = got["input_ids"][:n], got["labels"][:n]
+        return {"input_ids": ids, "labels": labels}
+
+    return _checked(row, path, vocabulary), length
+
+
+def _tokenizer(folder: str | None) -> Callable[[str], list[int]]:
+    loaded: list[Any] = []
+
+    def encode(text: str) -> list[int]:
+        if not loaded:
+            if folder is None:
+                raise UsageError(
+                    f"lines of text need the tokenizer of a Hugging Face folder ({argument('config')}); no folder was given."
+                )
+            from transformers import AutoTokenizer
+
+            try:
+                loaded.append(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+            except (OSError, ValueError) as e:
+                raise UsageError(
+                    f"{argument('config', folder)}: no tokenizer for lines of text ({str(e).splitlines()[0]})."
+                ) from None
+        return list(loaded[0](text)["input_ids"])
+
+    return encode
+
+
+def _checked(rows: Rows, path: str, vocabulary: int | None) -> Rows:
+    def row(index: int) -> dict[str, Any]:
+        out = rows(index)
+        ids = out["input_ids"]
+        if vocabulary is not None and len(ids) and (int(ids.max()) >= vocabulary or int(ids.min()) < 0):
+            raise UsageError(
+                f"{argument('data', path)}: sample {index} has tokens {int(ids.min())}..{int(ids.max())}, but the vocabulary of the "
+                f"model has {vocabulary}: another tokenizer?"
+            )
+        return out
+
+    return row
+
+
+def of_user(data: Any) -> Rows:
+    """The data of `build()`: a function of the sample index, or a sequence that is read cyclically."""
+    import numpy as np
+
+    def row(index: int) -> dict[str, Any]:
+        try:
+            sample = data(index) if callable(data) else data[index % len(data)]
+        except IndexError as e:
+            raise UsageError(
+                f"the data of build() has no sample {index} ({e}). Step n of the training reads the samples from (n - 1) x "
+                f"{argument('global_batch')} on: let the function go on, as data[index % len(data)] does, or take fewer {argument('steps')}."
+            ) from None
+        if not isinstance(sample, dict):
+            sample = {"input_ids": sample}
+        return {k: np.asarray(v) for k, v in sample.items()}
+
+    if not callable(data) and not (
+        isinstance(data, Sequence) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    ):
+        raise UsageError(
+            f"build() returned data of type {type(data).__name__}. Return a function of the sample index or a sequence, so that "
+            "batches do not depend on the rank."
+        )
+    return row

@@ -1,0 +1,255 @@
+"""Fingerprints and L2 norms of tensors that are sharded over many ranks.
+
+    fingerprint(tensor) = sum over elements i of mix(bits of element i, i)  mod 2^64
+
+i is the flat row-major index in the whole tensor, so the sum does not depend on which rank holds which shard, or in which
+order: every rank sums its own shards, and one all-reduce completes the sum. A changed or moved element changes the sum, with a
+chance of 2^-64 that it does not. This is not a cryptographic digest (collisions can be constructed); `ckpttool digest` is. It
+does not depend on the tensor's name, so a tensor that holds another's bytes is recognised.
+
+It runs on the device of the tensor, in blocks of 2^20 elements. torch's integer arithmetic wraps around on CPU and
+CUDA alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ...index.boxes import box_is_flat, flat_start, strides
+from ...live.collectives import gathered
+
+__all__ = ["combine", "flat", "has_bits", "in_files", "in_memory", "local", "norms", "of_each_rank", "owned", "quantum"]
+
+_BLOCK = 1 << 20
+_A, _B, _C = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64 (Steele, Lea, Flood 2014)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _mix(bits: Any, index: Any) -> int:
+    """The sum of one block; `bits` and `index` are int64 tensors of one size, both are overwritten."""
+    index.mul_(_signed(_A))
+    z = bits.add_(1).mul_(_signed(_C)).add_(index)
+    for shift, factor in ((30, _B), (27, _C)):
+        # >> keeps the sign in torch; the mask takes it off
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+    z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+    return int(z.sum().item()) % (1 << 64)
+
+
+def _bits(tensor: Any) -> Any:
+    """The elements of a contiguous 1-d tensor as integers, each complex128 as two."""
+    import torch
+
+    of = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+    return tensor.view(of[tensor.element_size()])
+
+
+def has_bits(tensor: Any) -> bool:
+    """Whether a tensor has elements to take a fingerprint of; sparse, quantised and many subclasses of tensors do not."""
+    try:
+        _bits(local(tensor).new_empty(0))
+    except (RuntimeError, TypeError, NotImplementedError, KeyError, AttributeError):
+        return False
+    return True
+
+
+def flat(tensor: Any, first: int) -> int:
+    """Sum of a contiguous 1-d tensor whose first element has flat index `first`."""
+    import torch
+
+    bits = _bits(tensor)
+    first *= 2 if tensor.element_size() == 16 else 1
+    total = 0
+    for a in range(0, bits.numel(), _BLOCK):
+        part = bits[a : a + _BLOCK].to(torch.int64, copy=True)
+        index = torch.arange(first + a, first + a + part.numel(), dtype=torch.int64, device=part.device)
+        total += _mix(part, index)
+    return total % (1 << 64)
+
+
+def _piece(tensor: Any, offset: Sequence[int], shape: Sequence[int]) -> int:
+    """Sum of a box, at an offset in a tensor of `shape`."""
+    if not tensor.numel():
+        return 0
+    if box_is_flat(shape, offset, tuple(tensor.shape)):
+        return flat(tensor.reshape(-1), flat_start(shape, offset))
+    return _scattered(tensor, offset, strides(shape))
+
+
+def _scattered(tensor: Any, offset: Sequence[int], steps: Sequence[int]) -> int:
+    """Sum of a box that is not a range of the flattened tensor, so the index of every element is computed."""
+    import torch
+
+    total, rows = 0, max(1, _BLOCK * tensor.shape[0] // tensor.numel())
+    for a in range(0, tensor.shape[0], rows):
+        part = tensor[a : a + rows]
+        index = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for d, (o, s) in enumerate(zip(offset, steps, strict=True)):
+            start = o + (a if d == 0 else 0)
+            along = torch.arange(start, start + part.shape[d], dtype=torch.int64, device=tensor.device) * s
+            index = index + along.reshape([-1 if e == d else 1 for e in range(part.dim())])
+        index = index.reshape(-1)
+        bits = _bits(part.reshape(-1)).to(torch.int64, copy=True)
+        if tensor.element_size() == 16:
+            index = (2 * index).repeat_interleave(2)
+            index[1::2] += 1
+        total += _mix(bits, index.contiguous())
+    return total % (1 << 64)
+
+
+# -------------------------------------------------------------------------------------------------- pieces and owners
+
+
+def local(tensor: Any) -> Any:
+    """What this rank holds of a tensor, detached."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _offset(tensor: Any) -> Any:
+    """The offset of this rank's shard in the whole tensor, from the method that torch.distributed.checkpoint uses."""
+    if not hasattr(tensor, "_local_tensor") or not local(tensor).numel():
+        return (0,) * tensor.dim()
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(int(o) for o in chunk.offsets)
+
+
+def owned(tensor: Any) -> bool:
+    """Whether this rank counts for a tensor: of the ranks with the same shard, the first does.
+
+    A DTensor's replicated dimensions count where their coordinate is 0, and of the submeshes that hold copies of it the
+    one with rank 0. A plain tensor is on every rank, and counts on rank 0.
+    """
+    import torch.distributed as dist
+
+    if not hasattr(tensor, "_local_tensor"):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    mesh = tensor.device_mesh
+    at = mesh.get_coordinate()
+    if at is None or not bool((mesh.mesh == 0).any()):
+        return False
+    return all(c == 0 for c, placement in zip(at, tensor.placements, strict=True) if placement.is_replicate())
+
+
+def combine(values: Sequence[float], *, integers: bool, device: Any) -> list[Any]:
+    """Sums over all ranks of one number for each tensor; integers mod 2^64, else float64. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [int(v) % (1 << 64) for v in values] if integers else list(values)
+    if integers:
+        together = torch.tensor([_signed(int(v) % (1 << 64)) for v in values], dtype=torch.int64, device=device)
+    else:
+        together = torch.tensor(list(values), dtype=torch.float64, device=device)
+    if len(values):
+        dist.all_reduce(together)
+    return [v % (1 << 64) for v in together.tolist()] if integers else list(together.tolist())
+
+
+def in_memory(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tuple[dict[str, str], list[str]]:
+    """({name: fingerprint}, names whose copies on several ranks differ) of live tensors, or of what they are in `dtype`. A
+    collective.
+
+    Copies are compared without sending them anywhere: the sum over all ranks must be that over the owners, times the
+    number of copies.
+    """
+    import torch.distributed as dist
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mine = [_piece(local(t).to(dtype or t.dtype), _offset(t), tuple(t.shape)) for t in tensors.values()]
+    owner = [v if owned(t) else 0 for v, t in zip(mine, tensors.values(), strict=True)]
+    total = combine([*owner, *mine], integers=True, device=device)
+    out, apart = {}, []
+    for k, (name, tensor) in enumerate(tensors.items()):
+        out[name] = f"{total[k]:016x}"
+        if total[k] * (world // _distinct(tensor)) % (1 << 64) != total[len(tensors) + k]:
+            apart.append(name)
+    return out, apart
+
+
+def of_each_rank(tensors: Mapping[str, Any]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
+    """{name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of shards are left out. A
+    collective."""
+    whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
+    every = gathered([f"{_piece(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()])
+    return {
+        n: [(str(t.dtype).removeprefix("torch."), tuple(t.shape), prints[k]) for prints in every]
+        for k, (n, t) in enumerate(whole.items())
+    }
+
+
+def _distinct(tensor: Any) -> int:
+    """Into how many shards a tensor is cut."""
+    if not hasattr(tensor, "_local_tensor"):
+        return 1
+    sizes = tensor.device_mesh.shape
+    return prod(n for n, placement in zip(sizes, tensor.placements, strict=True) if not placement.is_replicate())
+
+
+def quantum(tensor: Any) -> Any:
+    """The distance of each element, of 16 bits, to the next larger number; 0 for 0. In float32."""
+    import torch
+
+    exponent = tensor.float().frexp().exponent
+    return torch.where(tensor == 0, 0.0, exponent.float().exp2() * (torch.finfo(tensor.dtype).eps / 2))
+
+
+def norms(tensors: Mapping[str, Any], device: Any, of: Callable[[Any], Any] = lambda t: t) -> dict[str, float]:
+    """{name: L2 norm over all ranks} of what `of` makes of a shard, summed in float64. A collective."""
+    import torch
+
+    mine = [
+        float(torch.linalg.vector_norm(of(local(t)), dtype=torch.float64).item()) ** 2
+        if owned(t) and local(t).numel()
+        else 0.0
+        for t in tensors.values()
+    ]
+    total = combine(mine, integers=False, device=device)
+    return {n: v**0.5 for n, v in zip(tensors, total, strict=True)}
+
+
+def in_files(
+    opened: Any,
+    names: Sequence[str],
+    rank: int,
+    world: int,
+    device: Any,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    dtypes: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """{name: fingerprint} of tensors of a checkpoint, read a second time, in row-major order and by other code than the load.
+
+    Every rank reads its share, largest tensors first. `dtypes` {name: dtype} gives fingerprints of what tensors are in
+    another dtype than the files'. A collective.
+    """
+    import torch
+
+    from ...engine.stream import Reader, StreamJob
+
+    ckpt = opened.locate()
+    load, mine = [0] * world, []
+    for n in sorted(names, key=lambda n: (-ckpt.tensors[n].nbytes, n)):
+        least = load.index(min(load))
+        load[least] += ckpt.tensors[n].nbytes + 4096
+        if least == rank:
+            mine.append(n)
+    order = {n: k for k, n in enumerate(ckpt.tensors)}
+    mine.sort(key=order.__getitem__)
+    sums = dict.fromkeys(names, 0)
+    reader = Reader(opened.source, ckpt.files, ckpt.records)
+    done, total = 0, sum(ckpt.tensors[n].nbytes for n in mine)
+    for block in reader.blocks(StreamJob(n, ckpt.tensors[n]) for n in mine):
+        if block.count:
+            dtype = getattr(torch, ckpt.tensors[block.name].dtype)
+            data = torch.frombuffer(bytearray(block.data), dtype=dtype)
+            sums[block.name] += flat(data.to(device, (dtypes or {}).get(block.name, dtype)), block.first)
+        done += block.source_bytes
+        progress("compare", done, total)
+    reader.finish()
+    total = combine(list(sums.values()), integers=True, device=device)
+    return {n: f"{v:016x}" for n, v in zip(sums, total, strict=True)}

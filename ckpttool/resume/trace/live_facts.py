@@ -1,0 +1,265 @@
+"""What is read off a live model and its optimizer as plain data: names, param groups, configuration, norms of gradients and updates.
+
+`Measure.gradients`, `Measure.after` and `same_everywhere` are collective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ...live.collectives import gathered
+from ...live.live_values import leaves
+from ...live.optimizers import OWN_FLAGS
+from .fingerprint import combine, local, owned
+from .numerics import numerics
+from .side_state import mark
+
+__all__ = [
+    "Measure", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_parameters",
+    "named_state", "number", "numbers_of", "plain_groups", "root_of_squares", "same_everywhere", "scalars_of", "tied_names",
+]  # fmt: skip
+
+
+class Measure:
+    """Norms of the gradient and of the update of every trained parameter; `before` and `after` the optimizer's step.
+
+    A forgiving one measures nothing where a rank fails, or where ranks have different parameters, and says why in `trouble`;
+    otherwise the error is raised, on the rank that has it.
+    """
+
+    def __init__(self, model: Any, forgiving: bool = False) -> None:
+        self.model, self.forgiving = model, forgiving
+        self.grads: dict[str, float] = {}
+        self.updates: dict[str, float] = {}
+        self.trouble: str | None = None
+        self._old: dict[str, Any] = {}
+        self._alike: bool | None = None
+
+    def parameters(self) -> dict[str, Any]:
+        """{FQN: parameter} of the trained parameters, tied ones once."""
+        return {n: p for n, p in named_parameters(self.model).items() if p.requires_grad}
+
+    def before(self) -> None:
+        """Copy the parameters."""
+        if self._comparable():
+            with self._caught():
+                self._old = {n: local(p).clone() for n, p in self.parameters().items()}
+
+    def gradients(self) -> None:
+        """Measure the gradients as they are now. A collective."""
+        self.grads = self._norms(lambda n, p: None if p.grad is None else (p.grad, local(p.grad)))
+
+    def after(self) -> None:
+        """Measure the difference to the copy. A collective."""
+
+        def moved(n: str, p: Any) -> Any:
+            new, old = local(p), self._old.pop(n)
+            return p, new.double() - old.double() if new.element_size() == 8 else new.float() - old.float()
+
+        self.updates = self._norms(moved)
+
+    def _norms(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> dict[str, float]:
+        """Norms over all ranks of what `part(FQN, parameter)` gives: (a tensor that is laid out alike, this rank's elements)."""
+        import torch
+
+        if not self._comparable():
+            return {}
+        params = self.parameters()
+        squares, there = [0.0] * len(params), [0.0] * len(params)
+        with self._caught():
+            for k, (n, p) in enumerate(params.items()):
+                found = part(n, p)
+                if found is not None:
+                    there[k] = 1.0
+                    if owned(found[0]):
+                        squares[k] = float(torch.linalg.vector_norm(found[1], dtype=torch.float64).item()) ** 2
+        wrong = 0.0 if self.trouble is None else 1.0
+        total = combine([*squares, *there, wrong], integers=False, device=device_of(self.model))
+        if total[-1]:
+            self.trouble = self.trouble or "another rank could not measure its shards"
+            return {}
+        known = total[len(params) : -1]
+        return {n: v**0.5 for n, v, k in zip(params, total, known, strict=False) if k}
+
+    def _comparable(self) -> bool:
+        """Whether all ranks have the same parameters; with pipeline parallelism they do not. A collective, the first time."""
+        if self._alike is None:
+            self._alike = not self.forgiving or same_everywhere(list(self.parameters()))
+            if not self._alike:
+                self.trouble = "ranks have different parameters, as with pipeline parallelism"
+        return self._alike
+
+    @contextmanager
+    def _caught(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:
+            if not self.forgiving:
+                raise
+            self.trouble = f"{type(e).__name__}: {e}"
+
+
+def root_of_squares(norms: Mapping[str, float]) -> float:
+    """The norm of the whole from the norms of its parts."""
+    return float(sum(v * v for v in norms.values()) ** 0.5)
+
+
+def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
+    """{canonical name: tensor} of a live job: parameters, persistent buffers, the optimizer's tensors."""
+    from ...index.fqns import strip_wrappers
+
+    found = {n: t for n, t in model.state_dict().items() if hasattr(t, "element_size")}
+    clean = strip_wrappers(found)
+    out = {f"model.{clean[n]}": t for n, t in found.items()}
+    if optimizer is not None:
+        for fqn, p in named_parameters(model).items():
+            for slot, _, t in leaves(optimizer.state.get(p, {}), ()):
+                if hasattr(t, "element_size"):
+                    out[f"optim.state.{fqn}.{slot}"] = t
+    return out
+
+
+def named_parameters(model: Any) -> dict[str, Any]:
+    """{FQN: parameter}, tied ones once, without what wrappers add to names."""
+    from ...index.fqns import strip_wrappers
+
+    found = dict(model.named_parameters())
+    clean = strip_wrappers(found)
+    return {clean[n]: p for n, p in found.items()}
+
+
+def plain_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
+    """Param groups as plain data: options, and FQNs for parameters."""
+    names = {id(p): n for n, p in named_parameters(model).items()}
+    out = []
+    for group in optimizer.param_groups:
+        options = {k: _plain(v) for k, v in group.items() if k not in OWN_FLAGS and k != "params"}
+        out.append({**options, "params": [names.get(id(p), "?") for p in group["params"]]})
+    return out
+
+
+def _plain(x: Any) -> Any:
+    if hasattr(x, "element_size"):
+        return number(x) if x.numel() == 1 else " ".join(map(str, mark(x)))
+    if isinstance(x, (list, tuple)):
+        return [_plain(v) for v in x]
+    if isinstance(x, dict):
+        return {str(k): _plain(v) for k, v in x.items()}
+    return x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__name__
+
+
+def tied_names(model: Any) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    from ...index.fqns import strip_wrappers
+
+    names: dict[int, list[str]] = {}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    clean = strip_wrappers(every)
+    for n, p in every.items():
+        names.setdefault(id(p), []).append(clean[n])
+    return sorted(sorted(n) for n in names.values() if len(n) > 1)
+
+
+def config_of(model: Any) -> dict[str, Any] | None:
+    """The configuration of a transformers model, as plain data; None if it has none."""
+    inner = getattr(model, "module", model)
+    config: Any = getattr(inner, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return plain
+
+
+def scalars_of(tensors: Mapping[str, Any]) -> dict[str, float]:
+    """The values of tensors with one element that are not sharded."""
+    return {
+        n: float(t.item())
+        for n, t in tensors.items()
+        if t.numel() == 1 and not hasattr(t, "_local_tensor") and not t.is_complex()
+    }
+
+
+def numbers_of(model: Any, optimizer: Any) -> dict[str, float]:
+    """The numbers in the optimizer's state that are not tensors, under the names that tensors would have: some optimizers count steps
+    so."""
+    return {
+        f"optim.state.{fqn}.{slot}": float(x)
+        for fqn, p in named_parameters(model).items()
+        for slot, _, x in leaves(optimizer.state.get(p, {}), ())
+        if isinstance(x, (bool, int, float))
+    }
+
+
+def has_dropout(model: Any) -> bool:
+    """Whether any dropout probability of the model is above zero."""
+    return any(p > 0 for _, _, p in dropouts(model))
+
+
+def dropouts(model: Any) -> list[tuple[Any, str, float]]:
+    """(module, attribute, probability) of every dropout."""
+    from torch.nn.modules.dropout import _DropoutNd
+
+    out = []
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            out.append((module, "p", float(module.p)))
+        else:
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float):
+                    out.append((module, name, value))
+    return out
+
+
+def dtype_of(tensor: Any) -> str:
+    """torch's name of a dtype: "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def environment(device: str | None = None) -> dict[str, Any]:
+    """Versions and devices: causes of differences that no checkpoint records.
+
+    Args:
+        device: of the job; on "cpu" it has nothing of a GPU that the machine may have. None where only the job knows.
+    """
+    import platform
+
+    import torch
+
+    from ..._version import __version__
+
+    out: dict[str, Any] = {"ckpttool": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if device != "cpu" and torch.cuda.is_available():
+        out["gpu"] = torch.cuda.get_device_name()
+        out["numerics"] = numerics()
+        out["cuda"] = torch.version.cuda
+        if torch.distributed.is_nccl_available():
+            version: Any = torch.cuda.nccl.version
+            out["nccl"] = ".".join(map(str, version()))
+    return out
+
+
+def device_of(model: Any) -> Any:
+    """The device for collectives: NCCL needs the GPU, even if parameters are offloaded."""
+    import torch
+
+    on = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if torch.distributed.is_initialized() and "nccl" in str(torch.distributed.get_backend()) and on.type == "cpu":
+        return torch.device("cuda", torch.cuda.current_device())
+    return on
+
+
+def number(x: Any) -> float:
+    """A float from a number, a tensor with one element, or a DTensor of one."""
+    if hasattr(x, "full_tensor"):
+        x = x.full_tensor()
+    return float(x.detach().item() if hasattr(x, "detach") else x)
+
+
+def same_everywhere(x: Any) -> bool:
+    """Whether all ranks have the same plain data. A collective."""
+    from blake3 import blake3
+
+    return len(set(gathered(blake3(repr(x).encode()).hexdigest()))) == 1

@@ -1,0 +1,140 @@
+"""How a job computes on CUDA, where that decides the last bits: deterministic kernels, TF32, sums in bf16, buffers outside the checkpoint.
+
+Two runs of one job are equal bit for bit only with the same kernels. By default torch picks cuDNN's attention on an H100, whose
+backward pass adds in any order; `use_deterministic_algorithms(True, warn_only=True)` does not change that, and without `warn_only`
+torch picks flash attention in its deterministic form (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+`check_cudnn_deterministic`, and attention_backward.cu; measured in tests/gpu). A recorded job is compared with a run that
+computes as it did.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ...errors import Unsupported, argument
+
+__all__ = [
+    "NO_KERNEL",
+    "name_missing_kernel",
+    "numerics",
+    "read_small_buffers",
+    "set_cuda_environment",
+    "use_numerics",
+    "use_recorded_buffers",
+]
+
+#: How the error of `name_missing_kernel` begins.
+NO_KERNEL = "torch has no deterministic kernel for"
+
+#: Bytes of the largest buffer that a recording has. Frequencies of rotary embeddings have some hundred.
+_SMALL = 4096
+
+
+def set_cuda_environment() -> None:
+    """What must be set before CUDA starts. One algorithm for collectives, so that sums have one order at one world size."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def numerics() -> dict[str, Any]:
+    """What of this process decides which kernels CUDA runs: {"deterministic": bool, "tf32": bool, "bf16_reduced_precision": bool}.
+
+    "deterministic" is False with `warn_only`, where attention stays as it is.
+    """
+    import torch
+
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    matmul = torch.backends.cuda.matmul
+    return {
+        "deterministic": strict, "tf32": bool(matmul.allow_tf32),
+        "bf16_reduced_precision": bool(matmul.allow_bf16_reduced_precision_reduction),
+    }  # fmt: skip
+
+
+def use_numerics(deterministic: bool, recorded: Mapping[str, Any]) -> None:
+    """Compute with deterministic kernels, or with those that torch chooses; TF32 and sums in bf16 as in the recorded job, else off.
+
+    Without `deterministic` and a recorded job, torch's own settings stay.
+    """
+    import torch
+
+    torch.use_deterministic_algorithms(deterministic)
+    if not deterministic and not recorded:
+        return
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if deterministic:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    tf32, reduced = bool(recorded.get("tf32")), bool(recorded.get("bf16_reduced_precision"))
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
+
+
+@contextmanager
+def name_missing_kernel() -> Iterator[None]:
+    """Name the operation that torch refuses to compute since it has no deterministic kernel for it.
+
+    torch says "NAME does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'".
+
+    Raises:
+        Unsupported: there is such an operation.
+    """
+    try:
+        yield
+    except RuntimeError as e:
+        name, found, _ = str(e).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise Unsupported(
+            f"{NO_KERNEL} {name.split()[-1]}, which this job computes. Pass {argument('deterministic', False)}; bounds are wider then."
+        ) from e
+
+
+def _outside(model: Any) -> dict[str, Any]:
+    """{name: buffer} of those that no state dict holds, without what wrappers add to names."""
+    from ...index.fqns import strip_wrappers
+
+    found = {}
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.device.type != "meta":
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    clean = strip_wrappers(found)
+    return {clean[n]: b for n, b in found.items()}
+
+
+def read_small_buffers(model: Any) -> dict[str, list[Any]]:
+    """{name: [dtype, shape, bytes in hex]} of buffers that no checkpoint holds, of at most 4 KiB: frequencies of rotary embeddings.
+
+    They are computed when the model is built, on the GPU or the CPU, whose powers differ in the last bit.
+    """
+    import torch
+
+    out = {}
+    for name, buffer in _outside(model).items():
+        if buffer.numel() * buffer.element_size() <= _SMALL:
+            raw = buffer.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+            out[name] = [str(buffer.dtype).removeprefix("torch."), list(buffer.shape), raw.numpy().tobytes().hex()]
+    return out
+
+
+def use_recorded_buffers(model: Any, recorded: Mapping[str, Any]) -> list[str]:
+    """Give the model the recorded numbers of buffers that no checkpoint holds. A note for each that had others."""
+    import torch
+
+    notes = []
+    mine, live = read_small_buffers(model), _outside(model)
+    for name, (dtype, shape, hexed) in recorded.items():
+        if name not in mine or mine[name] == [dtype, list(shape), hexed] or mine[name][:2] != [dtype, list(shape)]:
+            continue
+        stored = torch.frombuffer(bytearray.fromhex(hexed), dtype=getattr(torch, dtype)).reshape(shape)
+        there = live[name]
+        apart = (there.detach().cpu().double() - stored.double()).abs().max().item()
+        there.copy_(stored)
+        notes.append(
+            f"buffer {name} is in no checkpoint, and the recorded job had other numbers (largest difference {apart:.1e}): its numbers are used"
+        )
+    return notes

@@ -1,0 +1,144 @@
+"""What the ranks of a training job hold beside model and optimizer, gathered for a `Recorder`.
+
+    given = sources(scheduler=scheduler, extra={"ema": ema.state_dict, "epoch": lambda: epoch})
+    found = of_ranks(given, device)          # on every rank: values, others, variants, generators, unrecorded
+
+An object that fails on one rank (its state_dict raises, say) is left out on all, and named in `unrecorded`; no rank waits for
+another that has gone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ...errors import UsageError, argument
+from ...live.collectives import gathered
+from ..text import listed, plural
+from . import fingerprint
+from .side_state import mark, named, taken
+
+__all__ = ["of_ranks", "sources"]
+
+_MODEL_KEYS = frozenset(("model", "optim", "optimizer", "state_dict"))
+
+
+def sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict[str, Any]:
+    """{key at the root of a checkpoint: where its state comes from}, of what was given to a `Recorder`.
+
+    Raises:
+        UsageError: it is neither an object with `state_dict()`, nor a function without arguments, nor (in `extra`) data.
+    """
+    out: dict[str, Any] = {}
+    for key, source in (("scheduler", scheduler), ("scaler", scaler), ("dataloader", dataloader)):
+        if source is None:
+            continue
+        for one in source if isinstance(source, (list, tuple)) else [source]:
+            if not (hasattr(one, "state_dict") or callable(one) or isinstance(one, Mapping)):
+                raise UsageError(
+                    f"{argument(key)} is a {type(one).__name__}, which has no state_dict(). Pass the object whose state the "
+                    "checkpoint stores, or a function that returns that state."
+                )
+        out[key] = source
+    if extra is not None and not callable(extra):
+        if not isinstance(extra, Mapping):
+            raise UsageError(
+                f"{argument('extra')} is a {type(extra).__name__}. Pass a dict {{key at the root of the checkpoint: state, or "
+                "object with state_dict(), or function}, or a function that returns such a dict."
+            )
+        _checked(extra, out)
+    if extra is not None:
+        out["extra"] = extra
+    return out
+
+
+def _checked(extra: Mapping[Any, Any], others: Collection[str]) -> Mapping[Any, Any]:
+    odd = [k for k in extra if not isinstance(k, str) or k in _MODEL_KEYS or k in others]
+    if odd:
+        raise UsageError(
+            f"{argument('extra')} has the key {odd[0]!r}, which is not the name of a further entry of the checkpoint: model and "
+            "optimizer are arguments of their own, and so are scheduler, scaler and dataloader."
+        )
+    return extra
+
+
+def _state_of(source: Any) -> Any:
+    if hasattr(source, "state_dict"):
+        return source.state_dict()
+    if isinstance(source, (list, tuple)) and any(hasattr(x, "state_dict") for x in source):
+        return [_state_of(x) for x in source]
+    return source() if callable(source) else source
+
+
+def of_ranks(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    """Fields of a state record: values, others, variants, generators, unrecorded. A collective.
+
+    Values that some ranks hold and others do not (each rank's own dataloader) are all there. Where ranks hold different values under
+    one name, as long as they save them under that name the checkpoint has one of them: `variants` has all.
+    """
+    wrong: dict[str, str] = {}
+    mine = taken({})
+    for key, source in given.items():
+        try:
+            if key == "extra":
+                extra = source() if callable(source) else source
+                found = {k: _state_of(v) for k, v in _checked(extra, given.keys() - {"extra"}).items()}
+            else:
+                found = {key: _state_of(source)}
+            part = taken(named(found))
+        except Exception as e:
+            wrong[key] = f"{type(e).__name__}: {e}"
+            continue
+        for ours, new in zip(mine, part, strict=True):
+            ours.update(new)
+    parts = gathered((mine.values, mine.others, sorted(mine.sharded), wrong, _generators()))
+    unrecorded: dict[str, str] = {}
+    for rank, part in enumerate(parts):
+        for key, why in part[3].items():
+            unrecorded.setdefault(key, f"its state could not be read on rank {rank} ({why})")
+    variants: dict[str, list[Any]] = {}
+    values = _merged([p[0] for p in parts], variants)
+    others = _merged([p[1] for p in parts], variants)
+    if len({tuple(p[2]) for p in parts}) == 1:
+        names = sorted(mine.sharded)
+        tensors = {n: mine.sharded[n] for n in names}
+        prints, _ = fingerprint.in_memory(tensors, device)
+        others |= {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape), prints[n]) for n, t in tensors.items()}
+    else:
+        names = sorted(set().union(*(p[2] for p in parts)))
+        unrecorded["extra"] = (
+            f"ranks hold different sharded tensors, of {plural(len(names), 'tensor')}: {listed(names)}"
+        )
+    for key in unrecorded.keys() & given.keys() - {"extra"}:  # what the other ranks have is not the whole
+        for found_ in (values, others, variants):
+            for n in [n for n in found_ if n.partition(".")[0] == key]:
+                del found_[n]
+    return {
+        "values": values, "others": others, "variants": variants, "generators": [p[4] for p in parts],
+        "unrecorded": unrecorded,
+    }  # fmt: skip
+
+
+def _merged(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if repr(out.setdefault(name, value)) != repr(value):
+                seen = variants.setdefault(name, [out[name]])
+                if all(repr(v) != repr(value) for v in seen):
+                    seen.append(value)
+    return out
+
+
+def _generators() -> dict[str, Any]:
+    """Marks of this rank's global generators; with numpy's, its position in the numbers that are drawn already."""
+    import numpy as np
+    import torch
+
+    out: dict[str, Any] = {"torch": mark(torch.get_rng_state())}
+    if torch.cuda.is_available():
+        out["cuda"] = mark(torch.cuda.get_rng_state())
+    found = taken({("python",): random.getstate(), ("numpy",): np.random.get_state(legacy=True)})
+    out["python"], out["numpy"] = found.others["python.1"], found.others["numpy.1"]
+    return {**out, "numpy_position": found.values["numpy.2"]}

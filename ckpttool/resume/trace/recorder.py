@@ -1,0 +1,441 @@
+"""Recorder: a few lines in any training loop that record the reference for a later resume-verify.
+
+    recorder = ckpttool.Recorder("reference.jsonl", model, optimizer, scheduler=scheduler)    # on every rank
+    recorder.state(step)                                                    # where the checkpoint is saved
+    for step, batch in ...:
+        ...
+        recorder.step(step, loss=loss, batch=batch["input_ids"], grad_norm=norm)       # after optimizer.step()
+
+Rank 0 writes one line per record (`trace` describes the format); the other ranks take part in the sums. Learning rates and the
+norms of every tensor's gradient and update are measured in the optimizer's own step hooks. Numbers are never rounded.
+
+A recorder never changes a training, and never ends one: once it is made, whatever fails in it (a state_dict that raises, a full disk) is a
+RuntimeWarning, and the recording says what it lacks and why. What one rank cannot measure is left out on all, so that no
+rank waits for another.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ...errors import UsageError, argument
+from ...live.collectives import gathered
+from ...printable import printable
+from ..text import listed, plural
+from .batches import digest_and_marks
+from .fingerprint import has_bits, in_memory, of_each_rank
+from .live_facts import (
+    Measure,
+    config_of,
+    device_of,
+    dtype_of,
+    environment,
+    has_dropout,
+    named_state,
+    number,
+    numbers_of,
+    plain_groups,
+    root_of_squares,
+    same_everywhere,
+    scalars_of,
+    tied_names,
+)
+from .model import Step, line
+from .numerics import read_small_buffers
+from .probing import batch_of, kept, logits_of, refused, sketch, undisturbed
+from .recorded_state import of_ranks, sources
+
+__all__ = ["Recorder"]
+
+
+def _not_given(what: str) -> dict[str, str]:
+    return {what: f"{what} was not passed to Recorder"}
+
+
+class Recorder:
+    """Records a training job, as the reference of a later `ckpttool resume-verify --reference`.
+
+    Args:
+        path: the JSONL file; records are appended. Only rank 0 opens it.
+        model, optimizer: of the job, as they train (sharded, wrapped). If the optimizer is not one of torch (DeepSpeed's
+            engine has its own), pass None, and pass the learning rates to `step`.
+        norms: whether to record the norms of every parameter's gradient and update in each step. This costs a copy of this
+            rank's shards and two passes over them.
+        scheduler, scaler, dataloader: whose state the checkpoint stores, too: objects with `state_dict()` (a list of them, if
+            the checkpoint has a list), or functions that return that state. Every rank may have a dataloader of its own.
+        extra: whatever else the checkpoint stores, by its keys at the root: {"ema": ema, "epoch": lambda: epoch, "rng":
+            random_states}, where a value is an object with `state_dict()`, a function or data; or a function that returns
+            such a dict. Tensors and arrays are recorded as fingerprints.
+        probe: token ids (rows, sequence), the same on every rank, or a dict of them: `state` also records a sketch of the
+            logits of model(input_ids=probe), of the model in evaluation mode. In bfloat16 with autocast, call `state` within it.
+        group: the data-parallel group, if some ranks get the same data (tensor parallelism).
+        rows: whether to record 8 characters for each row of a batch, which name the rows if a later job reads others.
+        about: known fields of `trace.Trace`: global_batch, micro_batch (rows of one forward pass), sequence, dtype
+            ("bf16": computed in bfloat16), clip (the bound of gradient clipping; 0 is none), seed, data. In bfloat16, step 1 is
+            compared more strictly if micro_batch and sequence are known and equal to those of the next job.
+
+    Raises:
+        UsageError: an argument is none of these. OSError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: Any = None,
+        optimizer: Any = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        dataloader: Any = None,
+        extra: Any = None,
+        probe: Any = None,
+        norms: bool = True,
+        rows: bool = True,
+        group: Any = None,
+        **about: Any,
+    ) -> None:
+        optimizer = _unwrapped(optimizer)
+        if isinstance(optimizer, (list, tuple)):
+            raise UsageError(
+                f"{argument('optimizer')} is a {type(optimizer).__name__}; a recorder follows the steps of one optimizer. Pass the one "
+                "with the most parameters; the state of the others is not recorded."
+            )
+        self._path, self._model, self._optimizer, self._group, self._rows = path, model, optimizer, group, rows
+        self._sources = sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
+        if probe is not None and model is None:
+            raise UsageError(f"{argument('probe')} needs the model whose logits are recorded.")
+        self._probe = None if probe is None else _token_rows(probe)
+        self._measure = Measure(model, True) if norms and model is not None and optimizer is not None else None
+        self._rates: list[float] | None = None
+        self._hooks: list[Any] = []
+        if optimizer is not None:
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_step_post_hook(self._after),
+            ]
+        known: dict[str, Any] = {"world_size": _world(), "environment": environment(), **about}
+        if model is not None:
+            known.setdefault("dropout", has_dropout(model))
+            known.setdefault("parameters", sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
+            known.setdefault("tied", tied_names(model))
+            known.setdefault("config", config_of(model))
+        if hasattr(scheduler, "state_dict"):
+            known.setdefault("scheduler", type(scheduler).__name__)
+        self._clip = known.get("clip")
+        if _rank() == 0:
+            _cut_half_line(path)
+            _append(path, line("start", **known))
+
+    def state(self, step: int) -> None:
+        """Record what the job holds after `step` optimizer steps: fingerprints of model and optimizer, the state of scheduler,
+        scaler, dataloader and `extra`, marks of every rank's random states, and the probe. A collective.
+
+        Call it right before or after the checkpoint is saved. A later job is compared with it, tensor by tensor and value by
+        value. It costs one pass over this rank's shards, and one forward pass if there is a probe.
+        """
+        with self._harmless(f"state of step {step}"):
+            model, optimizer = self._model, self._optimizer
+            device = "cpu" if model is None else device_of(model)
+            found = of_ranks(self._sources, device)
+            lacks: dict[str, str] = {}
+            for key in ("scheduler", "scaler", "dataloader", "extra"):
+                if key not in self._sources:
+                    lacks |= _not_given(key)
+            lacks |= found.pop("unrecorded")
+            tensors: dict[str, Any] = {}
+            numbers: dict[str, float] = {}
+            if model is None:
+                lacks |= _not_given("model")
+            elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
+                lacks["model"] = "DeepSpeed's ZeRO-3 keeps the parameters apart from the model"
+            else:
+                tensors, why = self._tensors(lacks)
+                if why is not None:
+                    lacks["model"] = why
+                prints, apart = in_memory(tensors, device)
+                found["variants"] |= of_each_rank({n: tensors[n] for n in apart})
+                numbers = {} if optimizer is None or why is not None else numbers_of(model, optimizer)
+            if optimizer is None:
+                lacks |= _not_given("optimizer")
+            probe, why = self._probed(device)
+            if why is not None:
+                lacks["probe"] = why
+                if self._probe is not None:
+                    _warn(f"probe not recorded: {why}")
+            self._write(
+                "state", step=step,
+                state={n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
+                scalars=scalars_of(tensors) | numbers, **found, probe=probe, unrecorded=lacks,
+                buffers={} if model is None else read_small_buffers(model),
+                groups=[] if model is None or optimizer is None else plain_groups(model, optimizer),
+            )  # fmt: skip
+
+    def _tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
+        """(the tensors of model and optimizer, none of them where a rank differs, why then). A collective."""
+        tensors: dict[str, Any] = {}
+        failed: str | None = None
+        try:
+            tensors = named_state(self._model, self._optimizer)
+            odd = [n for n, t in tensors.items() if not has_bits(t)]
+            tensors = {n: t for n, t in tensors.items() if n not in set(odd)}
+            if odd:
+                lacks["tensors"] = f"no fingerprint of {plural(len(odd), 'tensor')} of another class: {listed(odd)}"
+        except Exception as e:
+            failed = f"{type(e).__name__}: {e}"
+        for rank, text in enumerate(gathered(failed)):
+            if text is not None:
+                return {}, f"its state could not be read on rank {rank} ({text})"
+        if not same_everywhere(list(tensors)):
+            return {}, "ranks hold different tensors, as with pipeline parallelism"
+        return tensors, None
+
+    def _probed(self, device: Any) -> tuple[dict[str, Any], str | None]:
+        """(the probe as a trace has it, why there is none). A collective."""
+        if self._probe is None:
+            return {}, _not_given("probe")["probe"]
+        if not same_everywhere(self._probe):
+            return {}, "ranks were given different rows"
+        out: dict[str, Any] = {}
+        try:
+            batch = batch_of(self._probe, device)
+            why = refused(self._model, batch)
+            if why is None:
+                with undisturbed(self._model):
+                    logits = kept(logits_of(self._model, batch))
+                out = {"rows": self._probe, **sketch(logits.cpu().numpy())}
+        except Exception as e:
+            why = f"{type(e).__name__}: {e}"
+        every = gathered(why)
+        wrong = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None]
+        return ({}, wrong[0]) if wrong else (out, None)
+
+    def step(
+        self,
+        step: int,
+        *,
+        loss: Any,
+        batch: Any = None,
+        tokens: int | None = None,
+        grad_norm: Any = None,
+        learning_rates: Sequence[float] | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Record an optimizer step, after it. A collective.
+
+        Args:
+            step: its number; the first of a training is 1.
+            loss: mean over the tokens of this rank's rows, of all micro-batches of the step; or already that of the
+                global batch, the same on every rank.
+            batch: this rank's token ids of the step: (rows, sequence), or a list of such for several micro-batches.
+            tokens: tokens of this rank that count in the loss; None gives ranks equal weight.
+            grad_norm: norm of the whole gradient before clipping, as clip_grad_norm_ returns it. If None, it is
+                computed when the optimizer starts its step: of the clipped gradient, if the job clips.
+            learning_rates: of each param group, if the recorder has no optimizer.
+            seconds: time of the step.
+        """
+        with self._harmless(f"step {step}"):
+            self._step(step, loss, batch, tokens, grad_norm, learning_rates, seconds)
+
+    def _step(
+        self,
+        step: int,
+        loss: Any,
+        batch: Any,
+        tokens: int | None,
+        grad_norm: Any,
+        learning_rates: Sequence[float] | None,
+        seconds: float | None,
+    ) -> None:
+        found = self._together(loss, tokens, batch)
+        if found is None:
+            return
+        value, count, rows, marks = found
+        measured = self._measure
+        total = None if grad_norm is None else number(grad_norm)
+        grads: dict[str, float] = {}
+        updates: dict[str, float] = {}
+        if measured is not None and measured.trouble is not None:
+            self._lost("norms", measured.trouble)
+            measured.trouble = None
+        if measured is not None and measured.grads:
+            grads, updates = measured.grads, measured.updates
+            applied = root_of_squares(grads)
+            if total is None:
+                total = applied
+            elif applied > 0:
+                if applied < total * (1 - 1e-4) and not self._clip:
+                    self._lost(
+                        "clip",
+                        f"the grad norm of step {step} is {total:.6g}, but the optimizer got gradients of norm {applied:.6g}. If the job clips, pass {argument('clip')}",
+                    )
+                    self._clip = applied
+                grads = {n: v * (total / applied) for n, v in grads.items()}  # as they were before clipping
+        out = Step(
+            step, value, total, root_of_squares(updates) if updates else None,
+            self._rates if learning_rates is None else [float(r) for r in learning_rates], rows, count, seconds,
+            None, grads, updates, marks,
+        )  # fmt: skip
+        self._write("step", **{k: v for k, v in vars(out).items() if v is not None and v not in ({}, [])})
+
+    def close(self) -> None:
+        """Remove the hooks from the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
+        self._rates = [float(g["lr"]) for g in optimizer.param_groups]  # a tensor, too
+        measure = self._measure
+        if measure is None:
+            return None
+        measure.before()
+        closure = how.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None:
+            measure.gradients()
+            return None
+
+        def measured() -> Any:  # Lightning's closure has the backward pass in it
+            out = closure()
+            measure.gradients()
+            return out
+
+        return (args[0], measured, *args[2:]) if len(args) > 1 else args, how if len(args) > 1 else {
+            **how,
+            "closure": measured,
+        }
+
+    def _after(self, *_: Any) -> None:
+        if self._measure is not None:
+            self._measure.after()
+
+    def _together(
+        self, loss: Any, tokens: int | None, batch: Any
+    ) -> tuple[float, int | None, str | None, list[str]] | None:
+        """(loss, tokens, digest of the batch, marks of the rows of each rank) over all ranks; None if a rank has no loss."""
+        mine: float | None = None
+        seen: tuple[int, str] | None = None
+        try:
+            mine = number(loss)
+        except Exception as e:
+            self._lost("loss", f"loss={loss!r} is not a number ({type(e).__name__}: {e})")
+        try:
+            rows = _rows(batch)
+            seen = None if rows is None else digest_and_marks(rows)
+        except Exception as e:
+            self._lost("batch", f"batch, a {type(batch).__name__}, is not rows of token ids ({type(e).__name__}: {e})")
+        parts = gathered((mine, tokens, seen), self._group)
+        losses, counts, rows_seen = zip(*parts, strict=True)
+        if None in losses:
+            return None
+        known = all(c is not None for c in counts)
+        weights = counts if known and sum(counts) else [1] * len(parts)
+        value = sum(w * x for w, x in zip(weights, losses, strict=True) if w) / sum(weights)
+        if len(set(losses)) == 1:
+            value = losses[0]  # already the global one; no rounding of ours
+        count = sum(counts) if known else None
+        if any(d is None for d in rows_seen):
+            return value, count, None, []
+        together = f"{sum(d for d, _ in rows_seen) % (1 << 128):032x}"
+        return value, count, together, [m for _, m in rows_seen] if self._rows else []
+
+    @contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        """Turn whatever goes wrong into a warning, and a line in the recording."""
+        try:
+            yield
+        except Exception as e:
+            self._lost(what, f"{type(e).__name__}: {e}")
+
+    def _lost(self, what: str, why: str) -> None:
+        _warn(f"{what} not recorded: {why}")
+        self._write("lost", what=what, why=why)
+
+    def _write(self, kind: str, **record: Any) -> None:
+        if _rank() == 0:
+            try:
+                _append(self._path, line(kind, **record))
+            except (OSError, TypeError, ValueError) as e:
+                _warn(f"{os.fspath(self._path)} could not be written, and a line is lost: {e}")
+
+
+def _warn(text: str) -> None:
+    import warnings
+
+    try:
+        warnings.warn(f"ckpttool.Recorder: {printable(text)}", RuntimeWarning, stacklevel=5)
+    except RuntimeWarning:  # the job has made errors of warnings
+        print(f"ckpttool.Recorder: {printable(text)}", file=sys.stderr)  # noqa: T201
+
+
+def _append(path: str | os.PathLike[str], text: str) -> None:
+    with open(path, "a", encoding="utf-8") as f:
+        f.write(text)
+
+
+def _token_rows(probe: Any) -> dict[str, list[list[int]]]:
+    """Rows of token ids as plain data.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    out = {}
+    for key, x in (probe if isinstance(probe, Mapping) else {"input_ids": probe}).items():
+        plain = x.tolist() if hasattr(x, "tolist") else x
+        rows = (
+            [list(r) if isinstance(r, (list, tuple)) else r for r in plain] if isinstance(plain, (list, tuple)) else []
+        )
+        if not rows or not all(isinstance(r, list) and r and all(type(t) is int for t in r) for r in rows):
+            raise UsageError(
+                f"{argument('probe')}: {key} is not rows of token ids, integers of shape (rows, sequence)."
+            )
+        out[str(key)] = rows
+    if "input_ids" not in out:
+        raise UsageError(f"{argument('probe')}: a dict needs input_ids; this one has {', '.join(out) or 'nothing'}.")
+    return out
+
+
+def _cut_half_line(path: str | os.PathLike[str]) -> None:
+    """Cut off the line that a killed job was writing."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb+") as f:
+        text = f.read()
+        f.truncate(text.rfind(b"\n") + 1)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside the wrapper of Accelerate or Lightning, which do not call their own hooks."""
+    while type(optimizer).__name__ in ("AcceleratedOptimizer", "LightningOptimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _rows(batch: Any) -> Iterable[Any] | None:
+    if batch is None:
+        return None
+    if isinstance(batch, (list, tuple)):
+        return (row for part in batch for row in _rows(part) or ())
+    array = batch.detach().cpu().numpy() if hasattr(batch, "detach") else batch
+    return iter(array if getattr(array, "ndim", 2) > 1 else [array])
+
+
+def _world() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
