@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .audit.options import ArchiveOptions
     from .engine.adapter import adapter_extract, adapter_merge
     from .engine.conversion import ConvertResult, convert
-    from .engine.detection import newest
     from .engine.diff import Difference, diff
-    from .engine.doctor import Diagnosis, doctor
+    from .engine.discover.detection import newest
+    from .engine.doctor.examine import Diagnosis, doctor
     from .engine.handle import TensorHandle
     from .engine.inspect import Summary, inspect
     from .engine.opening import OpenCheckpoint, open
@@ -49,7 +49,7 @@ _WHERE = {
     "Checkpoint": "index.checkpoint",
     "CkpttoolError": "errors",
     "ConvertResult": "engine.conversion",
-    "Diagnosis": "engine.doctor",
+    "Diagnosis": "engine.doctor.examine",
     "Difference": "engine.diff",
     "DigestResult": "engine.verification",
     "DirectoryOptions": "converters._options",
@@ -75,11 +75,11 @@ _WHERE = {
     "describe_fsdp1": "live.fsdp1",
     "diff": "engine.diff",
     "digest": "engine.verification",
-    "doctor": "engine.doctor",
+    "doctor": "engine.doctor.examine",
     "export": "audit.export",
     "inspect": "engine.inspect",
     "load": "live.load",
-    "newest": "engine.detection",
+    "newest": "engine.discover.detection",
     "open": "engine.opening",
     "plan": "engine.planning",
     "pull": "hub.pull",

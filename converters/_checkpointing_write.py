@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.engine.stream import small
+from ckpttool.engine.copy.stream import small
 from ckpttool.formats.pickle_writer import dump
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.engine.zstd_frames import decompress_ends
+from ckpttool.engine.copy.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip, zip_bytes
 from ckpttool.formats.pickles import Opaque

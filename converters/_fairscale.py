@@ -8,8 +8,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ckpttool.engine import flat_layout
-from ckpttool.engine.flat_layout import Flat, FlatLayout
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index.checkpoint import TensorEntry
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.engine import flat_layout
-from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor

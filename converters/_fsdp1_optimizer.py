@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from ckpttool.engine import flat_layout
-from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.engine import flat_layout
-from ckpttool.engine.flat_layout import Flat, FlatLayout
-from ckpttool.engine.training import Training
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
+from ckpttool.engine.flat.training import Training
 from ckpttool.errors import Unsupported, argument
 from ckpttool.huggingface import encodings, model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, floating_dtype

@@ -19,11 +19,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool import bounded_json
-from ckpttool.engine import flat_layout
 from ckpttool.engine.conservation import changed_values
-from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
-from ckpttool.engine.placed_masters import with_masters_as_weights
-from ckpttool.engine.training import TRAINED_ALONE, Group, Training, group_values, split_training_state, tensors_of
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
+from ckpttool.engine.flat.placed_masters import with_masters_as_weights
+from ckpttool.engine.flat.training import TRAINED_ALONE, Group, Training, group_values, split_training_state, tensors_of
 from ckpttool.errors import UsageError, argument
 from ckpttool.formats.sharded import Table, sharded_tensor
 from ckpttool.formats.stored_tensors import Inline

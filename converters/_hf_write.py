@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool import bounded_json
-from ckpttool.engine.tensor_digests import tensor_digests
+from ckpttool.engine.copy.tensor_digests import tensor_digests
 from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
 from ckpttool.huggingface import adapters, encodings, hub_names, lora, model_files
 from ckpttool.index.checkpoint import Checkpoint, TensorEntry, Value, joined, tied_weights

@@ -23,7 +23,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.engine.tensor_digests import proof_digests
+from ckpttool.engine.copy.tensor_digests import proof_digests
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined

@@ -23,7 +23,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.engine.tensor_digests import announce_proof, proof_digests
+from ckpttool.engine.copy.tensor_digests import announce_proof, proof_digests
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats.crc import crc32
 from ckpttool.formats.pickles import Global, short

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ckpttool.engine.tensor_digests import proof_digests
+from ckpttool.engine.copy.tensor_digests import proof_digests
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import stored_tensors
 from ckpttool.formats.pickles import short

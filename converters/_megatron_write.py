@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.engine.conservation import changed_values
-from ckpttool.engine.stream import small
+from ckpttool.engine.copy.stream import small
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles
 from ckpttool.formats.pickles import short

@@ -2,7 +2,7 @@
 
 A trainer's dialect (trainers.py) lists the parts of a directory: which file or folder it is, which layout reads it, and
 which component of the state it holds. `read` reads them and joins their indexes. What is no part and holds state by its
-name is listed as unread, as for every layout (engine/unread_files.py).
+name is listed as unread, as for every layout (engine/discover/unread_files.py).
 
     Part("pytorch_model_fsdp_0", "dcp", "model")         a folder, read by the layout dcp
     Part("optimizer.pt", "full", "optim")                a file; numbers of parameters become the names of the model part

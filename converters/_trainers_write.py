@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpttool import layouts
 from ckpttool.engine.conservation import changed_values
-from ckpttool.engine.stream import small
+from ckpttool.engine.copy.stream import small
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats.stored_tensors import flattened, number_in
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined

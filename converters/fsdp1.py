@@ -31,7 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpttool.bounded_json import parse
-from ckpttool.engine.flat_layout import FLAT
+from ckpttool.engine.flat.flat_layout import FLAT
 from ckpttool.errors import Corrupt, UsageError
 from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded

@@ -23,8 +23,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.bounded_json import parse
+from ckpttool.engine.copy.value_digests import recorded_values
 from ckpttool.engine.recorded import MOST_RECORD_BYTES
-from ckpttool.engine.value_digests import recorded_values
 from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
 from ckpttool.formats.numpy_values import as_torch

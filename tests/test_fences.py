@@ -56,11 +56,11 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.resume_verify": {"typer"},
     "cli.terminal": {"typer"},
     "cli.verify": {"typer"},
-    "engine.part_requests": {"blake3"},
+    "engine.workers.part_requests": {"blake3"},
     "engine.planning": {"blake3"},
-    "engine.fill": {"blake3"},
-    "engine.tensor_digests": {"blake3"},
-    "engine.value_digests": {"blake3"},
+    "engine.copy.fill": {"blake3"},
+    "engine.copy.tensor_digests": {"blake3"},
+    "engine.copy.value_digests": {"blake3"},
     "formats.crc": {"isal"},
     "hub.hashing": {"blake3"},
     "index.digests": {"blake3"},
@@ -288,7 +288,7 @@ def test_the_docstring_of_errors_draws_every_class_with_its_code() -> None:
 #: of ours that answer.
 OWN_JSON = {
     "audit.ledger", "audit.parallel_reading", "converters._dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
-    "engine.part_requests", "engine.part_worker", "formats.values", "resume.ranks.launch", "resume.settings", "resume.trace.live_facts", "resume.trace.model",
+    "engine.workers.part_requests", "engine.workers.part_worker", "formats.values", "resume.ranks.launch", "resume.settings", "resume.trace.live_facts", "resume.trace.model",
     "resume.job.watchdog",
     "storage.partial", "storage.shared_tree",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Functions that workers run in tests: text -> text, as `ckpttool.engine.part_worker.run`."""
+"""Functions that workers run in tests: text -> text, as `ckpttool.engine.workers.part_worker.run`."""
 
 from __future__ import annotations
 

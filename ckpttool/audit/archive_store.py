@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ..engine.fill import silent
+from ..engine.copy.fill import silent
 from ..errors import (
     CkpttoolError,
     Corrupt,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
 from ..engine.conversion import ConvertResult, RunOptions, convert_with
-from ..engine.fill import Progress, silent
+from ..engine.copy.fill import Progress, silent
 from ..engine.opening import CheckpointPath, OpenOptions
 from ..engine.planning import WriteRequest
 from ..errors import CkpttoolError, Interrupted

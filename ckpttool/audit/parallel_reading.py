@@ -13,12 +13,12 @@ import json
 from bisect import bisect_left
 from typing import Any
 
-from ..engine.dispatch import run_all
-from ..engine.executors import Workers
-from ..engine.fill import Progress
-from ..engine.part_requests import absolute_path, encoded_error
-from ..engine.part_worker import Last
-from ..engine.parts import Part, least_bytes
+from ..engine.copy.fill import Progress
+from ..engine.workers.dispatch import run_all
+from ..engine.workers.executors import Workers
+from ..engine.workers.part_requests import absolute_path, encoded_error
+from ..engine.workers.part_worker import Last
+from ..engine.workers.parts import Part, least_bytes
 from ..errors import CkpttoolError
 from ..layouts import place
 from .archive import Archive

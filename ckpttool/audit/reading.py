@@ -14,7 +14,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from ..engine.fill import Progress, silent
+from ..engine.copy.fill import Progress, silent
 from ..errors import CkpttoolError
 from ..printable import printable
 from ..storage.source import Source

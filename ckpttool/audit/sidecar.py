@@ -31,7 +31,7 @@ from ..storage import urls
 from ..storage.source import Source
 
 if TYPE_CHECKING:
-    from ..engine.fill import Progress
+    from ..engine.copy.fill import Progress
 
 __all__ = ["BLOCK", "HOLD", "ciphertext", "encode", "encode_holds", "hold_name", "holds", "name", "put", "read"]
 

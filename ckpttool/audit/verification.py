@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..engine.copy.fill import Progress, silent
 from ..engine.diff import diff
-from ..engine.executors import Workers, WorkersSpec
-from ..engine.fill import Progress, silent
-from ..engine.parallel_digests import for_reading
+from ..engine.workers.executors import Workers, WorkersSpec
+from ..engine.workers.parallel_digests import for_reading
 from ..errors import CkpttoolError, Corrupt, Differs, argument
 from ..layouts import Place, ReadOptions, find
 from ..storage.source import Source

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..engine.executors import WorkersSpec, serve_if_worker
-from ..engine.fill import Progress, silent
+from ..engine.copy.fill import Progress, silent
+from ..engine.workers.executors import WorkersSpec, serve_if_worker
 from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, UsageError, argument
 from ..layouts import place
 from ..storage import remote, urls

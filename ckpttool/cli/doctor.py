@@ -60,7 +60,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Find out what is wrong with a checkpoint, what is still whole, and what to type next."""
-    from ..engine.doctor import doctor as look
+    from ..engine.doctor.examine import doctor as look
 
     path = newest_of(path, latest, quiet or as_json)
     meter = Meter(quiet)

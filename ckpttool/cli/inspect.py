@@ -25,7 +25,7 @@ from .terminal import (  # fmt: skip
 )
 
 if TYPE_CHECKING:
-    from ..engine.detection import Checkpoints
+    from ..engine.discover.detection import Checkpoints
 
 __all__ = ["inspect"]
 
@@ -57,7 +57,7 @@ def inspect(
     import fnmatch
 
     from ..engine import inspect as look
-    from ..engine.detection import Checkpoints
+    from ..engine.discover.detection import Checkpoints
     from ..engine.opening import open_with
 
     path = newest_of(path, latest, as_json)
@@ -76,7 +76,7 @@ def inspect(
         return
     with found as opened:
         if name_map is not None or tensor is not None:
-            from ..engine.tensor_digests import reporting
+            from ..engine.copy.tensor_digests import reporting
 
             meter = Meter(as_json)
             try:

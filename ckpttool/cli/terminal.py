@@ -133,7 +133,7 @@ Threads = Annotated[
 def _serve_if_worker(spec: str | None) -> str | None:
     """Under mpiexec, ranks other than 0 go no further than this option."""
     if spec is not None:
-        from ..engine.executors import serve_if_worker
+        from ..engine.workers.executors import serve_if_worker
 
         serve_if_worker(spec)
     return spec
@@ -174,7 +174,7 @@ def newest_of(path: str, latest: bool, quiet: bool = False) -> str:
     """The checkpoint to read: the path itself, or with --latest the newest complete one below it, which a note names."""
     if not latest:
         return path
-    from ..engine.detection import latest as look
+    from ..engine.discover.detection import latest as look
 
     found, newer = look(path)
     note(f"latest: {found}", quiet)
@@ -415,7 +415,7 @@ def note(text: str, quiet: bool = False) -> None:
 def left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool = False) -> None:
     """Print one line about (name, bytes, why) that the target does not hold, and one about files that were not read; with
     `verbose`, every name."""
-    from ..engine.unread_files import NOT_READ, human, listed
+    from ..engine.discover.unread_files import NOT_READ, human, listed
     from ..index.checkpoint import Unread
 
     files = [Unread(n, b, why.removesuffix(f", {NOT_READ}"), "") for n, b, why in dropped if why.endswith(NOT_READ)]
@@ -440,7 +440,7 @@ def left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool 
 
 def not_read(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
     """Name the files of a checkpoint that a command did not read, as `Unread.to_json` has them."""
-    from ..engine import unread_files
+    from ..engine.discover import unread_files
     from ..index.checkpoint import Unread
 
     for text in unread_files.note([Unread(**r) for r in rows]):

@@ -14,7 +14,7 @@ from .. import layouts
 from ..errors import UsageError
 from ..options import Reading, list_reading_keywords
 from .conversion import ConvertResult, RunOptions, convert_with
-from .fill import Progress, silent
+from .copy.fill import Progress, silent
 from .opening import CheckpointPath, MergeRequest, OpenOptions
 from .planning import WriteRequest
 

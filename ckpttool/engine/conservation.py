@@ -23,7 +23,7 @@ from ..errors import Differs
 from ..formats.pickles import short
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..index.draft import Draft, Dropped
-from .value_digests import data_digest, equal_values, split_lists, taken_apart, value_digest
+from .copy.value_digests import data_digest, equal_values, split_lists, taken_apart, value_digest
 
 __all__ = ["Account", "changed_values", "other_values", "written_values"]
 

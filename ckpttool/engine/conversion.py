@@ -20,21 +20,21 @@ from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
 from ..storage.source import Source
-from . import part_worker
 from .conservation import written_values
+from .copy.fill import Progress, fill, lost_notes, silent
+from .copy.tensor_digests import reporting
+from .copy.value_digests import state_roots
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
-from .executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
-from .fill import Progress, fill, lost_notes, silent
+from .discover.unread_files import human
 from .opening import CheckpointPath, OpenOptions
-from .parallel_digests import for_reading
-from .parallel_fill import fill_with_workers, why_one_process
-from .part_requests import absolute, job_of
 from .planning import WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
-from .tensor_digests import reporting
-from .unread_files import human
-from .value_digests import state_roots
 from .verification import read_back, settled
+from .workers import part_worker
+from .workers.executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
+from .workers.parallel_digests import for_reading
+from .workers.parallel_fill import fill_with_workers, why_one_process
+from .workers.part_requests import absolute, job_of
 
 __all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_with", "io_budget", "most_memory_bytes"]
 

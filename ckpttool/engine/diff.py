@@ -18,15 +18,15 @@ from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, TensorEntry
 from ..options import Search, list_reading_keywords
 from ..printable import Shown
-from .dtypes import numbers
-from .executors import WorkersSpec
-from .fill import Progress, silent
+from .copy.dtypes import numbers
+from .copy.fill import Progress, silent
+from .copy.stream import Block, Reader, StreamJob, side_by_side
+from .copy.tensor_digests import reporting
+from .copy.value_digests import equal_values
 from .map_choice import kept_text, under_other_names
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused, with_fitting_layout
-from .parallel_digests import digests_of, for_reading
-from .stream import Block, Reader, StreamJob, side_by_side
-from .tensor_digests import reporting
-from .value_digests import equal_values
+from .workers.executors import WorkersSpec
+from .workers.parallel_digests import digests_of, for_reading
 
 __all__ = ["Difference", "TensorDifference", "diff"]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from ..storage import upload, urls
 from .conversion import PYTHON_BYTES, RunOptions, io_budget, most_memory_bytes
+from .copy.tensor_digests import reporting
 from .destination import check_destination, normal_destination, sharable
-from .executors import named
 from .opening import CheckpointPath, OpenOptions
-from .parallel_fill import why_one_process
-from .part_requests import job_of
 from .planning import Plan, WriteRequest, caster, plan_with
-from .tensor_digests import reporting
 from .verification import held_by
+from .workers.executors import named
+from .workers.parallel_fill import why_one_process
+from .workers.part_requests import job_of
 
 __all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "dry_run_with"]
 

@@ -24,9 +24,9 @@ from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, 
 from ..layouts import Layout
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
-from .dtypes import numbers, numpy_dtype
-from .stream import Reader, StreamJob
-from .unread_files import human
+from .copy.dtypes import numbers, numpy_dtype
+from .copy.stream import Reader, StreamJob
+from .discover.unread_files import human
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,9 +23,9 @@ from ..options import Search, list_reading_keywords
 from ..printable import printable
 from ..storage import urls
 from ..storage.source import Source
-from .next_steps import next_step
+from .discover.next_steps import next_step
+from .discover.unread_files import human, listed
 from .opening import CheckpointPath, OpenOptions, open_with, shown_path
-from .unread_files import human, listed
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

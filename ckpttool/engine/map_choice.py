@@ -20,11 +20,11 @@ from ..index.expressions import size_of
 from ..index.line_groups import covers
 from ..index.name_maps import NameMap
 from ..storage.source import Source
-from .fill import silent
-from .mapping import mapped
+from .copy.fill import silent
+from .copy.tensor_digests import tensor_digests
 from .opening import OpenOptions, open_with
-from .premises import compare, job_arguments
-from .tensor_digests import tensor_digests
+from .transform.mapping import mapped
+from .transform.premises import compare, job_arguments
 
 __all__ = ["NO_MAP", "kept_text", "under_other_names"]
 

@@ -30,9 +30,9 @@ from ..huggingface import adapters, lora, model_files
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined, tied_weights
 from ..index.draft import Dropped
 from ..storage.computed import ComputedSource
-from .fill import silent
+from .copy.fill import silent
+from .copy.tensor_digests import tensor_digests
 from .opening import CheckpointPath, MergeRequest, OpenCheckpoint, OpenOptions, model_of, open_with
-from .tensor_digests import tensor_digests
 
 if TYPE_CHECKING:
     import torch

@@ -37,7 +37,7 @@ from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
-from .stream import Reader, StreamJob, small
+from .copy.stream import Reader, StreamJob, small
 
 __all__ = [
     "left_out",

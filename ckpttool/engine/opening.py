@@ -21,9 +21,9 @@ from ..storage.patched import PatchedSource
 from ..storage.siblings import siblings_in
 from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
-from . import detection, unread_files
+from .copy.value_digests import equal_values, split_lists, value_digests
+from .discover import detection, unread_files
 from .recorded import RECORD, Recorded, missing, of_folder
-from .value_digests import equal_values, split_lists, value_digests
 
 if TYPE_CHECKING:
     from . import salvage
@@ -189,7 +189,8 @@ class OpenCheckpoint:
         Raises:
             Corrupt: with the files, and what shows it.
         """
-        from . import masters, mixups
+        from . import mixups
+        from .transform import masters
 
         if not self.allow_equal_ranks:
             mixups.refuse_equal_ranks(self.checkpoint, self.source)
@@ -213,7 +214,7 @@ class OpenCheckpoint:
 
     def read(self, name: str) -> bytes:
         """The row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
-        from .stream import small
+        from .copy.stream import small
 
         return small(self.locate(), self.source, [name])[name]
 

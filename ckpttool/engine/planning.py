@@ -40,16 +40,17 @@ from ..index.vocabulary import vocabulary_of
 from ..options import Reading, list_reading_keywords
 from ..printable import Shown
 from ..storage.source import Source
-from . import mixups, unread_files
-from .averages import averages_of
+from . import mixups
 from .conservation import Account
-from .dequantizing import dequantized
+from .copy.averages import averages_of
+from .copy.value_digests import value_digest
+from .discover import unread_files
 from .fill_from import filled
 from .map_choice import kept_text, under_other_names
 from .merging import open_merged
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
-from .value_digests import value_digest
-from .vocabulary_size import resized
+from .transform.dequantizing import dequantized
+from .transform.vocabulary_size import resized
 
 __all__ = ["Plan", "WriteRequest", "caster", "plan", "plan_id", "plan_with"]
 

@@ -20,9 +20,9 @@ from ..formats import values
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..printable import printable_json
 from ..storage.source import Source
-from . import unread_files
 from .conservation import written_values
-from .value_digests import recorded_values, state_roots
+from .copy.value_digests import recorded_values, state_roots
+from .discover import unread_files
 
 if TYPE_CHECKING:
     from .planning import Plan

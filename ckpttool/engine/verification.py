@@ -18,20 +18,20 @@ from ..options import Reading, list_reading_keywords
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
-from . import masters
-from .averages import Averages, averages_of, said_of
 from .conservation import other_values
-from .executors import Workers, WorkersSpec
-from .fill import Progress, silent
+from .copy.averages import Averages, averages_of, said_of
+from .copy.fill import Progress, silent
+from .copy.stream import Block, Reader, StreamJob
+from .copy.tensor_digests import digests_in_values, reporting, tensor_digests
+from .copy.value_digests import recorded_values, state_roots
+from .discover.unread_files import human
 from .mixups import note_of_left_out
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
-from .parallel_digests import digests_of, for_reading
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
-from .stream import Block, Reader, StreamJob
-from .tensor_digests import digests_in_values, reporting, tensor_digests
-from .unread_files import human
-from .value_digests import recorded_values, state_roots
+from .transform import masters
+from .workers.executors import Workers, WorkersSpec
+from .workers.parallel_digests import digests_of, for_reading
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "held_by", "read_back", "salvaged", "settled", "verify"]
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from ..engine.dtypes import NOTHING, Lost
-from ..engine.fill import Progress
+from ..engine.copy.dtypes import NOTHING, Lost
+from ..engine.copy.fill import Progress
+from ..engine.copy.record_crcs import CrcVerifier
+from ..engine.copy.stream import Reader
 from ..engine.opening import OpenCheckpoint
-from ..engine.record_crcs import CrcVerifier
-from ..engine.stream import Reader
 from ..errors import Interrupted
 from .virtual import Content
 

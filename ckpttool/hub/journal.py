@@ -16,7 +16,7 @@ from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
-from ..engine.dtypes import Lost
+from ..engine.copy.dtypes import Lost
 from .hashing import Hashed
 
 __all__ = ["Journal"]

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from ..bounded_json import parse
 from ..engine import conversion
 from ..engine.conversion import ConvertResult, RunOptions
-from ..engine.fill import Progress, silent
+from ..engine.copy.fill import Progress, silent
 from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD

@@ -26,11 +26,11 @@ from .._version import __version__
 from ..bounded_json import parse
 from ..engine import conversion, planning, recorded, verification
 from ..engine.conversion import RunOptions
-from ..engine.fill import Progress, lost_notes, note_lost, silent
+from ..engine.copy.fill import Progress, lost_notes, note_lost, silent
+from ..engine.copy.tensor_digests import reporting
 from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
-from ..engine.tensor_digests import reporting
 from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument, note_change
 from ..index.names import step_count
 from ..options import Reading, list_reading_keywords

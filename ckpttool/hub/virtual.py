@@ -17,9 +17,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from ..engine.copy.record_crcs import CrcVerifier
+from ..engine.copy.stream import Block, Reader, StreamJob
 from ..engine.opening import OpenCheckpoint
-from ..engine.record_crcs import CrcVerifier
-from ..engine.stream import Block, Reader, StreamJob
 from ..errors import Interrupted
 from ..index.checkpoint import ITEMSIZE
 from ..index.draft import Draft

@@ -14,7 +14,7 @@
 A line is an equation of tensors, so it is read in both directions. `{i}` is a number. Axes in square brackets (axes.py) are needed
 where a tensor is cut, joined, permuted or transposed; without them it is renamed. docs/reference/name-maps.md has the whole format.
 
-`parse` reads it; what a checkpoint becomes is in engine/mapping.py.
+`parse` reads it; what a checkpoint becomes is in engine/transform/mapping.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any, cast
 
-from ..engine.flat_layout import Flat, FlatLayout, Part, as_json
+from ..engine.flat.flat_layout import Flat, FlatLayout, Part, as_json
 from ..errors import Unsupported, argument
 
 __all__ = ["describe_fsdp1"]

@@ -14,7 +14,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
-from ..engine.fill import Progress
+from ..engine.copy.fill import Progress
 from ..engine.opening import OpenCheckpoint, OpenOptions
 from ..errors import CkpttoolError
 from ..extras import need

@@ -12,11 +12,11 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine.fill import Progress, silent
+from ..engine.copy.fill import Progress, silent
+from ..engine.copy.tensor_digests import tensor_digests
+from ..engine.copy.zstd_frames import Decoder
 from ..engine.opening import OpenCheckpoint
 from ..engine.recorded import other_digests
-from ..engine.tensor_digests import tensor_digests
-from ..engine.zstd_frames import Decoder
 from ..errors import Unsupported
 from ..formats.stored_tensors import as_dcp_flattens
 from ..huggingface import encodings

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..engine.fill import Progress
+from ..engine.copy.fill import Progress
 from ..errors import Corrupt, SourceChanged
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE

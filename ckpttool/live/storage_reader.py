@@ -32,7 +32,7 @@ import os
 from typing import Any, Unpack
 
 from ..engine import opening
-from ..engine.fill import Progress
+from ..engine.copy.fill import Progress
 from ..extras import need
 from ..options import Reading, list_reading_keywords
 

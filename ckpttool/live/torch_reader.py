@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..engine.fill import Progress
+from ..engine.copy.fill import Progress
 from ..engine.opening import OpenCheckpoint
 from ..errors import Unsupported
 from ..index.checkpoint import TensorEntry, Value

@@ -6,8 +6,8 @@ import math
 import os
 import re
 
+from ..engine.copy.stream import small
 from ..engine.opening import OpenCheckpoint
-from ..engine.stream import small
 from ..formats.stored_tensors import number_in
 from ..index.names import step_count
 

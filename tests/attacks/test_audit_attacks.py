@@ -44,7 +44,7 @@ from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.verification import verify_archive
 from ckpttool.audit.verify import verify
 from ckpttool.cli.main import _end, app
-from ckpttool.engine import fill
+from ckpttool.engine.copy import fill
 from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, as_flags
 from ckpttool.formats import values

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 import ckpttool
 from ckpttool.engine import mixups, opening
-from ckpttool.engine.doctor import doctor
+from ckpttool.engine.copy.stream import small
+from ckpttool.engine.doctor.examine import doctor
 from ckpttool.engine.inspect import inspect
-from ckpttool.engine.stream import small
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

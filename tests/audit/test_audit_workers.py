@@ -26,8 +26,8 @@ from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.parallel_reading import cut_members
 from ckpttool.audit.verification import Verdict
 from ckpttool.audit.verify import verify
-from ckpttool.engine import parts
-from ckpttool.engine.local_processes import LocalProcesses
+from ckpttool.engine.workers import parts
+from ckpttool.engine.workers.local_processes import LocalProcesses
 from ckpttool.errors import CkpttoolError, Differs, SourceChanged, UsageError
 from ckpttool.storage.source import Source
 

@@ -59,9 +59,9 @@ def test_inspect_loads_nothing_that_writes_or_repairs() -> None:
     loaded = set(done.stderr.split())
     assert {"ckpttool.engine.opening", "ckpttool.converters.nanotron"} < loaded
     idle = {
-        "ckpttool.engine.fill",
+        "ckpttool.engine.copy.fill",
         "ckpttool.engine.salvage",
-        "ckpttool.engine.stream",
+        "ckpttool.engine.copy.stream",
         "ckpttool.storage.upload",
         "hashlib",
     }

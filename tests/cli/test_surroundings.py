@@ -22,7 +22,7 @@ import ckpttool
 from ckpttool import errors, layouts
 from ckpttool.cli import terminal
 from ckpttool.cli.main import main
-from ckpttool.engine import unread_files
+from ckpttool.engine.discover import unread_files
 
 CKPTTOOL = f"{sys.executable} -m ckpttool"
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import ckpttool
 from ckpttool import layouts
 from ckpttool.engine import conversion, opening, verification
-from ckpttool.engine.flat_layout import slice_of
+from ckpttool.engine.flat.flat_layout import slice_of
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.formats import pickles, sharded
 from ckpttool.live.fsdp1 import describe_fsdp1

@@ -18,7 +18,7 @@ from peers import difference, load_full
 from torch import Tensor
 
 import ckpttool
-from ckpttool.engine.detection import below
+from ckpttool.engine.discover.detection import below
 from ckpttool.errors import Corrupt, NotRecognised, Unsafe, Unsupported
 from ckpttool.storage.source import Source
 

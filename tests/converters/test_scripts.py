@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
-from ckpttool.engine import detection
+from ckpttool.engine.discover import detection
 from ckpttool.errors import CkpttoolError, NotRecognised, Unsupported
 from ckpttool.storage.source import Source
 

@@ -18,7 +18,8 @@ from peers import FIXTURES
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.engine import fill, merging
+from ckpttool.engine import merging
+from ckpttool.engine.copy import fill
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
 
 WEIGHTS = "model.safetensors"

@@ -12,9 +12,9 @@ import torch
 from commands import ckpttool_here
 
 import ckpttool
-from ckpttool.engine import fill
-from ckpttool.engine.dtypes import NOTHING, Lost, cast, numpy_dtype
-from ckpttool.engine.stream import Reader, StreamJob
+from ckpttool.engine.copy import fill
+from ckpttool.engine.copy.dtypes import NOTHING, Lost, cast, numpy_dtype
+from ckpttool.engine.copy.stream import Reader, StreamJob
 from ckpttool.errors import Interrupted
 from ckpttool.index.checkpoint import ITEMSIZE
 from ckpttool.storage import source

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from stores import Flaky, moto
 
 import ckpttool
-from ckpttool.engine.detection import below, newest
+from ckpttool.engine.discover.detection import below, newest
 from ckpttool.errors import NotRecognised, UsageError
 from ckpttool.layouts import place
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
-from ckpttool.engine.doctor import Diagnosis, doctor
-from ckpttool.engine.fill import silent
+from ckpttool.engine.copy.fill import silent
+from ckpttool.engine.copy.tensor_digests import tensor_digests
+from ckpttool.engine.doctor.examine import Diagnosis, doctor
 from ckpttool.engine.opening import OpenOptions, open_with
-from ckpttool.engine.tensor_digests import tensor_digests
 
 Tensors = dict[str, torch.Tensor]
 

@@ -14,10 +14,10 @@ from peers import FIXTURES
 from torch import Tensor
 
 import ckpttool
-from ckpttool.engine import masters as compared
-from ckpttool.engine.doctor import doctor
-from ckpttool.engine.findings import Finding
-from ckpttool.engine.stream import Reader
+from ckpttool.engine.copy.stream import Reader
+from ckpttool.engine.doctor.examine import doctor
+from ckpttool.engine.doctor.findings import Finding
+from ckpttool.engine.transform import masters as compared
 from ckpttool.errors import Corrupt
 
 #: {checkpoint that a trainer wrote: how many of its weights have an fp32 master}

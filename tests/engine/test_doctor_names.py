@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
 from safetensors.torch import load_file, save_file
 
-from ckpttool.engine.doctor import Diagnosis, doctor
-from ckpttool.engine.findings import Finding
+from ckpttool.engine.doctor.examine import Diagnosis, doctor
+from ckpttool.engine.doctor.findings import Finding
 
 
 def net() -> torch.nn.Module:

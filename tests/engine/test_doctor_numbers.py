@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.engine import checks_numbers
-from ckpttool.engine.doctor import Diagnosis, doctor
-from ckpttool.engine.findings import Finding
-from ckpttool.engine.stream import Reader
+from ckpttool.engine.copy.stream import Reader
+from ckpttool.engine.doctor import checks_numbers
+from ckpttool.engine.doctor.examine import Diagnosis, doctor
+from ckpttool.engine.doctor.findings import Finding
 from ckpttool.errors import Corrupt
 
 DTYPES = [
@@ -90,7 +90,7 @@ def test_the_rank_of_a_bad_element_and_blocks_that_are_smaller_than_tensors(
 
 
 def checks_numbers_jobs(tensors: dict[str, Any]) -> list[Any]:
-    from ckpttool.engine.stream import StreamJob
+    from ckpttool.engine.copy.stream import StreamJob
 
     return [StreamJob(n, t) for n, t in tensors.items()]
 

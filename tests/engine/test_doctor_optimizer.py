@@ -16,7 +16,7 @@ from commands import ckpttool_here
 from test_mixups import set_steps
 
 import ckpttool
-from ckpttool.engine.doctor import Diagnosis, doctor
+from ckpttool.engine.doctor.examine import Diagnosis, doctor
 
 
 def net() -> torch.nn.Module:

@@ -16,9 +16,9 @@ import worker_functions as functions
 from programs import mpiexec, script, wait_for
 
 from ckpttool import extras
-from ckpttool.engine import cores as cores_module
-from ckpttool.engine import executors
-from ckpttool.engine.executors import default_count, workers_of
+from ckpttool.engine.workers import cores as cores_module
+from ckpttool.engine.workers import executors
+from ckpttool.engine.workers.executors import default_count, workers_of
 from ckpttool.errors import Corrupt, MissingPackage, RemoteError, UsageError, as_flags
 
 # --------------------------------------------------------------------------------------------------------- the choice

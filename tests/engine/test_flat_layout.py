@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpttool.engine import flat_layout
-from ckpttool.engine.flat_layout import Flat, FlatLayout, Part, lay_out, pieces, slice_of
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part, lay_out, pieces, slice_of
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.huggingface import model_names
 from ckpttool.index import boxes

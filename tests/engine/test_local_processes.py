@@ -15,8 +15,8 @@ import pytest
 import worker_functions as functions
 from programs import TESTS, alive, announced, script, wait_for
 
-from ckpttool.engine.executors import workers_of
-from ckpttool.engine.local_processes import LocalProcesses, WorkerDied
+from ckpttool.engine.workers.executors import workers_of
+from ckpttool.engine.workers.local_processes import LocalProcesses, WorkerDied
 from ckpttool.errors import Corrupt
 
 

@@ -248,7 +248,7 @@ def test_rows_of_padding_are_cut_and_said(tmp_path: Path, rows: str, moments: st
 def test_param_groups_that_the_map_would_join_are_refused_before_padding_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpttool.engine import mapping
+    from ckpttool.engine.transform import mapping
 
     looked: list[str] = []
     odd_rows = mapping.odd_rows

@@ -21,10 +21,11 @@ import torch
 from peers import FIXTURES
 
 import ckpttool
-from ckpttool.engine import dispatch, executors, fill, part_worker, parts
+from ckpttool.engine.copy import fill
 from ckpttool.engine.opening import OpenOptions
-from ckpttool.engine.parallel_digests import digests_of
 from ckpttool.engine.planning import Plan
+from ckpttool.engine.workers import dispatch, executors, part_worker, parts
+from ckpttool.engine.workers.parallel_digests import digests_of
 from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable, UsageError
 from ckpttool.layouts import layouts
 from ckpttool.storage import local_destination
@@ -325,7 +326,7 @@ def test_errors_of_a_worker_are_those_of_the_run(tmp_path: Path) -> None:
 
 
 def part_requests_error(e: CkpttoolError) -> str:
-    from ckpttool.engine.part_requests import encoded_error
+    from ckpttool.engine.workers.part_requests import encoded_error
 
     return encoded_error(e)
 

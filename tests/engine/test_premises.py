@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.engine.premises import compare
+from ckpttool.engine.transform.premises import compare
 from ckpttool.errors import Unsupported
 from ckpttool.huggingface import maps
 

@@ -18,10 +18,10 @@ from stores import moto
 from test_doctor import digests, train
 
 import ckpttool
-from ckpttool.engine.doctor import doctor
-from ckpttool.engine.fill import silent
+from ckpttool.engine.copy.fill import silent
+from ckpttool.engine.copy.tensor_digests import tensor_digests
+from ckpttool.engine.doctor.examine import doctor
 from ckpttool.engine.opening import OpenOptions, open_with
-from ckpttool.engine.tensor_digests import tensor_digests
 
 
 def damaged(case: str, to: Path, *lost: str) -> Path:

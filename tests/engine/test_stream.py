@@ -19,12 +19,12 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.engine.dtypes import cast, numpy_dtype
-from ckpttool.engine.fill import fill
-from ckpttool.engine.record_crcs import CrcVerifier, Mismatch
-from ckpttool.engine.stream import Reader, StreamJob
-from ckpttool.engine.tensor_digests import tensor_digests
-from ckpttool.engine.zstd_frames import decompress_ends
+from ckpttool.engine.copy.dtypes import cast, numpy_dtype
+from ckpttool.engine.copy.fill import fill
+from ckpttool.engine.copy.record_crcs import CrcVerifier, Mismatch
+from ckpttool.engine.copy.stream import Reader, StreamJob
+from ckpttool.engine.copy.tensor_digests import tensor_digests
+from ckpttool.engine.copy.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, SourceChanged, Unsafe
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Record, TensorEntry

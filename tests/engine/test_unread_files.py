@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.cli.main import app
-from ckpttool.engine import conversion, opening, unread_files, verification
+from ckpttool.engine import conversion, opening, verification
+from ckpttool.engine.discover import unread_files
 from ckpttool.engine.inspect import inspect
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.hub.push import push

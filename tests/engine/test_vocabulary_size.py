@@ -14,7 +14,7 @@ from commands import ckpttool_here
 from test_doctor_names import hub_model
 
 import ckpttool
-from ckpttool.engine.doctor import doctor
+from ckpttool.engine.doctor.examine import doctor
 
 NAMES = ("model.embed_tokens.weight", "lm_head.weight")
 

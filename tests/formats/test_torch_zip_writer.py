@@ -19,7 +19,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.engine import fill
+from ckpttool.engine.copy import fill
 from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef

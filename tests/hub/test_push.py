@@ -42,7 +42,8 @@ from safetensors import deserialize
 from safetensors.torch import load, load_file, save_file
 
 import ckpttool
-from ckpttool.engine import conversion, planning, record_crcs, recorded
+from ckpttool.engine import conversion, planning, recorded
+from ckpttool.engine.copy import record_crcs
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,

@@ -12,7 +12,7 @@ import torch
 from commands import ckpttool_here
 
 import ckpttool
-from ckpttool.engine.doctor import doctor
+from ckpttool.engine.doctor.examine import doctor
 
 
 def test_state_of_which_dcp_has_kept_one_rank_is_said_to_be_lost(tmp_path: Path) -> None:

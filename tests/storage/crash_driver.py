@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpttool
-from ckpttool.engine import fill
+from ckpttool.engine.copy import fill
 from ckpttool.storage import partial
 from ckpttool.storage.local_destination import LocalDestination
 

@@ -15,8 +15,8 @@ import pytest
 from stores import Cutting, Flaky, Moto
 
 from ckpttool import HfOptions
-from ckpttool.engine import fill
 from ckpttool.engine.conversion import convert
+from ckpttool.engine.copy import fill
 from ckpttool.engine.diff import diff
 from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.engine.planning import plan

@@ -22,7 +22,8 @@ import ckpttool
 from ckpttool.audit.export import export
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.cli import main as cli
-from ckpttool.engine import conversion, fill
+from ckpttool.engine import conversion
+from ckpttool.engine.copy import fill
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,

@@ -19,8 +19,8 @@ from programs import SlowConversion, mpiexec, script
 from stores import Flaky, Moto, What, moto
 
 import ckpttool
-from ckpttool.engine import part_worker, parts
 from ckpttool.engine.planning import plan
+from ckpttool.engine.workers import part_worker, parts
 from ckpttool.errors import Corrupt, DestinationExists, Interrupted, RemoteError
 from ckpttool.storage import retries, upload, upload_folder
 from ckpttool.storage.objects import S3Object, s3_object

@@ -262,7 +262,7 @@ class Lab:
         code = 98
         try:
             from ckpttool.cli import main as cli
-            from ckpttool.engine import fill
+            from ckpttool.engine.copy import fill
             from ckpttool.storage.local_destination import LocalDestination
 
             os.dup2(put, 1)

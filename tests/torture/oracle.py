@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpttool
-from ckpttool.engine.tensor_digests import tensor_digests
+from ckpttool.engine.copy.tensor_digests import tensor_digests
 from ckpttool.formats.pickles import Global
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.index import names

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.dtypes import numpy_dtype
+from ...engine.copy.dtypes import numpy_dtype
+from ...engine.copy.stream import Reader, StreamJob
 from ...engine.opening import OpenCheckpoint
-from ...engine.stream import Reader, StreamJob
 from ...errors import CkpttoolError
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
-from ...engine.local_worker import end_with
 from ...engine.opening import OpenCheckpoint
+from ...engine.workers.local_worker import end_with
 from ...errors import CkpttoolError, CommandLine, DoesNotFit, as_flags, kind_of
 from ...index.checkpoint import joined
 from ...live.collectives import gathered

@@ -229,7 +229,7 @@ def in_files(
     """
     import torch
 
-    from ...engine.stream import Reader, StreamJob
+    from ...engine.copy.stream import Reader, StreamJob
 
     ckpt = opened.locate()
     load, mine = [0] * world, []

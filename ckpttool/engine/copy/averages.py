@@ -1,0 +1,65 @@
+"""Averages of squares in an optimizer's state, which cannot be below 0: looked at while their blocks pass for another reason."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ...index import boxes
+from ...index.checkpoint import ITEMSIZE, TensorEntry
+from .dtypes import bits_dtype
+
+__all__ = ["EXPONENT", "Averages", "averages_of", "said_of"]
+
+#: Slots of optimizers that are sums or averages of squares or of absolute values.
+_NOT_NEGATIVE = frozenset((
+    "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "sum", "acc_delta", "exp_avg_sq_row", "exp_avg_sq_col",
+    "row_var", "col_var", "variance",
+))  # fmt: skip
+#: {dtype: (bits of the exponent, all set in NaN and infinity; bit of the sign)}.
+EXPONENT = {
+    "float64": (0x7FF << 52, 1 << 63), "float32": (0xFF << 23, 1 << 31), "float16": (0x1F << 10, 1 << 15),
+    "bfloat16": (0xFF << 7, 1 << 15), "float8_e5m2": (0x1F << 2, 1 << 7),
+}  # fmt: skip
+
+
+class Averages:
+    """Looks at the blocks of averages of squares; `found` {tensor: (its elements below 0, the flat index of the first)}."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
+        self.found: dict[str, tuple[int, int]] = {}
+
+    def add(self, name: str, dtype: str, first: int, data: memoryview[Any]) -> bool:
+        """Look at the bytes of a tensor from its element `first` on; whether one is below 0. NaN and -0 are not."""
+        if name not in self.names or dtype not in EXPONENT:
+            return False
+        import numpy as np
+
+        signed = np.frombuffer(data, f"<i{ITEMSIZE[dtype]}")  # its sign is that of the float; one pass over the bytes
+        if not signed.size or signed.min() >= 0:
+            return False
+        bits = signed.view(bits_dtype(ITEMSIZE[dtype]))
+        exponent, sign = (bits.dtype.type(x) for x in EXPONENT[dtype])
+        below = (bits > sign) & ((bits & exponent) != exponent)
+        n = int(np.count_nonzero(below))
+        if n:
+            known, at = self.found.get(name, (0, first + int(below.argmax())))
+            self.found[name] = known + n, at
+        return n > 0
+
+
+def averages_of(tensors: Mapping[str, TensorEntry]) -> frozenset[str]:
+    """The tensors of an optimizer that are sums or averages of squares or of absolute values."""
+    return frozenset(n for n, t in tensors.items() if t.path[0] == "optim" and str(t.path[-1]) in _NOT_NEGATIVE)
+
+
+def said_of(found: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorEntry], at: str = "") -> str:
+    """What elements below 0 mean, for people; `at` is where the first one is, if more is known of it than its index."""
+    name, (n, first) = next(iter(found.items()))
+    t = tensors[name]
+    at = at or f"at {list(boxes.flat_to_boxes(t.shape, first, first + 1)[0][0])}"
+    return (
+        f'{len(found):,} tensors hold numbers below 0 and are averages of squares. "{name}": {n:,} of {t.numel:,} elements, the first {at}. The '
+        "next step divides by their roots; nothing in the checkpoint says what the numbers were. Take an earlier step"
+    )

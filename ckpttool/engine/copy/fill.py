@@ -1,0 +1,490 @@
+"""Fill a draft: every byte of the destination, from the source, once, in one pass, with digests and CRCs.
+
+    for tensor in draft:                        in the order of the destination's files
+        for block of its source:                read ahead by `stream.Reader`, cast if asked
+            digest the block
+            for each chunk it meets:            append to that chunk's file
+
+What drives it: the destination's order, so that every file is an append-only stream. What bounds memory: the reader's
+pool of buffers and the writer's; with more files than buffers the file that was idle longest
+gives its buffer up. Writes go around the page cache (O_DIRECT) in whole buffers; the tail of a file is padded to a page
+and cut off again. Other threads write while this one digests.
+
+Now and then what was written is made durable and a line goes into the journal: tensors done. A run that finds such a
+journal walks through those tensors once more without writing: it reads them, digests them, computes the CRCs of their
+chunks and compares all literal bytes around them (headers, padding, frames of an archive) with the disk. Digests and CRCs
+are therefore never taken from the journal, and the read-back, which such a run always has, proves the bytes of the
+tensors. They are read from the source; where that is a store or the Hub, from the disk, and compared with the digests in
+the journal, so that nothing is downloaded twice.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+from blake3 import blake3
+
+from ...errors import Corrupt, argument
+from ...formats.crc import crc32, crc32_combine
+from ...index import boxes
+from ...index.checkpoint import ITEMSIZE, TensorEntry, joined
+from ...index.draft import Draft, EarlierFile, Sink, Written
+from ...storage.buffers import DEFAULT_BUDGET, IOBudget
+from ...storage.destination import Altered, Destination, DestinationFile
+from ...storage.local_file import WriterPool
+from ...storage.source import Source
+from .averages import Averages, said_of
+from .dtypes import NOTHING, Lost, bits_dtype
+from .stream import Block, Reader, StreamJob
+
+__all__ = ["ChunkRow", "Progress", "Scatter", "fill", "lost_notes", "note_lost", "silent"]
+
+#: Called with (what is being done, bytes done, bytes in all).
+Progress = Callable[[str, int, int], None]
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A Progress that says nothing."""
+
+
+_JOURNAL_BYTES = 1 << 30
+_JOURNAL_SECONDS = 5.0
+
+
+class _Coded(DestinationFile):
+    """A file whose bytes go through a sink on their way to the destination."""
+
+    def __init__(self, raw: DestinationFile, sink: Sink) -> None:
+        self.raw, self.sink, self.path = raw, sink, raw.path
+
+    @property
+    def at(self) -> int:  # type: ignore[override]
+        return self.sink.at
+
+    @property
+    def size(self) -> int:
+        return self.raw.size
+
+    def append(self, data: bytes | memoryview) -> None:
+        self.sink.append(data)
+
+    def go_on(self) -> None:
+        if not self.sink.resumable():
+            raise Altered(self.path)
+        self.sink.settle()
+        self.raw.go_on()
+
+    def settle(self) -> None:
+        self.sink.settle()
+        self.raw.settle()
+
+    def sync(self) -> None:
+        self.raw.sync()
+
+    def end(self) -> None:
+        self.sink.finish()
+        self.raw.end()
+
+    def finish(self) -> None:
+        self.raw.finish()
+
+    def close(self) -> None:
+        self.sink.close()
+        self.raw.close()
+
+
+def fill(
+    draft: Draft,
+    source: Source,
+    files: list[str],
+    records: Any,
+    destination: Destination,
+    progress: Progress,
+    budget: IOBudget = DEFAULT_BUDGET,
+) -> dict[str, str]:
+    """Write every file of a draft to its destination; returns {tensor: BLAKE3 hex digest of its bytes there}.
+
+    Raises:
+        Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
+        NoSpace, CkpttoolError: the destination could not be written.
+    """
+    while True:
+        run = _Filling(draft, source, files, records, destination, budget)
+        try:
+            digests = run.run(progress)
+            note_lost(draft, run.lost)
+            return digests
+        except Altered:
+            destination.begin_anew()
+            destination.messages.append(
+                f"what an interrupted run left in {destination.place} was not what it had written; it was written again"
+            )
+        finally:
+            run.close()
+
+
+def note_lost(draft: Draft, lost: Mapping[str, Iterable[int]]) -> None:
+    """Put into a draft what casts could not hold, {tensor: `Lost`}, under the names of the source; of several copies of a tensor, the
+    one that lost most."""
+    for name, counts in lost.items():
+        of, row = joined(draft.sources[name].path), Lost(*counts)._asdict()
+        before = draft.lost.get(of)
+        if before is None or sum(before[kind] for kind in row) < sum(row.values()):
+            draft.lost[of] = {"dtype": draft.checkpoint.tensors[name].dtype, **row}
+
+
+_BECAME = {
+    "infinite": "became infinite in {}",
+    "nan": "became NaN in {}",
+    "cut": "were cut to 448, the largest number of {}",
+}
+
+
+def lost_notes(lost: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What to say of `Draft.lost`: one sentence for each dtype and what became of the numbers."""
+    out = []
+    for kind, became in _BECAME.items():
+        for dtype in dict.fromkeys(row["dtype"] for row in lost.values()):
+            counts = {n: row[kind] for n, row in lost.items() if row["dtype"] == dtype and row[kind]}
+            if counts:
+                numbers, tensors = sum(counts.values()), len(counts)
+                out.append(
+                    f"{numbers:,} number{'s' * (numbers > 1)} of {tensors:,} tensor{'s' * (tensors > 1)} {became.format(dtype)}, first in "
+                    f"{next(iter(counts))}"
+                )
+    return out
+
+
+class Scatter:
+    """Digests tensors of a draft and hands their bytes on, chunk by chunk; what happens to them there is up to subclasses.
+
+    `digests` {tensor: BLAKE3 in hex} of those that are done; `crcs` {file: chunks written to it, in order}; `lost` {tensor: what its cast
+    could not hold}, of those that lost something.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.digests: dict[str, str] = {}
+        self.lost: dict[str, Lost] = {}
+        self.crcs: dict[int, list[Written]] = {}
+        self.needs_crcs = draft.after is not None or draft.tail is not None
+        self.averages = Averages(draft.averages)
+
+    def done_with(self, name: str) -> None:
+        """The last block of a tensor was handed on."""
+
+    def write(self, row: ChunkRow, data: memoryview) -> None:
+        """The next bytes of a chunk."""
+        raise NotImplementedError
+
+    def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        """Before the first bytes of a chunk."""
+        raise NotImplementedError
+
+    def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        """After its last bytes, when it is in `crcs`."""
+        raise NotImplementedError
+
+    def blocks(self, reader: Reader, names: Iterable[str], sources: Mapping[str, TensorEntry]) -> Iterator[Block]:
+        """Digest tensors and hand them on; each block, when that is done and it is released."""
+        tensors = self.draft.checkpoint.tensors
+        plan: list[ChunkRow] = []
+        hasher: Any = None
+        name = ""
+        jobs = [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _flat(tensors[n])) for n in names]
+        for block in reader.blocks(jobs, checked=False):
+            if block.name != name or hasher is None:
+                name, hasher = block.name, blake3()
+                plan = _rows(tensors[name])
+            if block.count and plan[-1].first is not None:
+                self._hand_on(name, tensors[name], plan, block, hasher)
+            else:
+                for piece, _ in block.pieces(0, len(block.data)):
+                    hasher.update(piece)
+                self._scatter(name, tensors[name], plan, block)
+            if block.lost != NOTHING:
+                self.lost[name] = self.lost.get(name, NOTHING).plus(block.lost)
+            if self.averages.add(name, tensors[name].dtype, block.first, block.data):
+                raise Corrupt(
+                    f"{said_of(self.averages.found, sources)}, or use {argument('allow_mixed_steps', True)} to copy it as it is."
+                )
+            if block.last:
+                self.digests[name] = hasher.hexdigest()
+                hasher = None
+                self.done_with(name)
+            yield block
+
+    def _hand_on(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block, hasher: Any) -> None:
+        """Digest a block and append it to the chunks, each of which is a flat range of the tensor, piece by piece.
+
+        `plan` holds the chunks from the last to the first; those that are done are taken out.
+        """
+        item = ITEMSIZE[entry.dtype]
+        at, end = block.first, block.first + block.count
+        while at < end:
+            row = plan[-1]
+            assert row.first is not None
+            if row.first + row.done != at:
+                raise AssertionError(f"{name} row {row.row}: element {row.first + row.done} was due, not {at}")
+            n = min(end - at, row.count - row.done)
+            if row.done == 0:
+                self.begin(name, entry, row)
+            a = (at - block.first) * item
+            for piece, crc in block.pieces(a, a + n * item):
+                hasher.update(piece)
+                self.write(row, piece)
+                if self.needs_crcs:
+                    row.crc = crc32(piece, row.crc) if crc is None else crc32_combine(row.crc, crc, len(piece))
+            at += n
+            row.done += n
+            if row.done == row.count:
+                self._end(name, entry, row)
+                plan.pop()
+
+    def _scatter(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block) -> None:
+        """Append what a slab holds of each chunk, a box of the tensor."""
+        item = ITEMSIZE[entry.dtype]
+        if block.count == 0:
+            for r in reversed(plan):
+                self.begin(name, entry, r)
+                self._end(name, entry, r)
+            return
+        for r in reversed(plan):
+            both = boxes.meet((r.start, r.shape), (block.start, block.shape))
+            if both is None:
+                continue
+            part = _cut(block, both, item)
+            if r.done == 0:
+                self.begin(name, entry, r)
+            self.write(r, part)
+            if self.needs_crcs:
+                r.crc = crc32(part, r.crc)
+            r.done += prod(both[1])
+            if r.done == r.count:
+                self._end(name, entry, r)
+
+    def _end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        self.crcs.setdefault(row.file, []).append((name, row.row, row.crc))
+        self.end(name, entry, row)
+
+
+class _Filling(Scatter):
+    """One run of `fill`."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        source: Source,
+        files: list[str],
+        records: Any,
+        destination: Destination,
+        budget: IOBudget,
+    ) -> None:
+        super().__init__(draft)
+        self.source, self.destination, self.budget = source, destination, budget
+        self.files, self.records = files, records
+        tensors = draft.checkpoint.tensors
+        self.names = list(tensors)
+        self.writer = WriterPool(budget)
+        self.crcs = {i: [] for i in range(len(draft.files))}
+        self.earlier = destination.earlier
+        self.again = self.earlier.done > 0  # what is appended is there already
+        self.outs: dict[int, DestinationFile] = {}
+        self.left: dict[int, int] = {}  # chunks that are still to come, by file
+        for name in self.names:
+            for file in tensors[name].chunks.file if name not in draft.aliases else ():
+                self.left[file] = self.left.get(file, 0) + 1
+        self.ended: list[int] = []  # files whose last chunk has come, still open
+        self.closed: set[int] = set()
+        self.fresh_digests: dict[str, str] = {}
+        self.noted, self.last_note = 0, time.monotonic()
+
+    def out(self, file: int) -> DestinationFile:
+        """The stream of a file, opened at its first byte."""
+        if file not in self.outs:
+            f = self.draft.files[file]
+            out = raw = self.destination.open_file(f.name, self.writer, self.again)
+            if f.coded:
+                earlier = EarlierFile(self.earlier.sinks.get(file, {}), raw.peek) if self.again else None
+                out = _Coded(raw, f.coded(raw.append, self.budget.threads, earlier))
+            self.outs[file] = out
+            out.append(f.first_bytes())
+        return self.outs[file]
+
+    def run(self, progress: Progress) -> dict[str, str]:
+        """Do it all."""
+        sources, done = self.draft.sources, self.earlier.done
+        if done > len(self.names):
+            raise Altered(self.destination.place)
+        reader = None
+        if self.again:
+            reader = self._walk_again(self.names[:done], progress)
+            self.again = False
+            for out in self.outs.values():
+                out.go_on()
+        reader = reader or Reader(self.source, self.files, self.records, self.budget)
+        todo = [n for n in self.names[done:] if n not in self.draft.aliases]
+        total = sum(sources[n].nbytes for n in self.names if n not in self.draft.aliases)
+        passed = self.noted = total - sum(sources[n].nbytes for n in todo)
+        for block in self.blocks(reader, todo, sources):
+            passed += block.source_bytes
+            progress("copy", passed, total)
+            if block.last:
+                self._note(block.name, passed)
+        reader.finish()
+        for name, other in self.draft.aliases.items():
+            self.digests[name] = self.digests[other]
+        self._finish([i for i in range(len(self.draft.files)) if i not in self.closed])
+        return self.digests
+
+    def _walk_again(self, names: list[str], progress: Progress) -> Reader | None:
+        """The tensors that an earlier run finished, once more; the reader, where it is one of the source."""
+        tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
+        names = [n for n in names if n not in self.draft.aliases]
+        coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
+        built = self.destination.readable if self.source.is_remote and not coded else None
+        here = built is not None
+        if built is not None:
+            folder = built if os.path.isdir(built) else os.path.dirname(built)
+            reader = Reader(Source(folder), [f.name for f in self.draft.files], (), self.budget)
+            sources = tensors
+        else:
+            reader = Reader(self.source, self.files, self.records, self.budget)
+        total, passed = sum(sources[n].nbytes for n in names), 0
+        try:
+            for block in self.blocks(reader, names, sources):
+                passed += block.source_bytes
+                progress("reread", passed, total)
+                if here and block.last and self.digests[block.name] != self.earlier.digests.get(block.name):
+                    raise Altered(self.destination.place)
+            self.lost |= {n: Lost(*counts) for n, counts in self.earlier.lost.items() if here}
+        except Corrupt:
+            if here:
+                raise Altered(self.destination.place) from None
+            raise
+        finally:
+            if here:
+                reader.source.close()
+        return None if here else reader
+
+    def _note(self, name: str, passed: int) -> None:
+        """A line in the journal after a tensor, where it is time for one."""
+        now = time.monotonic()
+        due = passed - self.noted >= _JOURNAL_BYTES or (
+            passed > self.noted and now - self.last_note >= _JOURNAL_SECONDS
+        )
+        coded = [o.sink for o in self.outs.values() if isinstance(o, _Coded)]
+        if due and self.destination.continuable and all(sink.resumable() for sink in coded):
+            self._journal(self.names.index(name, self.earlier.done) + 1)
+            self.noted, self.last_note = passed, now
+
+    def done_with(self, name: str) -> None:
+        self.fresh_digests[name] = self.digests[name]
+        if len(self.ended) >= self.destination.finish_after:
+            self._finish(self.ended)
+            self.ended.clear()
+
+    def write(self, row: ChunkRow, data: memoryview) -> None:
+        out = self.out(row.file)
+        out.skip(data) if self.again else out.append(data)
+
+    def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        out = self.out(row.file)
+        if self.draft.before:
+            out.append(self.draft.before(name, entry, row.row, self.crcs[row.file]))
+        if out.at != row.offset:
+            raise AssertionError(f"{name} row {row.row}: at byte {out.at} of {out.path}, planned {row.offset}")
+
+    def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        if self.draft.after:
+            self.out(row.file).append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
+        self.left[row.file] -= 1
+        if not self.left[row.file]:
+            self.ended.append(row.file)
+
+    def _journal(self, done: int) -> None:
+        """Make everything up to tensor `done` durable, then say so."""
+        self._settle()
+        for out in self.outs.values():
+            out.sync()
+        entry: dict[str, Any] = {"done": done}
+        if self.source.is_remote:
+            entry["digests"] = self.fresh_digests
+            entry["lost"] = {n: self.lost[n] for n in self.fresh_digests if n in self.lost}
+        if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _Coded)}:
+            entry["sinks"] = sinks
+        self.destination.note(entry)
+        self.fresh_digests = {}
+
+    def _settle(self) -> None:
+        for out in self.outs.values():
+            out.settle()
+        self.writer.drain()
+
+    def _finish(self, files: list[int]) -> None:
+        """Heads of files without chunks, tails, truncation, fsync; in the order given."""
+        for i in files:
+            f, out = self.draft.files[i], self.out(i)
+            if self.again:
+                out.go_on()
+            if self.draft.tail:
+                out.append(self.draft.tail(i, self.crcs[i], self.digests))
+            out.end()
+            self.writer.drain()
+            out.finish()
+            f.size = out.size
+            out.close()
+            del self.outs[i]
+            self.closed.add(i)
+
+    def close(self) -> None:
+        """Stop the writer; nothing is written afterwards."""
+        self.writer.pool.shutdown(wait=True, cancel_futures=True)
+        for out in self.outs.values():
+            out.close()
+
+
+class ChunkRow:
+    """A chunk of the destination while it is filled."""
+
+    __slots__ = ("count", "crc", "done", "file", "first", "offset", "row", "shape", "start")
+
+    def __init__(self, row: int, entry: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]], flat: bool) -> None:
+        c = entry.chunks
+        self.row, self.file, self.offset = row, c.file[row], c.offset[row]
+        self.start, self.shape = box
+        self.count = prod(self.shape)
+        self.first = boxes.flat_start(entry.shape, self.start) if flat else None
+        self.done = self.crc = 0
+
+
+def _flat(entry: TensorEntry) -> bool:
+    c = entry.chunks
+    return c.rows_in_order() is not None or all(boxes.box_is_flat(entry.shape, k.start, k.shape) for k in c)
+
+
+def _rows(entry: TensorEntry) -> list[ChunkRow]:
+    """The chunks; in the order of the flattened tensor, the last first, where each is a range of that."""
+    flat = _flat(entry)
+    rows = [ChunkRow(k, entry, box, flat) for k, box in enumerate(entry.chunks.boxes())]
+    if entry.numel:
+        rows = [r for r in rows if r.count]
+    return sorted(rows, key=lambda r: r.first or 0)[::-1] if flat else rows[::-1]
+
+
+def _cut(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:
+    """The bytes of a box of a slab, row-major."""
+    at = tuple(a - b for a, b in zip(box[0], block.start, strict=True))
+    if boxes.box_is_flat(block.shape, at, box[1]):
+        a = boxes.flat_start(block.shape, at) * item
+        return block.data[a : a + prod(box[1]) * item]
+    import numpy as np
+
+    kind = bits_dtype(item)
+    whole = np.frombuffer(block.data, dtype=kind).reshape(block.shape)
+    part = np.ascontiguousarray(whole[tuple(slice(s, s + k) for s, k in zip(at, box[1], strict=True))])
+    return memoryview(part.reshape(-1).view("u1").data)

@@ -1,0 +1,107 @@
+"""CRC32s that a source carries, compared with its bytes as they are read."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+
+from ...formats.crc import crc32, crc32_combine
+from ...index.checkpoint import Record
+
+__all__ = ["CrcVerifier", "Mismatch"]
+
+
+class Mismatch(Exception):
+    """Bytes do not have the stored CRC32: (record, actual CRC32)."""
+
+
+class CrcVerifier:
+    """Checks the CRC32s of records while their bytes are read, in any order and in any pieces."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        by_file: dict[int, list[Record]] = {}
+        for r in records:
+            by_file.setdefault(r.extent.file, []).append(r)
+        self._records = {f: sorted(rs, key=lambda r: r.extent.offset) for f, rs in by_file.items()}
+        self._starts = {f: [r.extent.offset for r in rs] for f, rs in self._records.items()}
+        self._seen: dict[
+            tuple[int, int], list[tuple[int, int, int]]
+        ] = {}  # (file, index) -> [(start, end, crc)], sorted
+        self._done: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+
+    def update(self, file: int, offset: int, data: memoryview) -> int | None:
+        """Add bytes that were read at an offset. Returns their CRC32 if a record contains them and they are new.
+
+        Raises:
+            Mismatch: a record is complete, and its CRC32 is not the stored one.
+        """
+        starts = self._starts.get(file)
+        if not starts or not len(data):
+            return None
+        i = bisect_right(starts, offset) - 1
+        if i < 0:
+            return None
+        record = self._records[file][i]
+        key, end = (file, i), offset + len(data)
+        if key in self._done or end > record.extent.offset + record.extent.length:
+            return None
+        crc = crc32(data)
+        with self._lock:
+            self._add(key, record, offset, end, crc)
+        return crc
+
+    def _add(self, key: tuple[int, int], record: Record, start: int, end: int, crc: int) -> None:
+        """Add a part of a record, joined with its neighbours, so that rows that are read in any order stay few parts; one that
+        was read before, for another tensor that shares these bytes, is left out."""
+        seen = self._seen.setdefault(key, [])
+        k = bisect_right(seen, start, key=itemgetter(0))
+        if (k and seen[k - 1][1] > start) or (k < len(seen) and seen[k][0] < end):
+            return
+        if k < len(seen) and seen[k][0] == end:
+            _, last, after = seen.pop(k)
+            crc, end = crc32_combine(crc, after, last - end), last
+        if k and seen[k - 1][1] == start:
+            first, _, before = seen[k - 1]
+            seen[k - 1] = (first, end, crc32_combine(before, crc, end - start))
+        else:
+            seen.insert(k, (start, end, crc))
+        if len(seen) > 1 or seen[0][1] - seen[0][0] < record.extent.length:
+            return
+        (_, _, crc) = seen[0]
+        del self._seen[key]
+        self._done.add(key)
+        if crc != record.crc32:
+            raise Mismatch(record, crc)
+
+    def seen(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+        """(file, number of a record in it, (first byte, end, CRC32) of what was read) of records that were read in part."""
+        return [(file, i, list(parts)) for (file, i), parts in self._seen.items()]
+
+    def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
+        """Add what another verifier of the same records has seen of those that it has not finished.
+
+        Raises:
+            Mismatch: a record is complete, and its CRC32 is not the stored one.
+        """
+        for file, i, parts in seen:
+            key = (file, i)
+            for start, end, crc in parts:
+                if key in self._done:
+                    break
+                self._add(key, self._records[file][i], start, end, crc)
+
+    def unfinished(self) -> Iterator[tuple[int, int, int]]:
+        """(file, offset, length) of the missing parts of records that were read in part."""
+        for (file, i), seen in list(self._seen.items()):
+            record = self._records[file][i]
+            at = record.extent.offset
+            for a, b, _ in list(seen):
+                if at < a:
+                    yield file, at, a - at
+                at = b
+            end = record.extent.offset + record.extent.length
+            if at < end:
+                yield file, at, end - at

@@ -1,0 +1,476 @@
+"""Tensors as streams: the bytes of each tensor in row-major order, in blocks, read ahead, in constant memory.
+
+    for block in Reader(source, ckpt.files, ckpt.records).blocks([StreamJob(name, entry, "bfloat16"), ...]):
+        block.data       memoryview of elements [block.first, block.first + block.count) of tensor block.name
+
+A block's data is valid until the next block is asked for.
+
+What drives it: a generator of block plans (block_plans.py), in the order the caller wants the tensors. One thread runs ahead and reads;
+the caller hashes, compares or copies. What bounds memory: a fixed pool of buffers, allocated once; reading waits for a free one.
+
+Reads of 256 KiB and more bypass the page cache (O_DIRECT, into 2 MiB-aligned huge pages: a sixth of the CPU time of
+buffered reads on the machines of the README's table) unless the pages are there already (RWF_NOWAIT asks without
+waiting). Where the file system knows neither, plain reads do.
+
+CRC32s that the source carries are compared with the bytes as they are read (record_crcs.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ...errors import Corrupt
+from ...index import boxes
+from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
+from ...storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
+from ...storage.source import Source, read_error
+from .block_plans import BlockPlan, StreamJob, plans
+from .dtypes import NOTHING, Lost, bits_dtype, cast
+from .record_crcs import CrcVerifier, Mismatch
+from .zstd_frames import Decoder
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["Block", "Reader", "StreamJob", "side_by_side", "small"]
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+_SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it
+_PIECE = 256 << 10  # stays in the cache while CRC, digest and copy pass over it
+_BATCH = 512
+_TINY, _WINDOW, _WINDOWS = 1024, 32 << 10, 512  # tiny pieces of a file, one after the other, are read many at a time
+_GAP, _FAR_GAP = 4096, 256 << 10  # unwanted bytes that are read rather than with another call: local, remote
+
+
+@dataclass(slots=True)
+class Block:
+    """Elements [first, first + count) of a tensor, row-major; a slab (`start`, `shape`) where the job was boxed.
+
+    `data` is valid until the next block of the stream is asked for, or the stream is closed. Of an unchecked block it may be used
+    as `pieces` hands it out.
+    """
+
+    name: str
+    first: int
+    count: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    data: memoryview
+    crc: int | None  # CRC32 of `data`, where reading it has needed it
+    last: bool
+    source_bytes: int
+    _lease: Lease
+    _unchecked: tuple[Reader, int, int] | None = None  # (reader, file, offset) of bytes whose CRC is still to be taken
+    lost: Lost = NOTHING  # what the cast of these elements could not hold
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[memoryview, int | None]]:
+        """data[begin:end] in pieces that stay in the cache, each with its CRC32 where the source carries one to compare.
+
+        Raises:
+            Corrupt: the bytes do not match the CRC32 that the source carries.
+        """
+        if self._unchecked is None:
+            whole = begin == 0 and end == len(self.data)
+            yield (self.data, self.crc) if whole else (self.data[begin:end], None)
+            return
+        reader, file, offset = self._unchecked
+        for at in range(begin, end, _PIECE):
+            piece = self.data[at : min(at + _PIECE, end)]
+            yield piece, reader.check(file, offset + at, piece)
+
+
+class Reader:
+    """Streams tensors of one source.
+
+    Its buffers, three and three more for each thread, are all the memory it takes.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        files: Sequence[str],
+        records: Sequence[Record] = (),
+        budget: IOBudget = DEFAULT_BUDGET,
+    ) -> None:
+        self.source, self.files = source, files
+        self.crcs = CrcVerifier(records)
+        self.block_bytes = budget.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
+        self._threads = budget.reader_threads(source)
+        # blocks that are read or wait; more would have left the cache when their turn comes
+        self._ahead = max(1, self._threads)
+        self._pool = BufferPool(3 + 3 * self._threads, budget.buffer_bytes)
+        self._gap = _FAR_GAP if source.is_remote else _GAP
+        self._no_direct = False
+        self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
+        self._decoders: dict[tuple[str, int], Decoder] = {}
+        self._plain = type(source) is Source
+        self._last_tiny: dict[int, int] = {}  # file -> offset of the last tiny piece
+        self._windows: dict[
+            int, tuple[int, bytes]
+        ] = {}  # file -> offset and bytes, where tiny pieces follow each other
+
+    def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Iterator[Block]:
+        """Blocks of the tensors, in order.
+
+        Args:
+            first: blocks that lie before this element of the first tensor are not read, unless its chunks are compressed.
+            checked: their bytes have been compared with the source's CRC32s; if False, the caller passes over `Block.pieces` of
+                all of them, which does that while it digests and copies the same piece.
+
+        Raises:
+            Corrupt: bytes are missing or do not match the CRC32 the source carries.
+            SourceChanged: a file became shorter while it was read.
+        """
+        listed = list(jobs)
+        to_read = plans(listed, self.block_bytes)
+        if first and not listed[0].entry.chunks.zstd:
+            to_read = (p for p in to_read if p.job is not listed[0] or p.first + p.count > first)
+        batches = self._batches(to_read)
+        waiting: deque[Future[list[Block]]] = deque()
+        threads = (
+            min(1, self._threads) if any(job.entry.chunks.zstd for job in listed) else self._threads
+        )  # a frame is decompressed in order only
+        from ...storage.threads import reading_or_writing
+
+        with reading_or_writing(threads, "ckpttool-read") as pool:
+            try:
+                while True:
+                    while len(waiting) < self._ahead and (batch := next(batches, None)) is not None:
+                        waiting.append(pool.submit(self._load_batch, batch))
+                    if not waiting:
+                        return
+                    yield from self._handed_on(waiting.popleft().result(), checked)
+            finally:
+                for read in [w for w in waiting if not w.cancel()]:
+                    if read.exception() is None:
+                        for block in read.result():
+                            block._lease.end()
+
+    def _batches(self, plans: Iterator[BlockPlan]) -> Iterator[list[BlockPlan]]:
+        """Plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than they do."""
+        batch: list[BlockPlan] = []
+        total = 0
+        for plan in plans:
+            n = plan.count * ITEMSIZE[plan.job.entry.dtype]
+            small = plan.one and n <= _SMALL and plan.job.dtype == plan.job.entry.dtype
+            if batch and (not small or total + n > self.block_bytes or len(batch) == _BATCH):
+                yield batch
+                batch, total = [], 0
+            if small:
+                batch.append(plan)
+                total += n
+            else:
+                yield [plan]
+        if batch:
+            yield batch
+
+    def _load_batch(self, batch: list[BlockPlan]) -> list[Block]:
+        """Blocks of one buffer. Neighbours in one file are read together, with the bytes between them (item headers)."""
+        if len(batch) == 1:
+            return [self._load(batch[0])]
+        buffer = self._pool.free.get()
+        lease = Lease(self._pool, buffer, len(batch))
+        out: list[Block] = []
+        wanted = [self._where(plan) for plan in batch]
+        room = len(buffer) - sum(n for _, _, n in wanted)  # what may be spent on bytes between neighbours
+        at = i = 0
+        while i < len(batch):
+            file, offset, n = wanted[i]
+            end, j = offset + n, i + 1
+            while j < len(batch) and wanted[j][0] == file and 0 <= wanted[j][1] - end <= min(self._gap, room):
+                room -= wanted[j][1] - end
+                end = wanted[j][1] + wanted[j][2]
+                j += 1
+            into = buffer[at : at + end - offset]
+            if end - offset > _TINY or not self._from_window(file, offset, into):
+                self._pread_raw(self.files[file], file, offset, end - offset, into, large=False)
+            for plan, (_, a, k) in zip(batch[i:j], wanted[i:j], strict=True):
+                data = buffer[at + a - offset : at + a - offset + k]
+                crc = self.check(file, a, data)
+                where = (plan.first, plan.count, plan.start, plan.shape)
+                out.append(Block(plan.job.name, *where, data, crc, plan.last, k, lease))
+            at += end - offset
+            i = j
+        return out
+
+    def _from_window(self, file: int, offset: int, into: memoryview) -> bool:
+        """Fill `into` from bytes that were read with an earlier piece, or read them with this one; False where that does not pay."""
+        if not self._plain:
+            return False
+        n = len(into)
+        at, window = self._windows.get(file, (0, b""))
+        if not at <= offset <= offset + n <= at + len(window):
+            last = self._last_tiny.get(file)
+            self._last_tiny[file] = offset
+            if last is None or not 0 <= offset - last < _WINDOW // 4:
+                return False
+            if file not in self._windows and len(self._windows) >= _WINDOWS:
+                return False
+            name = self.files[file]
+            at, window = offset, self.source.read(name, offset, max(n, min(_WINDOW, self.source.size(name) - offset)))
+            self._windows[file] = at, window
+        into[:] = window[offset - at : offset - at + n]
+        return True
+
+    def _where(self, plan: BlockPlan) -> tuple[int, int, int]:
+        """(file, offset, bytes) of a plan that is one contiguous part of one chunk."""
+        e = plan.job.entry
+        item = ITEMSIZE[e.dtype]
+        row = plan.parts[0][0]
+        inside = plan.first if plan.job.boxed else plan.start[0]
+        return e.chunks.file[row], e.chunks.offset[row] + inside * item, plan.count * item
+
+    def _load(self, plan: BlockPlan) -> Block:
+        e = plan.job.entry
+        item = ITEMSIZE[e.dtype]
+        n = plan.count * item
+        crc, lost = None, NOTHING
+        if plan.one:
+            buffer = self._pool.free.get()
+            file, offset, _ = self._where(plan)
+            data = self._pread_raw(self.files[file], file, offset, n, buffer)
+            if plan.job.dtype == e.dtype:
+                where = (plan.first, plan.count, plan.start, plan.shape)
+                lease = Lease(self._pool, buffer, 1)
+                return Block(plan.job.name, *where, data, None, plan.last, n, lease, (self, file, offset))
+            self.check(file, offset, data)
+        else:
+            buffer = self._pool.free.get()
+            data = buffer[:n]
+            for row, start, shape in plan.parts:
+                self._place(e, row, start, shape, plan, data, item)
+        if plan.job.dtype != e.dtype and n:
+            other = self._pool.free.get()
+            size = plan.count * ITEMSIZE[plan.job.dtype]
+            lost = cast(data, e.dtype, other[:size], plan.job.dtype)
+            self._pool.free.put(buffer)
+            buffer, data, crc = other, other[:size], None
+        lease = Lease(self._pool, buffer, 1)
+        where = (plan.first, plan.count, plan.start, plan.shape)
+        return Block(plan.job.name, *where, data, crc, plan.last, n, lease, lost=lost)
+
+    def _place(
+        self,
+        e: TensorEntry,
+        row: int,
+        start: tuple[int, ...],
+        shape: tuple[int, ...],
+        plan: BlockPlan,
+        data: memoryview,
+        item: int,
+    ) -> None:
+        """Read one chunk's part of a slab and put it where it belongs in the slab."""
+        chunk: Chunk = e.chunks[row]
+        inside = tuple(a - b for a, b in zip(start, chunk.start, strict=True))
+        at = tuple(a - b for a, b in zip(start, plan.start, strict=True))
+        n = prod(shape) * item
+        if chunk.strides is not None:
+            import numpy as np
+
+            target = np.frombuffer(data, dtype=f"V{item}").reshape(plan.shape)
+            place = target[tuple(slice(a, a + k) for a, k in zip(at, shape, strict=True))]
+            first = sum(i * s for i, s in zip(inside, chunk.strides, strict=True))
+            self._gather(chunk.extent.file, chunk.extent.offset, first, shape, chunk.strides, place, item)
+            return
+        spare = self._pool.free.get()
+        try:
+            if chunk.zstd is not None:
+                got = self._decoder(chunk).take(spare[:n])
+                if boxes.flat_start(chunk.shape, inside) + prod(shape) == prod(chunk.shape):
+                    self._decoders.pop((self.files[chunk.extent.file], chunk.extent.offset)).close()
+            else:
+                offset = chunk.extent.offset + boxes.flat_start(chunk.shape, inside) * item
+                got, _ = self._pread(chunk.extent.file, offset, n, spare)
+            if boxes.box_is_flat(plan.shape, at, shape):
+                a = boxes.flat_start(plan.shape, at) * item
+                data[a : a + n] = got
+            else:
+                import numpy as np
+
+                kind = bits_dtype(item)
+                target = np.frombuffer(data, dtype=kind).reshape(plan.shape)
+                target[tuple(slice(a, a + k) for a, k in zip(at, shape, strict=True))] = np.frombuffer(
+                    got, dtype=kind
+                ).reshape(shape)
+        finally:
+            self._pool.free.put(spare)
+
+    def _gather(
+        self, file: int, base: int, first: int, shape: Sequence[int], strides: Sequence[int], place: Any, item: int
+    ) -> None:
+        """Read a strided box: its whole span when that wastes little, else piece by piece along its widest dimension."""
+        import numpy as np
+
+        span = boxes.span(shape, strides) * item
+        if span <= min(self.block_bytes, 4 * max(prod(shape) * item, ALIGN)):
+            spare = self._pool.free.get()
+            raw, _ = self._pread(file, base + first * item, span, spare)
+            view = np.lib.stride_tricks.as_strided(
+                np.frombuffer(raw, dtype=f"V{item}"), tuple(shape), tuple(s * item for s in strides), writeable=False
+            )
+            place[...] = view
+            del view, raw
+            self._pool.free.put(spare)
+            return
+        d = max((i for i, n in enumerate(shape) if n > 1), key=lambda i: strides[i] * (shape[i] - 1))
+        half = shape[d] // 2
+        for a, b in ((0, half), (half, shape[d])):
+            part = tuple(b - a if i == d else n for i, n in enumerate(shape))
+            where = tuple(slice(a, b) if i == d else slice(None) for i in range(len(shape)))
+            self._gather(file, base, first + a * strides[d], part, strides, place[where], item)
+
+    def _decoder(self, chunk: Chunk) -> Decoder:
+        name = self.files[chunk.extent.file]
+        key = (name, chunk.extent.offset)
+        if key not in self._decoders:
+            what = f"{name} at byte {chunk.extent.offset}"
+            assert chunk.zstd is not None
+            self._decoders[key] = Decoder(self.source, name, chunk.extent, *chunk.zstd, what)
+        return self._decoders[key]
+
+    def _pread(self, file: int, offset: int, n: int, buffer: memoryview) -> tuple[memoryview, int | None]:
+        """Exactly n bytes of a file, somewhere in the buffer, checked against the source's CRC32s; and their own."""
+        name = self.files[file]
+        data = self._pread_raw(name, file, offset, n, buffer)
+        return data, self.check(file, offset, data)
+
+    def _handed_on(self, batch: list[Block], checked: bool) -> Iterator[Block]:
+        """Blocks whose buffers go back to the pool when the next one is asked for, all of them when the caller stops."""
+        left = iter(batch)
+        for block in left:
+            try:
+                if checked:
+                    for _ in block.pieces(0, len(block.data)):
+                        pass
+                yield block
+            except BaseException:
+                for other in left:
+                    other._lease.end()
+                raise
+            finally:
+                block._lease.end()
+
+    def check(self, file: int, offset: int, data: memoryview) -> int | None:
+        """Compare bytes of a file with the source's CRC32s; their own, where a record holds them.
+
+        Raises:
+            Corrupt: a record is complete now and does not have the CRC32 that the source carries.
+        """
+        try:
+            return self.crcs.update(file, offset, data)
+        except Mismatch as e:
+            self._mismatch(*e.args)
+            return None
+
+    def _mismatch(self, record: Record, crc: int) -> None:
+        name = os.path.join(self.source.root, self.files[record.extent.file])
+        raise Corrupt(
+            f"{name}: bytes {record.extent.offset}..{record.extent.offset + record.extent.length} have CRC32 "
+            f"{crc:08x}, the file itself says {record.crc32:08x}. They were damaged after they were written; "
+            "fetch the file again or take another copy."
+        )
+
+    def _pread_raw(
+        self, name: str, file: int, offset: int, n: int, buffer: memoryview, large: bool = True
+    ) -> memoryview:
+        if n >= _SMALL and large and self.source.local:
+            data = self._cached(name, file, offset, n, buffer)
+            if data is None and _DIRECT and not self._no_direct:
+                data = self._direct(name, offset, n, buffer)
+            if data is not None:
+                return data
+        self.source.readinto(name, offset, buffer[:n])
+        return buffer[:n]
+
+    def _cached(self, name: str, file: int, offset: int, n: int, buffer: memoryview) -> memoryview | None:
+        """The bytes if they are in the page cache; a file whose bytes are not is not asked again for some time."""
+        if not _NOWAIT:
+            return None
+        if self._cold.get(file, 0) > 0:
+            self._cold[file] -= 1
+            return None
+        try:
+            with self.source.borrow_fd(name) as fd:
+                if os.preadv(fd, [buffer[:n]], offset, _NOWAIT) == n:
+                    return buffer[:n]
+        except OSError:
+            pass
+        self._cold[file] = 32
+        return None
+
+    def _direct(self, name: str, offset: int, n: int, buffer: memoryview) -> memoryview | None:
+        a = offset - offset % ALIGN
+        b = -(-(offset + n) // ALIGN) * ALIGN
+        try:
+            with self.source.borrow_fd(name, _DIRECT) as fd:
+                got = os.preadv(fd, [buffer[: b - a]], a)
+        except OSError as e:
+            if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+                self._no_direct = True  # this file system has no O_DIRECT
+                return None
+            raise read_error(e, f"{os.path.join(self.source.root, name)}: byte {offset}") from e
+        if got < offset - a + n:
+            return None  # an unusual short read: read again through the cache
+        return buffer[offset - a : offset - a + n]
+
+    def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
+        """Add what another reader of the same source has read of records: its `crcs.seen()`.
+
+        Raises:
+            Corrupt: a record is complete now and does not have the CRC32 that the source carries.
+        """
+        try:
+            self.crcs.absorb(seen)
+        except Mismatch as e:
+            self._mismatch(*e.args)
+
+    def finish(self) -> None:
+        """Read what is left of records that were read in part, so that their CRC32s are checked too."""
+        buffer = self._pool.free.get()
+        for file, offset, length in self.crcs.unfinished():
+            for at in range(offset, offset + length, self.block_bytes):
+                self._pread(file, at, min(self.block_bytes, offset + length - at), buffer)
+        self._pool.free.put(buffer)
+
+
+def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
+    """The row-major bytes of small tensors, whose records are checked to their ends before the bytes are used.
+
+    Raises:
+        Corrupt: bytes do not have the CRC32 that the source says.
+    """
+    out: dict[str, bytearray] = {n: bytearray() for n in names}
+    reader = Reader(source, ckpt.files, ckpt.records, IOBudget(1, 256 << 10))
+    for block in reader.blocks([StreamJob(n, ckpt.tensors[n]) for n in out]):
+        out[block.name] += block.data
+    reader.finish()
+    return {n: bytes(b) for n, b in out.items()}
+
+
+def side_by_side(
+    streams: list[Iterator[Block]], s: TensorEntry, t: TensorEntry
+) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """The next tensor of both streams, as (first element, bytes here, bytes there) of the same elements."""
+    items = (ITEMSIZE[s.dtype], ITEMSIZE[t.dtype])
+    blocks = [next(stream) for stream in streams]
+    at = 0
+    while True:
+        ends = [b.first + b.count for b in blocks]
+        end = min(ends)
+        views = [b.data[(at - b.first) * i : (end - b.first) * i] for b, i in zip(blocks, items, strict=True)]
+        if end > at:
+            yield at, views[0], views[1]
+        del views
+        at = end
+        if all(b.last and e == at for b, e in zip(blocks, ends, strict=True)):
+            return
+        for k in range(2):
+            if ends[k] == at and not blocks[k].last:
+                blocks[k] = next(streams[k])

@@ -1,0 +1,99 @@
+"""Digests of values: what the digest of a tensor is for tensors, for all that a state holds besides them.
+
+The digest of a value is BLAKE3 of its path and data, spelled as a line of values.json spells them (formats/values.py): exact in types,
+bits of floats, integers of any size, types of keys and order. The digest of all values is a Merkle root over those digests,
+sorted by name; its leaves begin with another byte than those of tensors (index/digests.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+from blake3 import blake3
+
+from ...formats import values
+from ...formats.stored_tensors import Inline, flattened
+from ...index.checkpoint import Checkpoint, Value, joined
+from ...index.digests import roots, value_root
+
+__all__ = [
+    "data_digest",
+    "equal_values",
+    "recorded_values",
+    "split_lists",
+    "state_roots",
+    "taken_apart",
+    "value_digest",
+    "value_digests",
+]
+
+#: The key of the digest of values beside those of components; no component has this name.
+VALUES = "values"
+#: Types of data whose `==` says whether two are the same; -0.0 and NaN are why floats are not here.
+_EXACT = frozenset((type(None), bool, int, str, bytes))
+
+
+def value_digest(value: Value) -> str:
+    """BLAKE3, in hex, of a value and its path.
+
+    Raises:
+        Unsupported: the value is of no kind that values.json can spell.
+    """
+    return blake3(values.encode_one(value)).hexdigest()
+
+
+def data_digest(value: Value) -> str:
+    """`value_digest` of the data alone, whatever their path."""
+    return value_digest(Value(("",), value.data))
+
+
+def taken_apart(held: Mapping[str, Value]) -> dict[str, Value]:
+    """Values as readers of state dicts take them apart; those of JSON files are whole trees."""
+    return {joined(p): Value(p, x) for v in held.values() for p, x in flattened(v.data, v.path).items()}
+
+
+def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
+    """Values, with those lists taken apart that have elements among `names` and nothing for which readers take lists apart.
+
+    A reader takes a list apart for the dicts and tensors in it. Where a layout could not hold those, the other elements are values of
+    the state, and the reader finds one list.
+    """
+    heads = {head for n in names for head in accumulate(n.split(".")[:-1], "{}.{}".format)}
+    out: dict[str, Value] = {}
+    todo = list(held.items())
+    for name, v in todo:
+        if isinstance(v.data, list) and name in heads and name in taken_apart({name: v}):
+            todo += [(f"{name}.{i}", Value((*v.path, i), x)) for i, x in enumerate(v.data)]
+        else:
+            out[name] = v
+    return out
+
+
+def value_digests(held: Mapping[str, Value]) -> dict[str, str]:
+    """{name: `value_digest`} of values, taken apart."""
+    return {name: value_digest(value) for name, value in taken_apart(held).items()}
+
+
+def recorded_values(held: Mapping[str, Value]) -> dict[str, str]:
+    """`value_digests` without arrays, which a reader may find as tensors."""
+    return {n: value_digest(v) for n, v in taken_apart(held).items() if not isinstance(v.data, Inline)}
+
+
+def equal_values(a: Value, b: Value) -> bool:
+    """Whether two values have equal paths and equal data, of equal types."""
+    if a is b:
+        return True
+    if type(a.data) is type(b.data) and type(a.data) in _EXACT and a.path == b.path:
+        return bool(a.data == b.data)
+    return values.encode_one(a) == values.encode_one(b)
+
+
+def state_roots(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[str, str]:
+    """{"all": root over all tensors, "model": ..., ..., "values": root over all values, where there are any}.
+
+    Args:
+        digests: {tensor: BLAKE3 in hex} of all tensors of `ckpt`.
+    """
+    out = roots(ckpt.tensors, digests)
+    return out | {VALUES: value_root(value_digests(ckpt.values))} if ckpt.values else out

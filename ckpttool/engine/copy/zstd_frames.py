@@ -1,0 +1,93 @@
+"""Chunks that are zstd frames, decompressed as streams."""
+
+from __future__ import annotations
+
+import io
+from typing import IO, Any
+
+from ...errors import Corrupt, Unsafe
+from ...formats.crc import crc32
+from ...index.checkpoint import Extent
+from ...storage.source import Source
+
+__all__ = ["Decoder", "decompress_ends"]
+
+
+class _Raw(io.RawIOBase, IO[bytes]):
+    """A byte range of a source file as a stream."""
+
+    def __init__(self, source: Source, name: str, offset: int, length: int) -> None:
+        self.source, self.name_, self.at, self.end = source, name, offset, offset + length
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, b: Any) -> int:
+        n = min(len(b), self.end - self.at)
+        b[:n] = self.source.read(self.name_, self.at, n)
+        self.at += n
+        return n
+
+
+class Decoder:
+    """The content of one zstd frame from byte `skip` on; `crc` is that of what is taken, where it is known."""
+
+    crc = 0
+
+    def __init__(self, source: Source, name: str, extent: Extent, skip: int, crc: int | None, what: str) -> None:
+        import zstandard
+
+        self.what, self.want = what, crc
+        self.error = zstandard.ZstdError
+        self.stream = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(
+            _Raw(source, name, extent.offset, extent.length), read_size=256 << 10
+        )
+        scratch = memoryview(bytearray(min(skip, 1 << 20)))
+        while skip:
+            skip -= len(self.take(scratch[: min(skip, len(scratch))]))
+        self.crc = 0
+
+    def take(self, into: memoryview) -> memoryview:
+        """Fill `into`."""
+        got = 0
+        while got < len(into):
+            try:
+                k = self.stream.readinto(into[got:])
+            except self.error as e:
+                raise Corrupt(f"{self.what}: the zstd frame is damaged ({e}).") from None
+            if not k:
+                raise Corrupt(f"{self.what}: the zstd frame ends too early.")
+            got += k
+        self.crc = crc32(into, self.crc)
+        return into
+
+    def close(self) -> None:
+        """Free the decompressor, after the last byte of the tensor."""
+        self.stream.close()  # type: ignore[no-untyped-call]
+        if self.want is not None and self.crc != self.want:
+            raise Corrupt(f"{self.what}: the bytes have CRC32 {self.crc:08x}, the file itself says {self.want:08x}.")
+
+
+def decompress_ends(
+    source: Source, name: str, offset: int, length: int, most: int, what: str
+) -> tuple[bytes, bytes, int]:
+    """(first 64 KiB, last 64 KiB, bytes) of the content of a zstd frame, in constant memory.
+
+    Raises:
+        Unsafe: it decompresses to more than `most` bytes.
+    """
+    import zstandard
+
+    head, tail, total = b"", b"", 0
+    stream = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(_Raw(source, name, offset, length))
+    try:
+        while piece := stream.read(1 << 20):
+            total += len(piece)
+            if total > most:
+                raise Unsafe(f"{what}: the zstd frame decompresses to more than {most} bytes, which its tensor needs.")
+            if len(head) < 65536:
+                head += piece[: 65536 - len(head)]
+            tail = (tail + piece)[-65536:]
+    except zstandard.ZstdError as e:
+        raise Corrupt(f"{what}: the zstd frame is damaged ({e}).") from None
+    return head, tail, total

@@ -1,0 +1,341 @@
+"""Files of a checkpoint that were not read: what trainers write next to the files of a layout.
+
+HF Trainer puts optimizer.bin next to model.safetensors, Accelerate optimizer_0/ next to pytorch_model_fsdp_0/, torchtune
+recipe_state/ next to epoch_0/, Lightning meta.pt into a DCP folder. A layout reads its own files. This module lists the
+others, so that every command can name them and a conversion does not lose them in silence.
+
+    unread(source, file, ckpt, saves)  [Unread], after the layout has read `ckpt`
+    lost(ckpt, holds, only)        those that a layout which holds such components could keep
+    listed(rows)                   as text: "optimizer.bin (1.2 GB, optimizer), ..."
+
+A file was read when the source opened it. Names alone decide what a file holds, and sizes come from the directory or from the
+listing of the store. Only one under a name that no trainer uses is opened, on a disk: another whole checkpoint of the same model,
+such as ckpt.pt next to a DCP folder's files, is nothing that this one lacks. For a folder these are all files in it and, next to it, the names in
+`_NEXT_TO`. For a single file it is the names in `_NAMES` that hold state, and no others: a folder of downloads is not one
+checkpoint. State that the checkpoint already holds (a scheduler in DeepSpeed's own file) is listed, but is not a loss.
+
+Sources: transformers/trainer.py (_save_optimizer_and_scheduler, _save_rng_state), accelerate/checkpointing.py and
+utils/constants.py, torchtune/training/checkpointing/_checkpointer.py, lightning/pytorch/strategies/fsdp.py,
+verl/trainer/ppo/ray_trainer.py, olmo_core/train/checkpoint.py, megatron/core/dist_checkpointing/serialization.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from ... import layouts
+from ...errors import CkpttoolError, Unsupported
+from ...huggingface import lora, model_files
+from ...index.checkpoint import Checkpoint, Unread
+from ...layouts import Saves
+from ...printable import printable
+from ...storage import remote
+from ...storage.siblings import parent_of
+from ...storage.source import Source
+
+__all__ = ["NOT_READ", "human", "kind_of", "listed", "lost", "note", "unread"]
+
+#: How the reason of a `Dropped` ends that stands for a file.
+NOT_READ = "in a file that was not read"
+
+
+class _Kind(NamedTuple):
+    """Files that trainers write: a pattern of names (of folders with "/"), what they hold, which component of a state it is.
+    "adapter" is one beside the weights of a model; "" is no state: arguments, the same weights in another form."""
+
+    pattern: str
+    what: str
+    component: str
+
+
+_TORCH = r"\.(bin|pt|pth|ckpt)"
+_NAMES = (
+    _Kind(rf"(optimizer|optim)(_\d+)?(_rank\d+)?{_TORCH}|optimizer\.safetensors|optimizer_\d+/", "optimizer", "optim"),
+    _Kind(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_?optim_states\.pt|global_step\d+/", "DeepSpeed optimizer", "optim"),
+    _Kind(r"optim_world_size_\d+_rank_\d+\.pt", "optimizer", "optim"),
+    _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim"),
+    _Kind(r"common\.pt", "param groups, scheduler, arguments", "optim"),
+    _Kind(rf"(lr_)?scheduler(_\d+)?{_TORCH}", "scheduler", "scheduler"),
+    _Kind(rf"random_states_\d+\.pkl|(rng|random)_states?(_\d+)?({_TORCH}|\.pkl)", "RNG", "rng"),
+    _Kind(rf"(grad_)?scaler(_\d+)?{_TORCH}", "gradient scaler", "scaler"),
+    _Kind(rf"sampler(_\d+)?{_TORCH}|(dl_state_dict|dataloader)(_\d+)?{_TORCH}", "data loader", "dataloader"),
+    _Kind(r"extra_state_world_size_\d+_rank_\d+\.pt", "scheduler and RNG", "rng"),
+    _Kind(r"meta\.pt", "loops, schedulers, hyperparameters", "trainer"),
+    _Kind(r"trainer_state\.json", "counters of the trainer", "trainer"),
+    _Kind(r"custom_checkpoint_\d+\.pkl", "registered objects", "extra"),
+    _Kind(r"adapter_model\.(safetensors|bin|pt)", "adapter", "adapter"),
+    _Kind(r"optim(izer)?s?(_states?)?/", "optimizer", "optim"),
+    _Kind(r"(lr_)?schedulers?/", "scheduler", "scheduler"),
+    _Kind(r"(rng|random)(_states?)?/", "RNG", "rng"),
+    _Kind(r"(data_?loaders?|samplers?)(_states?)?/", "data loader", "dataloader"),
+    _Kind(rf"(training_args|args|hparams){_TORCH}", "arguments", ""),
+    _Kind(
+        r"(pytorch_model|pytorch_model_fsdp|model|consolidated|diffusion_pytorch_model|openvino_model|tf_model|flax_model|"
+        r"rust_model|ggml-model)([-._]\w+)*\.(bin|pt|pth|safetensors|h5|msgpack|ot)|[^/]*\.(gguf|onnx|tflite|mlmodel)|"
+        r"pytorch_model_fsdp_\d+/|sharded/|original/|consolidated/",
+        "weights in another form", "",
+    ),
+)  # fmt: skip
+_NAMED = "|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(_NAMES))
+#: What a name that no trainer is known to write suggests, in the checkpoint's own folder.
+_WORDS = (
+    ("optim", "optimizer", "optim"), ("sched", "scheduler", "scheduler"), ("rng", "RNG", "rng"), ("scaler", "scaler", "scaler"),
+    ("sampler", "data loader", "dataloader"), ("dataloader", "data loader", "dataloader"), ("train", "training state", "trainer"),
+    ("", "unknown", "extra"),
+)  # fmt: skip
+_STATE = r"(?is).*\.(bin|pt|pth|ckpt|pkl|pickle|distcp|safetensors|npz|npy|tar)"
+#: Names that need no word: indices, programs, logs, texts, pictures; what ckpttool and torch write besides.
+_PLAIN = (
+    r"(?is)ckpttool\.json|flat_layout\.json|CHECKPOINT_COMPLETE|latest|latest_universal|.*\.index\.json|metadata\.json|.*\.(md|txt|py|sh|log|html|csv|"
+    r"ya?ml|toml|png|jpe?g|gif|svg|pdf|ipynb)|(LICEN[CS]E|NOTICE|USE_POLICY).*|events\.out\..*|(all|train|eval)_results\.json|"
+    r"preprocessor_config\.json|config_.*\.json|(runs|logs|wandb|tensorboard|lightning_logs|huggingface|hf)/"
+)
+#: Folders that are saves of their own, of other steps.
+_SAVES = r"(checkpoint|ckpt|step|epoch|iter|tag)[-_=]?\d.*/"
+#: {name of a checkpoint's folder: names in the folder above that belong to it}; None for those of `_NAMES`.
+_NEXT_TO = (
+    (r"pytorch_model_fsdp_\d+|optimizer_\d+", None),
+    (r"model_and_optim", _Kind(r"train/", "training progress and RNG", "trainer")),
+    (r"(epoch|step)_\d+", _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")),
+    (r"model|weights", None),
+    (r"actor|critic", _Kind(r"data\.pt", "data loader", "dataloader")),
+)  # fmt: skip
+_ORDER = ("optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra", "adapter", "")
+_MOST = 1000  # rows; those beyond are one more
+
+
+def human(n: float) -> str:
+    """Bytes as people read them: human(2_500_000) == "2.5 MB"."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(n) < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------- looking
+
+
+def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | None) -> list[Unread]:
+    """What belongs to a checkpoint by its name and was not read, the most important first. A folder that cannot be listed
+    becomes a note of the checkpoint.
+
+    Args:
+        source, file: the place that was read; a file of None is the folder.
+        ckpt: what was read of it, before components were left out.
+        saves: how its layout keeps several saves in one folder.
+    """
+    held = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]} - {
+        "trainer",
+        "extra",
+    }  # these may have several parts
+    held |= {"adapter" for n in ckpt.files if n.startswith("adapter_model.")}
+    rows: list[Unread] = []
+    looks = [_inside, _above] if file is None else [_around]
+    for look in looks:
+        try:
+            rows += look(source, held, saves)
+        except (CkpttoolError, OSError) as e:  # a folder that may be read but not listed
+            ckpt.notes.append(f"the folder could not be listed for files that belong to the checkpoint: {e}")
+    if file is None and source.local:
+        rows = [r._replace(what=_COPY, component="") if _is_whole(source, r, ckpt) else r for r in rows]
+        rows = [r._replace(what=_OF_PEFT, component="") if _is_its_adapter(source, r, ckpt) else r for r in rows]
+    rows.sort(key=lambda r: (_ORDER.index(r.component), r.what, r.name))
+    if len(rows) > _MOST:
+        rest = rows[_MOST:]
+        rows[_MOST:] = [Unread(f"{len(rest)} more files", _sum(rest), "unknown", rest[0].component)]
+    return rows
+
+
+_COPY = "another checkpoint of the same model"
+_OF_PEFT = "its adapter once more, by names and shapes, as PEFT saves it"
+
+
+def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
+    """Whether a file under an unknown name is a checkpoint itself, with the weights and the optimizer of the same model. Weights
+    alone may be an average, which is state of its own."""
+    model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
+    large = sum(t.nbytes for t in ckpt.tensors.values() if t.path[0] == "model")
+    if (row.what, row.component) != ("unknown", "extra") or not model or (row.bytes or 0) < large:
+        return False
+    full = layouts.find("full")
+    with Source(source.root) as again:
+        where = layouts.Place(again, row.name)
+        try:
+            if not again.exists(row.name) or not full.detect(where)[0]:
+                return False
+            try:
+                found = full.read(where, layouts.ReadOptions())
+            except Unsupported:  # an optimizer that numbers its parameters
+                found = full.read(where, layouts.ReadOptions(only=frozenset(["model"])))
+                numbered = True
+            else:
+                numbered = False
+        except CkpttoolError:
+            return False
+    optimizer = numbered or any(t.path[0] == "optim" for t in found.tensors.values())
+    return optimizer and model == {n: t.shape for n, t in found.tensors.items() if t.path[0] == "model"}
+
+
+def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
+    """Whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights of DeepSpeed and of FSDP's
+    FULL_STATE_DICT, in which the adapter's name stands in the names."""
+    seen = lora.seen(ckpt) if row.component == "adapter" else None
+    if seen is None:
+        return False
+    left_out = {"modules_to_save", *seen.names}
+    model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
+    held = {".".join(k for k in n.split(".") if k not in left_out): shape for n, shape in model.items()}
+    layout = layouts.find("hf" if row.name.endswith(".safetensors") else "full")
+    with Source(source.root) as again:
+        try:
+            found = layout.read(layouts.Place(again, row.name), layouts.ReadOptions())
+        except CkpttoolError:
+            return False
+    saved = {n: t.shape for n, t in found.tensors.items()}
+    return bool(saved) and all(held.get(n) == shape for n, shape in saved.items())
+
+
+def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
+    """Files in the folder, and in the folders in it from which the layout read."""
+    read = {n for n in source.identities() if not n.startswith("../")}
+    used = {n[:i] for n in read for i, c in enumerate(n) if c == "/"}
+    for folder in ("", *sorted(used)):
+        for entry in source.list(folder):
+            name = f"{folder}/{entry}" if folder else entry
+            if name in read or name in used or (kind := _kind(entry)) is None:
+                continue
+            is_folder, size = source.glance(name)
+            if not is_folder:
+                yield _row(name, size, *kind, held)
+                continue
+            kind = kind_of(entry + "/")
+            if saves is not None and (kind is None or saves.folder in entry):
+                continue  # another save, whatever its tag is called
+            if kind is not None and _holds_state(source, name, kind):
+                yield _row(name + "/", _within(source, name), *kind, held)
+            elif not folder and not re.fullmatch(_SAVES, entry + "/") and not re.fullmatch(_PLAIN, entry + "/"):
+                yield _row(name + "/", None, "folder", "", held)
+
+
+def _around(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
+    """State next to a single file."""
+    if not source.root.startswith("http"):  # where listings are pages for people, a question a file is too much
+        yield from _siblings(source, set(source.identities()), held, "", None)
+
+
+def _above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
+    """State in the folder above, where a trainer spreads one checkpoint over several folders."""
+    parent, name = parent_of(source)
+    halves = [kind for pattern, kind in _NEXT_TO if re.fullmatch(pattern, name)]
+    if not parent or not (halves or saves):
+        return
+    with remote.open_source(parent) as above:
+        names = above.list()
+        if name in ("model", "weights") and not {"optim", "optimizer"} & set(names):
+            return  # halves of nothing
+        if not halves and (saves is None or not saves.pointers & set(names)):
+            return
+        stem = re.sub(r"\d+", "", name)
+        same = {n for n in names if re.sub(r"\d+", "", n) == stem}  # other steps, or another model and its optimizer
+        if stem in ("epoch_", "step_") and max(same, key=_number) != name:
+            return  # the recipe's state is that of the last one
+        if stem in ("actor", "critic") and not re.fullmatch(r".*/global_step_\d+", parent):
+            return
+        same |= {n.split("/")[1] for n in source.identities() if n.startswith("../")}
+        yield from _siblings(above, same, held, "../", halves[0] if halves else None)
+
+
+def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: _Kind | None) -> Iterator[Unread]:
+    """State in a folder under names that trainers use (all of them, or those of one kind), but for components that the
+    checkpoint has."""
+    for entry in source.list():
+        for name in (entry, entry + "/") if entry not in skip else ():
+            found = kind_of(name) if kind is None else kind[1:] if re.fullmatch(kind.pattern, name) else None
+            if found is None or found[1] in ("", "adapter") or found[1] in held:
+                continue
+            is_folder, size = source.glance(entry)
+            if is_folder == name.endswith("/") and (not is_folder or _holds_state(source, entry, found)):
+                yield Unread(printable(above + name), _within(source, entry) if is_folder else size, *found)
+
+
+def _holds_state(source: Source, folder: str, kind: tuple[str, str]) -> bool:
+    """Whether a folder with such a name holds files of state; a folder of programs may be called dataloader, too."""
+    return not kind[1] or any(n == ".metadata" or re.fullmatch(_STATE, n) for n in source.list(folder))
+
+
+def _number(name: str) -> int:
+    return int("".join(c for c in name if c in "0123456789") or 0)
+
+
+def _kind(name: str) -> tuple[str, str] | None:
+    """(what, component) of a file in the checkpoint's own folder; None of one that needs no word: config, tokenizer, texts."""
+    if (known := kind_of(name)) is not None:
+        return known
+    if name.startswith((".", "tokenizer")):
+        return None
+    if not re.fullmatch(_STATE, name):
+        return None if re.fullmatch(_PLAIN, name) or model_files.understood(name) else ("unknown", "")
+    if name.endswith(".distcp"):
+        return "left over from another save: .metadata does not name it", ""
+    return next((what, component) for word, what, component in _WORDS if word in name.lower())
+
+
+def kind_of(name: str) -> tuple[str, str] | None:
+    """(what, component) of a name that trainers use; of a folder with "/"."""
+    m = re.fullmatch(_NAMED, name)
+    return None if m is None else next(k[1:] for i, k in enumerate(_NAMES) if m[f"k{i}"] is not None)
+
+
+def _row(name: str, size: int | None, what: str, component: str, held: set[str]) -> Unread:
+    return Unread(printable(name), size, what, "" if component in held else component)
+
+
+def _within(source: Source, folder: str) -> int:
+    """Bytes of the first files of a folder, as far as they are known."""
+    return sum(source.glance(f"{folder}/{n}")[1] or 0 for n in source.list(folder)[:_MOST])
+
+
+def _sum(rows: Iterable[Unread]) -> int:
+    return sum(r.bytes or 0 for r in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------- judging
+
+
+def lost(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None) -> list[Unread]:
+    """The files without which a conversion would give a checkpoint that looks complete and is not: state that was asked for
+    (`only`, all where None) and that the target holds (all components where there are none), beside the weights of a model.
+
+    The counters in trainer_state.json alone are not enough: Trainer writes them beside weights that are to be published.
+    """
+    if not any(t.path[0] == "model" for t in ckpt.tensors.values()):
+        return []
+    found = [
+        r
+        for r in ckpt.unread
+        if r.component and (not holds or r.component in holds) and (only is None or r.component in only)
+    ]
+    return [] if all(r.name.endswith("trainer_state.json") for r in found) else found
+
+
+def listed(rows: Iterable[Unread], most: int = 8) -> str:
+    """Files in words, with sizes and what they hold; files whose names differ in numbers alone are one item."""
+    groups: dict[tuple[str, str], list[Unread]] = {}
+    for r in rows:
+        groups.setdefault((re.sub(r"\d+", "#", r.name), r.what), []).append(r)
+    parts = []
+    for same in list(groups.values())[:most]:
+        size = "" if all(r.bytes is None for r in same) else f"{human(_sum(same))}, "
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        parts.append(f"{same[0].name}{more} ({size}{same[0].what})")
+    if rest := [r for same in list(groups.values())[most:] for r in same]:
+        parts.append(f"and {len(rest)} more ({human(_sum(rest))})")
+    return ", ".join(parts)
+
+
+def note(rows: list[Unread]) -> list[str]:
+    """The sentence for the notes of a checkpoint, where there is anything to name."""
+    return [f"not read, so not carried: {listed(rows)}"] if rows else []

@@ -1,0 +1,1 @@
+"""Checks of one checkpoint that look for what is wrong, and say what to do."""

@@ -1,0 +1,118 @@
+"""Checks of numbers, block by block while the tensors are read: NaN and infinity, negative second moments, weights of one number, masters of
+other numbers than the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...index.checkpoint import Checkpoint, TensorEntry
+from ..copy.averages import EXPONENT, Averages, averages_of, said_of
+from ..copy.dtypes import bits_dtype
+from ..copy.fill import Progress
+from ..copy.stream import Block
+from ..transform import masters
+from .findings import DAMAGE, NOTE, Examined, Finding
+
+__all__ = ["Numbers", "other_masters"]
+
+#: {dtype: the patterns that are NaN}, of dtypes without infinity.
+_NAN = {
+    "float8_e4m3fn": (0x7F, 0xFF), "float8_e4m3fnuz": (0x80,), "float8_e5m2fnuz": (0x80,), "float8_e8m0fnu": (0xFF,),
+}  # fmt: skip
+_LEAST = 64  # elements of a weight that should not be one number
+
+
+@dataclass
+class _Seen:
+    """What was seen of one tensor."""
+
+    bad: int = 0
+    first_bad: int | None = None
+    bits: int | None = None  # of the first element
+    constant: bool = True
+
+
+class Numbers:
+    """Looks at every block of every tensor; `findings` afterwards. Memory does not grow with the size of tensors."""
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        self.ckpt = ckpt
+        self.seen: dict[str, _Seen] = {}
+        self.averages = Averages(averages_of(ckpt.tensors))
+
+    def add(self, block: Block) -> None:
+        """Look at a block."""
+        t = self.ckpt.tensors[block.name]
+        if t.dtype not in EXPONENT and t.dtype not in _NAN:
+            return
+        import numpy as np
+
+        of = self.seen.setdefault(block.name, _Seen())
+        item = len(block.data) // block.count if block.count else 1
+        bits = np.frombuffer(block.data, dtype=bits_dtype(item))
+        if not bits.size:
+            return
+        if t.dtype in _NAN:
+            wrong = np.isin(bits, np.array(_NAN[t.dtype], bits.dtype))
+        else:
+            exponent = bits.dtype.type(EXPONENT[t.dtype][0])
+            wrong = (bits & exponent) == exponent
+            self.averages.add(block.name, t.dtype, block.first, block.data)
+        if n := int(np.count_nonzero(wrong)):
+            of.first_bad = block.first + int(wrong.argmax()) if of.first_bad is None else of.first_bad
+            of.bad += n
+        if of.constant:
+            of.bits = int(bits[0]) if of.bits is None else of.bits
+            of.constant = bool((bits == bits.dtype.type(of.bits)).all())
+
+    def findings(self) -> list[Finding]:
+        """What is wrong with the numbers."""
+        tensors = self.ckpt.tensors
+        bad = {n: (s.bad, s.first_bad) for n, s in self.seen.items() if s.first_bad is not None}
+        out = []
+        if bad:
+            name, (n, first) = next(iter(bad.items()))
+            t = tensors[name]
+            text = (
+                f'{len(bad):,} {"tensor holds" if len(bad) == 1 else "tensors hold"} NaN or infinity. "{name}": {n:,} of {t.numel:,} elements, the first '
+                f"{masters.where(self.ckpt, t, first)}. Training diverged, or the file is damaged; nothing in the checkpoint says what the "
+                "numbers were. Take an earlier step"
+            )
+            out.append(Finding("nan", DAMAGE, None, tuple(bad), text))
+        if below := self.averages.found:
+            name, (_, first) = next(iter(below.items()))
+            text = said_of(below, tensors, masters.where(self.ckpt, tensors[name], first))
+            out.append(Finding("negative-moment", DAMAGE, None, tuple(below), text))
+        for kind, names in (("all-zero", True), ("constant", False)):
+            same = [
+                n
+                for n, s in self.seen.items()
+                if s.constant
+                and s.bits is not None
+                and (s.bits == 0) is names
+                and n not in bad
+                and _is_matrix(n, tensors[n])
+            ]
+            if same:
+                what = "are zero in every element" if names else "hold one number in every element"
+                text = f"{len(same):,} weights {what}, first {same[0]}: they were never trained, or never written"
+                out.append(Finding(kind, NOTE, None, tuple(same), text))
+        return out
+
+
+def other_masters(at: Examined, progress: Progress) -> list[Finding]:
+    """Masters that are not those of their weights, reading both, block by block; `progress` is called with ("compare", ...)."""
+    found = masters.differing(at.ckpt, at.source, progress)
+    return [Finding("masters", DAMAGE, None, tuple(found), masters.said_of(at.ckpt, found))] if found else []
+
+
+def _is_matrix(name: str, t: TensorEntry) -> bool:
+    """Whether a tensor is a weight that training makes different everywhere: no bias, no norm, no buffer of one number, no lora_B,
+    which begins with zeros."""
+    return (
+        t.path[0] == "model"
+        and len(t.shape) > 1
+        and t.numel >= _LEAST
+        and name.endswith("weight")
+        and "lora_B" not in name
+    )

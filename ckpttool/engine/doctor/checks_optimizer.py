@@ -1,0 +1,212 @@
+"""Checks of the optimizer: state that fits no weights or was lost at the save, steps of two saves, and param groups that the job would
+refuse."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+
+from ...bounded_json import parse
+from ...errors import CkpttoolError, Corrupt
+from ...formats.stored_tensors import number_in
+from ...index.checkpoint import Checkpoint, joined, orphaned_optimizer_state
+from ...index.names import step_count
+from ...index.optimizers import lost_at_save, per_rank_slots
+from ...index.param_groups import differences, groups_of
+from .. import mixups
+from ..copy.stream import small
+from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding
+
+__all__ = [
+    "leftover_files",
+    "mixed_ranks",
+    "mixed_steps",
+    "orphaned_state",
+    "other_copies",
+    "param_groups",
+    "per_rank_state",
+]
+
+_MOST_STEPS = 4096  # steps that are read
+_IN_NAME = re.compile(r"(checkpoint|global_step|step)s?[-_=]?(\d{1,15})", re.IGNORECASE)
+
+
+def orphaned_state(at: Examined) -> list[Finding]:
+    """State for parameters that the model does not have: weights and optimizer of two runs."""
+    odd = orphaned_optimizer_state(at.ckpt)
+    if not odd:
+        return []
+    text = (
+        f'the optimizer has state for {len(odd):,} parameters that the model does not have, first "{odd[0]}": are the two of '
+        "one training run?"
+    )
+    return [Finding("orphaned-state", NOTE, None, tuple(odd), text)]
+
+
+def param_groups(at: Examined, other: Checkpoint, like: str) -> list[Finding]:
+    """What in the param groups stops the job that wrote another checkpoint from loading this one."""
+    here, there = groups_of(at.ckpt), groups_of(other)
+    if here is None or there is None:
+        which = at.path if here is None else like
+        text = f"the param groups cannot be compared: {which} has none that list names of parameters"
+        return [Finding("param-groups", NOTE, None, (), text)]
+    texts = differences(here, there)
+    if without := [n for n in _without_state(at.ckpt, here) if n in _with_state(other)]:
+        texts.append(
+            f"{len(without):,} parameters have no optimizer state here, but have some there, first {without[0]}"
+        )
+    if not texts:
+        return []
+    repair = at.copy("regrouped", "--like", like, "--regroup", *(["--drop"] if _gone(here, there) else []))
+    return [Finding("param-groups", MISMATCH, None, (), text, repair if here != there else None) for text in texts]
+
+
+def _gone(here: tuple[tuple[str, ...], ...], there: tuple[tuple[str, ...], ...]) -> bool:
+    return bool({n for g in here for n in g} - {n for g in there for n in g})
+
+
+def _with_state(ckpt: Checkpoint) -> set[str]:
+    return {str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 3}
+
+
+def _without_state(ckpt: Checkpoint, groups: tuple[tuple[str, ...], ...]) -> list[str]:
+    have = _with_state(ckpt)
+    return [n for g in groups for n in g if n not in have] if have else []
+
+
+def per_rank_state(at: Examined) -> list[Finding]:
+    """State of the optimizer of which DCP has kept one rank's part."""
+    found = per_rank_slots(at.ckpt)
+    if not found:
+        return []
+    ckpt = at.ckpt
+    kept = dict.fromkeys(ckpt.component(n) for n in (*ckpt.tensors, *ckpt.values))
+    repair = at.copy("without-optimizer", "--only", ",".join(c for c in kept if c != "optim"))
+    names = tuple(n for slots in found.values() for n in slots)
+    return [Finding("per-rank-state", DAMAGE, None, names, lost_at_save(ckpt, found), repair)]
+
+
+# ------------------------------------------------------------------------------------------------------------ steps
+
+
+def mixed_ranks(at: Examined) -> list[Finding]:
+    """Files of ranks of which some are of another step."""
+    try:
+        mixups.refuse_mixed_steps(at.ckpt, at.source)
+    except Corrupt as e:
+        text = str(e)
+        by_step: dict[float, list[str]] = {}
+        for name, step in _steps(at).items():
+            t = at.ckpt.tensors.get(name)
+            if t is not None:
+                by_step.setdefault(step, []).append(at.ckpt.files[t.chunks.file[0]])
+        if by_step:
+            best = max(by_step, key=lambda s: len(set(by_step[s])))
+            files = sorted(set(by_step[best]))
+            text += f" Of step {best:g}: {', '.join(files[:8])}{', ...' if len(files) > 8 else ''}."
+        return [Finding("mixed-steps", DAMAGE, None, (), text)]
+    return []
+
+
+def other_copies(at: Examined) -> list[Finding]:
+    """Weights of which ranks should have equal copies and have not, and buffers of which each rank has its own."""
+    out = []
+    if weights := mixups.other_weights(at.ckpt):
+        names = tuple(dict.fromkeys(o.name for o in weights))
+        out.append(Finding("other-weights", DAMAGE, None, names, mixups.said_of(at.ckpt, weights)))
+    if own := [o for o in at.ckpt.others if o not in set(weights)]:
+        names = tuple(dict.fromkeys(o.name for o in own))
+        text = (
+            f'each rank has its own numbers in {len(names):,} buffers or values, first "{names[0]}"; those of the lowest rank are read, and a '
+            "conversion lists the others as left behind"
+        )
+        out.append(Finding("own-copies", NOTE, None, names, text))
+    return out
+
+
+def _steps(at: Examined) -> dict[str, float]:
+    """{entry: step} of the parameters' steps in the optimizer."""
+    ckpt = at.ckpt
+    names = [
+        n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step" and t.numel == 1
+    ][:_MOST_STEPS]
+    at.source.prefetch(
+        (ckpt.files[ckpt.tensors[n].chunks.file[0]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names
+    )
+    found = {n: number_in(ckpt.tensors[n].dtype, data) for n, data in small(ckpt, at.source, names).items()}
+    out: dict[str, float | int] = {n: step for n, step in found.items() if step is not None}
+    for v in ckpt.values.values():
+        if v.path[:2] == ("optim", "state") and v.path[-1] == "step" and type(v.data) in (int, float):
+            out[joined(v.path)] = v.data
+    return {n: float(step) for n, step in out.items() if 0 <= step < 1 << 53}  # not NaN either
+
+
+def mixed_steps(at: Examined) -> list[Finding]:
+    """The step of the optimizer, the trainer's counter and the name of the folder, where they cannot be of one save."""
+    ckpt = at.ckpt
+    counter, what = step_count(ckpt.value), "the trainer's counter"
+    state = _trainer_state(at)
+    if state is not None:
+        counter, what = state, "trainer_state.json"
+    found = _steps(at)
+    optimizer = int(max(found.values())) if found else None
+    tag = _tag(at)
+    rows = [("the name of the folder", tag), (what, counter), ("the optimizer", optimizer)]
+    known = [(name, step) for name, step in rows if step is not None]
+    if len(known) < 2 or counter is None:
+        return []
+    named_wrong = tag is not None and tag != counter  # one program has written both
+    ahead = state is not None and optimizer is not None and optimizer > counter
+    if not named_wrong and not ahead:
+        return []
+    most, votes = Counter(step for _, step in known).most_common(1)[0]
+    together = [name for name, step in known if step == most]
+    text = ", ".join(f"{name} has step {step:,}" for name, step in known)
+    renamed = not ahead and optimizer in (None, counter)
+    text += (
+        ": the folder was renamed, or they are from different saves" if renamed else ": they are from different saves"
+    )
+    if votes > 1:
+        text += f"; {' and '.join(together)} are of step {most:,}"
+    return [Finding("mixed-steps", NOTE if renamed else DAMAGE, None, (), text)]
+
+
+def _trainer_state(at: Examined) -> int | None:
+    if not at.opened.folder or not at.source.exists("trainer_state.json"):
+        return None
+    try:
+        found = parse(at.source.read_all("trainer_state.json", 256 << 20), "trainer_state.json")
+    except CkpttoolError:
+        return None
+    step = found.get("global_step") if isinstance(found, dict) else None
+    return step if type(step) is int else None
+
+
+def _tag(at: Examined) -> int | None:
+    """The step in the name of the folder, where the program that wrote the checkpoint has named it: Trainer's checkpoint-N,
+    DeepSpeed's global_stepN, torchtitan's step-N."""
+    ckpt = at.ckpt
+    if ckpt.layout == "trainer" or (at.opened.folder and at.source.exists("trainer_state.json")):
+        name, word = os.path.basename(os.path.abspath(at.source.root)), "checkpoint"
+    elif ckpt.layout.startswith("zero"):
+        folders = {os.path.dirname(f) for f in ckpt.files}
+        name, word = os.path.basename(folders.pop() or at.source.root) if len(folders) == 1 else "", "global_step"
+    elif ckpt.trainer == "torchtitan":
+        name, word = os.path.basename(os.path.abspath(at.source.root)), "step"
+    else:
+        return None
+    m = _IN_NAME.fullmatch(name)
+    return int(m[2]) if m is not None and m[1].lower() == word else None
+
+
+def leftover_files(at: Examined) -> list[Finding]:
+    """Files of ranks in a DCP folder that its `.metadata` does not name: of an earlier save there, by more ranks."""
+    rest = [r.name for r in at.ckpt.unread if r.name.endswith(".distcp") and r.bytes]
+    if not rest:
+        return []
+    text = (
+        f"{len(rest):,} files are of another save, since .metadata does not name them: {', '.join(rest[:4])}"
+        f"{', ...' if len(rest) > 4 else ''}. The checkpoint is whole without them"
+    )
+    return [Finding("leftover", NOTE, rest[0], (), text)]

@@ -1,0 +1,1 @@
+"""State in flat tensors, as FSDP1 and DeepSpeed keep it."""

@@ -1,0 +1,455 @@
+"""Which parameters are in which flat parameter of FSDP1, where, and which part each rank has. Arithmetic only.
+
+FSDP1 puts all parameters of a wrapped module that no wrapped module inside it claims, one after the other, into one
+1-D flat parameter, and gives every rank a slice of that (torch/distributed/fsdp/_flat_param.py, FlatParamHandle):
+
+    order       that of `named_parameters()`, which is the order of the state dict; each flattened row-major, or in the
+                order of its storage where it is dense but not contiguous (a transposed weight)
+    tied        a parameter that two names share inside one wrapped module is stored once
+    pads        use_orig_params=False: none. True: before each parameter so that it begins at a multiple of
+                A = 16 bytes / itemsize of the dtype of the forward pass, and one behind the last so that the world
+                size divides the whole. N elements in all.
+    slices      s = ceil(N / world size); rank r holds [r*s, (r+1)*s). With use_orig_params=False the last slices are
+                padded with zeros, in memory and in the optimizer's state.
+
+Nothing of that is in a checkpoint, so it is kept in a JSON file: `describe_fsdp1(model)` makes it in a live job, and
+ckpttool writes it next to the per-rank files:
+
+    {"format": "fsdp1 flat layout", "version": 1, "use_orig_params": false, "shards": 4,
+     "flat_params": [{"module": "model.layers.0", "dtype": "float32", "numel": 9792,
+                      "params": [{"name": "model.layers.0.mlp.up_proj.weight", "shape": [50, 36], "first": 0}, ...],
+                      "shared": {"lm_head.weight": "model.embed_tokens.weight"}}, ...],
+     "names": ["model.embed_tokens.weight", ...],
+     "optimizer": [["_flat_param", "model.layers.0._flat_param"]]}
+
+`first` is the element of the flat parameter where a parameter begins, `strides` is there where it is not row-major,
+`names` are all keys of the model's state dict in its order, buffers and second names of tied weights among them,
+`optimizer` lists what its param groups hold, by the keys that LOCAL_STATE_DICT uses, or by FQN.
+
+Without such a file the same follows from the names and shapes of the model in order, and from the wrapped modules:
+`assigned`, `lay_out`, `fitting`. Wrapped modules are named by patterns, `matching`, or found as `blocks`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple
+
+from ...bounded_json import parse
+from ...errors import Corrupt, Unsupported, argument
+from ...index import boxes
+from ...index.checkpoint import ITEMSIZE, MAX_NUMEL
+from ...storage.source import Source
+
+__all__ = [
+    "FLAT", "OTHER", "RECORD", "Flat", "FlatLayout", "Part", "aligned", "as_json", "assigned", "blocks", 
+    "fitting", "flat_key", "from_json", "lay_out", "listed", "matching", "module_paths", 
+    "pieces", "read_file", "refuse_alphabet", "slice_of",
+]  # fmt: skip
+
+#: The name FSDP1 gives a flat parameter; its key is the path of the wrapped module and this.
+FLAT = "_flat_param"
+
+#: The file in a folder that lists the contents of its flat parameters.
+RECORD = "flat_layout.json"
+
+_FORMAT = "fsdp1 flat layout"
+OTHER = "It is of another model, or another release of it."
+Shape = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A parameter inside a flat one; `strides` is None for row-major."""
+
+    name: str
+    shape: Shape
+    first: int
+    strides: Shape | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+class Flat(NamedTuple):
+    """A flat parameter: `numel` counts the pads between its parts, not those at the ends of slices."""
+
+    module: str
+    parts: tuple[Part, ...]
+    numel: int
+    dtype: str | None = None
+    shared: tuple[tuple[str, str], ...] = ()  # (second name of a parameter, its first)
+
+    @property
+    def key(self) -> str:
+        """Its name in a LOCAL_STATE_DICT."""
+        return flat_key(self.module)
+
+
+class FlatLayout(NamedTuple):
+    """All flat parameters of a model, in the order of `model.parameters()`; `shards` ranks hold a slice of each.
+
+    `names` is the whole state dict of the model in its order, `optimizer` the param groups: keys of flat parameters,
+    or FQNs with use_orig_params. Both are None where not known. `copies` {name: other} are tied weights that lie in two
+    flat parameters, of which FSDP1 trains two copies.
+    """
+
+    use_orig_params: bool
+    shards: int
+    flats: tuple[Flat, ...]
+    names: tuple[str, ...] | None = None
+    optimizer: tuple[tuple[str, ...], ...] | None = None
+    copies: tuple[tuple[str, str], ...] = ()
+
+
+def members(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
+    """FQNs of the parameters that an optimizer trains whose param group has `listed` (keys of flat parameters, or FQNs with
+    use_orig_params), in the order of the model."""
+    parts = {f.key: [p.name for p in f.parts] for f in layout.flats}
+    copies = dict(layout.copies)
+    place = {n: k for k, n in enumerate(layout.names or ())}
+    fqns = [n for name in listed for n in parts.get(name, [name]) if n not in copies]
+    return sorted(fqns, key=lambda n: place.get(n, len(place)))
+
+
+def flat_key(module: str) -> str:
+    """flat_key("model.layers.0") == "model.layers.0._flat_param"; the root's is "_flat_param"."""
+    return f"{module}.{FLAT}" if module else FLAT
+
+
+def slice_of(numel: int, shards: int, rank: int) -> tuple[int, int]:
+    """The elements of a flat parameter that a rank holds, without the padding of the last ones.
+
+    [slice_of(10, 4, r) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
+    step = -(-numel // shards)
+    return min(rank * step, numel), min((rank + 1) * step, numel)
+
+
+def aligned(dtype: str) -> tuple[int, ...]:
+    """The alignments that use_orig_params may have used, the likeliest first; a forward pass in lower precision than
+    the parameters doubles it."""
+    own = 16 // ITEMSIZE[dtype]
+    return tuple(dict.fromkeys((own, 8, 16, 4, 2)))
+
+
+def lay_out(
+    module: str,
+    params: Iterable[tuple[str, Shape]],
+    align: int = 0,
+    shards: int = 1,
+    dtype: str | None = None,
+    shared: Iterable[tuple[str, str]] = (),
+) -> Flat:
+    """The flat parameter of a wrapped module; `align` 0 is use_orig_params=False.
+
+    lay_out("", [("a", (3,)), ("b", (4,))], align=4, shards=3) begins a at 0, b at 4, and has 9 elements.
+    """
+    at, parts = 0, []
+    for name, shape in params:
+        if align:
+            at += -at % align
+        parts.append(Part(name, tuple(shape), at))
+        at += prod(shape)
+    if align:
+        at += -at % shards
+    return Flat(module, tuple(parts), at, dtype, tuple(shared))
+
+
+def pieces(part: Part, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | None, int]]:
+    """What elements [a, b) of the flat parameter hold of a part: (start, shape, strides, element of the flat parameter).
+
+    Every piece is contiguous in the flat parameter; strides are None where it is row-major.
+    """
+    a, b = max(a, part.first) - part.first, min(b, part.first + part.numel) - part.first
+    if a >= b:
+        return
+    if part.strides is None:
+        for start, size in boxes.flat_to_boxes(part.shape, a, b):
+            yield start, size, None, part.first + boxes.flat_start(part.shape, start)
+        return
+    order = storage_order(part.shape, part.strides)
+    stored = [part.shape[d] for d in order]
+    for start, size in boxes.flat_to_boxes(stored, a, b):
+        back = [order.index(d) for d in range(len(order))]
+        steps = boxes.strides(size)
+        yield (
+            tuple(start[k] for k in back), tuple(size[k] for k in back), tuple(steps[k] for k in back),
+            part.first + boxes.flat_start(stored, start),
+        )  # fmt: skip
+
+
+def storage_order(shape: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """Dimensions from the outermost in memory to the innermost.
+
+    Raises:
+        ValueError: the elements do not fill their storage, so that a flat parameter cannot hold them.
+    """
+    order = sorted(range(len(shape)), key=lambda d: (-steps[d], -shape[d], d))
+    if not boxes.is_row_major([shape[d] for d in order], [steps[d] for d in order]):
+        raise ValueError(f"a parameter of shape {tuple(shape)} and strides {tuple(steps)} has gaps or overlaps.")
+    return order
+
+
+# ------------------------------------------------------------------------------------------------- wrapped modules
+
+
+def module_paths(names: Iterable[str]) -> list[str]:
+    """The paths of all modules that hold a parameter, the root "" first, in the order of the model."""
+    out: dict[str, None] = {"": None}
+    for name in names:
+        path = name.split(".")
+        for k in range(1, len(path)):
+            out[".".join(path[:k])] = None
+    return list(out)
+
+
+def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The paths that a pattern names: `*` is one component, `**` any number of them, none included.
+
+    matching(["layers.0", "model.layers.0", "model.layers.0.mlp"], ["**.layers.*"]) == ["layers.0", "model.layers.0"]
+    """
+    rules = [p.split(".") for p in patterns]
+
+    def fits(path: Sequence[str], rule: Sequence[str]) -> bool:
+        if not rule:
+            return not path
+        if rule[0] == "**":
+            return any(fits(path[k:], rule[1:]) for k in range(len(path) + 1))
+        return bool(path) and fnmatchcase(path[0], rule[0]) and fits(path[1:], rule[1:])
+
+    return [p for p in paths if p and any(fits(p.split("."), rule) for rule in rules)]
+
+
+def blocks(names: Iterable[str]) -> list[str]:
+    """Patterns of the repeated blocks of a model, "model.layers.*": modules in a numbered list, the outermost, of which
+    there are at least two and that hold modules of their own."""
+    lists: dict[str, dict[str, bool]] = {}
+    for name in names:
+        path = name.split(".")
+        k = next((i for i, p in enumerate(path[:-1]) if p.isdigit() and i), None)
+        if k is not None:
+            inner = lists.setdefault(".".join(path[:k]), {})
+            inner[path[k]] = inner.get(path[k], False) or len(path) > k + 2
+    return [f"{prefix}.*" for prefix, inner in lists.items() if len(inner) > 1 and any(inner.values())]
+
+
+def assigned(names: Iterable[str], modules: Iterable[str]) -> dict[str, list[str]]:
+    """{wrapped module: names that lie in its flat parameter}, in the order of `model.parameters()`; the root is always
+    wrapped. Modules that hold no parameter of their own have no flat parameter and are left out."""
+    wrapped = {"", *modules}
+    names = list(names)
+    place: dict[str, None] = {}  # modules in the order in which a walk from the root meets them
+    out: dict[str, list[str]] = {}
+    for name in names:
+        path = name.split(".")
+        inside = [m for k in range(len(path)) if (m := ".".join(path[:k])) in wrapped]
+        for m in inside:
+            place[m] = None
+        out.setdefault(inside[-1], []).append(name)
+    return {m: out[m] for m in place if m in out}
+
+
+def fitting(
+    module: str,
+    params: Sequence[tuple[str, Shape]],
+    fits: Callable[[Flat], bool],
+    aligns: Sequence[int] = (0,),
+    shards: int = 1,
+    dtype: str | None = None,
+    tied: Mapping[str, str] | None = None,
+    doubtful: Iterable[str] = (),
+) -> Flat | None:
+    """The flat parameter of a module that agrees with what is known of it, or None where none does.
+
+    Tried in this order: what is known to be tied stored once; nothing tied; then as few as possible of the later
+    names of equal shape (outside of lists of layers), and of the `doubtful` ones, left out.
+
+    Raises:
+        Unsupported: two different ones agree.
+    """
+    shapes = dict(params)
+    known = {n: o for n, o in (tied or {}).items() if n in shapes and o in shapes}
+    first: dict[Shape, str] = {}
+    lookalikes = {}
+    for name, shape in params:
+        if len(shape) > 1 and not _in_list(name.removeprefix(f"{module}.")) and first.setdefault(shape, name) != name:
+            lookalikes[name] = first[shape]
+    maybe = [n for n in (*lookalikes, *doubtful) if n in shapes and n not in known][:16]
+    sets: list[tuple[str, ...]] = [tuple(known)] + ([()] if known else [])
+    for left_out in sets:
+        for align in aligns:
+            flat = _without(module, params, left_out, align, shards, dtype, {**lookalikes, **known})
+            if fits(flat):
+                return flat
+    for k in range(1, min(len(maybe), 4) + 1):
+        found: dict[Any, Flat] = {}
+        for left_out in combinations(maybe, k):
+            for align in aligns:
+                flat = _without(module, params, (*known, *left_out), align, shards, dtype, {**lookalikes, **known})
+                if fits(flat):
+                    found.setdefault(flat.parts, flat)
+        if len(found) > 1:
+            ways = " or ".join(
+                ", ".join(f'"{n}"' for n, _ in params if n not in {p.name for p in f.parts}) for f in found.values()
+            )
+            raise Unsupported(
+                f'the flat parameter of module "{module}" fits when {ways} is left out as tied to another; which one, '
+                f"the files do not tell. Give {argument('flat_layout')} (ckpttool.describe_fsdp1 in the job)."
+            )
+        if found:
+            return next(iter(found.values()))
+    return None
+
+
+def _in_list(name: str) -> bool:
+    return any(p.isdigit() for p in name.split("."))
+
+
+def _without(
+    module: str,
+    params: Sequence[tuple[str, Shape]],
+    left_out: Sequence[str],
+    align: int,
+    shards: int,
+    dtype: str | None,
+    lookalikes: Mapping[str, str],
+) -> Flat:
+    gone = set(left_out)
+    return lay_out(
+        module, [(n, s) for n, s in params if n not in gone], align, shards, dtype,
+        [(n, lookalikes[n]) for n, _ in params if n in gone and n in lookalikes],
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------- JSON
+
+
+def as_json(layout: FlatLayout) -> dict[str, Any]:
+    """The layout as the JSON object above."""
+    flats = []
+    for f in layout.flats:
+        parts = []
+        for p in f.parts:
+            one: dict[str, Any] = {"name": p.name, "shape": list(p.shape), "first": p.first}
+            if p.strides is not None:
+                one["strides"] = list(p.strides)
+            parts.append(one)
+        flats.append(
+            {"module": f.module, "dtype": f.dtype, "numel": f.numel, "params": parts, "shared": dict(f.shared)}
+        )
+    out: dict[str, Any] = {
+        "format": _FORMAT, "version": 1, "use_orig_params": layout.use_orig_params, "shards": layout.shards,
+        "flat_params": flats,
+    }  # fmt: skip
+    if layout.names is not None:
+        out["names"] = list(layout.names)
+    if layout.optimizer is not None:
+        out["optimizer"] = [list(g) for g in layout.optimizer]
+    if layout.copies:
+        out["copies"] = dict(layout.copies)
+    return out
+
+
+def from_json(data: bytes, what: str) -> FlatLayout:
+    """The layout that a JSON file holds, proved sound: parts inside, in order, not overlapping.
+
+    Raises:
+        Corrupt: it is not such a file, or its numbers contradict each other.
+    """
+    try:
+        return _from_json(parse(data, what), what)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise Corrupt(
+            f"{what} is not a flat layout of FSDP1 ({type(e).__name__}: {e}). It is written inside the job: "
+            'json.dump(ckpttool.describe_fsdp1(model), open("flat_layout.json", "w")).'
+        ) from None
+
+
+def _from_json(tree: Any, what: str) -> FlatLayout:
+    if tree["format"] != _FORMAT or tree["version"] != 1:
+        raise Corrupt(f'{what}: format {tree["format"]!r}, version {tree["version"]!r}; this is "{_FORMAT}", 1.')
+    uop, shards = tree["use_orig_params"], _size(tree["shards"])
+    if type(uop) is not bool or shards < 1:
+        raise ValueError("use_orig_params or shards")
+    flats = []
+    seen: set[str] = set()
+    for f in tree["flat_params"]:
+        parts, end = [], 0
+        for p in f["params"]:
+            steps = tuple(map(_size, p["strides"])) if "strides" in p else None
+            part = Part(_text(p["name"]), tuple(map(_size, p["shape"])), _size(p["first"]), steps)
+            if part.strides is not None:
+                storage_order(part.shape, part.strides)
+            if part.first < end or part.name in seen:
+                raise Corrupt(f'{what}: "{part.name}" overlaps the parameter before it, or is there twice.')
+            seen.add(part.name)
+            end = part.first + part.numel
+            parts.append(part)
+        flat = Flat(
+            _text(f["module"]), tuple(parts), _size(f["numel"]), None if f["dtype"] is None else _text(f["dtype"]),
+            tuple((_text(a), _text(b)) for a, b in f["shared"].items()),
+        )  # fmt: skip
+        if flat.numel < end or (flat.dtype is not None and flat.dtype not in ITEMSIZE):
+            raise Corrupt(f'{what}: the flat parameter of module "{flat.module}" has {flat.numel} elements, its '
+                          f"parameters end at {end}.")  # fmt: skip
+        if any(b not in {p.name for p in parts} for _, b in flat.shared):
+            raise Corrupt(f'{what}: module "{flat.module}" shares parameters that it does not hold.')
+        flats.append(flat)
+    if len({f.module for f in flats}) != len(flats):
+        raise Corrupt(f"{what}: two flat parameters of one module.")
+    names, groups = tree.get("names"), tree.get("optimizer")
+    return FlatLayout(
+        uop, shards, tuple(flats), None if names is None else tuple(map(_text, names)),
+        None if groups is None else tuple(tuple(map(_text, g)) for g in groups),
+        tuple((_text(a), _text(b)) for a, b in tree.get("copies", {}).items()),
+    )  # fmt: skip
+
+
+def _size(x: Any) -> int:
+    if type(x) is not int or not 0 <= x <= MAX_NUMEL:
+        raise ValueError(f"{x!r} is not a size")
+    return x
+
+
+def _text(x: Any) -> str:
+    if not isinstance(x, str):
+        raise ValueError(f"{x!r} is not a name")
+    return x
+
+
+def read_file(path: str) -> FlatLayout:
+    """The flat layout in a file.
+
+    Raises:
+        Unsupported: there is no such file. Corrupt: it is something else.
+    """
+    if not os.path.isfile(path):
+        raise Unsupported(f"{argument('flat_layout', path)}: no such file.")
+    with Source(os.path.dirname(os.path.abspath(path))) as there:
+        return from_json(there.read_all(os.path.basename(path), 256 << 20), path)
+
+
+def refuse_alphabet(names: list[str], where: str) -> None:
+    """safetensors sorts tensors by name, which is not the order in which FSDP1 flattens them.
+
+    Raises:
+        Unsupported: the names are in the order of the alphabet.
+    """
+    if len(names) > 7 and names == sorted(names):
+        raise Unsupported(
+            f"the {len(names)} names of {where} stand in the order of the alphabet, so the order of the model is lost, in "
+            f"which FSDP1 flattens parameters. Take a checkpoint that torch saved (.pt, or DCP) for {argument('like')}, or "
+            f"give {argument('config')}."
+        )
+
+
+def listed(modules: Iterable[str]) -> str:
+    """Some module paths, for a message."""
+    shown = [m or "the root" for m in modules]
+    return f"{len(shown)} modules ({', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''})"

@@ -1,0 +1,400 @@
+"""A training state taken apart for engines that keep flat tensors (DeepSpeed, FSDP1): they want to know what a state
+dict does not say outright.
+
+    groups    the optimizer's param groups: FQNs of trainable parameters in its order, and hyperparameters
+    frozen    parameters that are not trained        buffers   tensors that are no parameters
+    tied      {alias: owner}                         slots     {FQN: {"exp_avg": tensor of the parameter's shape}}
+    scalars   {FQN: {"step": number or 0-dim tensor}}
+    extra_states   {FQN: what the module's get_extra_state() gave}
+    rest      everything else as one tree under its own keys, the scheduler and the loss scaler apart
+
+What is a parameter: what the param groups list. A listed parameter without state, where others have some, was frozen
+(AdamW(model.parameters()) lists frozen ones too), unless the next job is known to train it. Others: integers and bool
+are buffers, so is what `buffer_names` (DeepSpeed's own list, carried along) lists; floating-point ones are frozen
+parameters when their name ends in weight or bias, when they have three dimensions or more (fused experts) or, where
+there is no optimizer, when nothing speaks against it; else buffers. Tied weights: names with the same bytes in the
+file, or, beside an optimizer that has one of the two, matrices with equal digests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...errors import Corrupt, Unsupported
+from ...formats.stored_tensors import Inline, flattened
+from ...index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined, tied_weights
+from ...index.draft import Dropped
+from ...index.fqns import EXTRA_STATE, split_extra_state
+from ...index.names import original, without_weights
+from ...index.trees import nest
+from ...storage.buffers import IOBudget
+from ...storage.source import Source
+from ..copy.stream import Reader, StreamJob, small
+from ..copy.tensor_digests import tensor_digests
+
+__all__ = [
+    "DEEPSPEED_COUNTERS",
+    "TRAINED_ALONE",
+    "Group",
+    "Training",
+    "group_values",
+    "shared_scalars",
+    "split_training_state",
+    "tensors_of",
+]
+
+
+class Group(NamedTuple):
+    """One param group: its trainable parameters in order, its hyperparameters."""
+
+    params: tuple[str, ...]
+    options: dict[str, Any]
+
+
+@dataclass
+class Training:
+    """See the module; all names are FQNs, without "model."."""
+
+    tensors: dict[str, TensorEntry]  # the model, in its order
+    groups: list[Group]
+    frozen: list[str]
+    buffers: list[str]
+    tied: dict[str, str]
+    slots: dict[str, dict[str, TensorEntry]]
+    scalars: dict[str, dict[str, Any]]
+    fresh: list[str] = field(default_factory=list)  # trained, without state although others have some
+    extra_states: dict[str, Any] = field(default_factory=dict)  # leaves: plain data or TensorEntry
+    inlined: dict[str, Value] = field(
+        default_factory=dict
+    )  # tensors of one element that pickles hold as they are, by canonical name
+    scheduler: Any = None  # a dict or a list, None where there is none
+    scaler: dict[str, Any] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)  # leaves: plain data or TensorEntry
+    dropped: list[Dropped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def counter(self, *keys: str) -> int | None:
+        """The first of some top-level keys that is an integer."""
+        for key in keys:
+            found = self.rest.get(key)
+            if type(found) is int:
+                return found
+        return None
+
+
+#: How param groups change that are written for an engine.
+TRAINED_ALONE = "param groups list the parameters that an engine trains, and no names besides"
+
+
+def group_values(groups: Iterable[Group]) -> dict[str, Value]:
+    """Param groups as the values that a reader finds."""
+    trees = [{**g.options, "params": list(g.params)} for g in groups]
+    found = flattened(trees, ("optim", "param_groups")) if trees else {}
+    return {joined(p): Value(p, x) for p, x in found.items()}
+
+
+def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str] | None = None) -> Training:
+    """The parts of a state.
+
+    Args:
+        trained: FQNs that the next job trains, where that is known; one of them that has no state yet is no frozen one.
+
+    Raises:
+        Unsupported: there are no weights, or the optimizer has parameters that the model lacks.
+    """
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    extra_states = _extra_states(ckpt)
+    model = {n: t for n, t in model.items() if (split_extra_state(n) or (n, ""))[1] == ""}
+    if not model:
+        raise Unsupported(
+            f"the checkpoint holds no model weights; an engine cannot start from the rest alone.{without_weights(ckpt)}"
+        )
+    out = Training(model, [], [], [], {}, {}, {}, extra_states=extra_states)
+    _take_optimizer(ckpt, source, out)
+    _take_rest(ckpt, out)
+    _classify(ckpt, source, out, frozenset(trained or ()))
+    return out
+
+
+def _extra_states(ckpt: Checkpoint) -> dict[str, Any]:
+    """{FQN of the extra state of a module: its tree}. One that is a single tensor is in the model like a buffer."""
+    found: dict[str, dict[Path, Any]] = {}
+    entries: list[tuple[Path, Any]] = [(t.path, t) for t in ckpt.tensors.values()]
+    for path, leaf in [*entries, *((v.path, v.data) for v in ckpt.values.values())]:
+        split = split_extra_state(joined(path[1:])) if path[0] == "model" else None
+        if split is None or (not split[1] and isinstance(leaf, TensorEntry)):
+            continue
+        fqn, rest = split
+        at = original(
+            path, ckpt.origin
+        )  # with the keys that are dicts and lists in the state dict, where the source told
+        place = next((k for k, key in enumerate(at) if str(key).endswith(EXTRA_STATE)), None)
+        inside = at[place + 1 :] if place is not None else tuple(rest.split(".") if rest else ())
+        found.setdefault(fqn, {})[inside] = leaf
+    return {fqn: leaves[()] if () in leaves else nest(leaves) for fqn, leaves in found.items()}
+
+
+def tensors_of(tree: Any) -> Iterator[TensorEntry]:
+    """The entries in a tree of plain data."""
+    if isinstance(tree, TensorEntry):
+        yield tree
+    elif isinstance(tree, (dict, list)):
+        for x in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_of(x)
+
+
+def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
+    groups: dict[int, dict[Any, Any]] = {}
+    params: dict[int, list[str]] = {}
+    scalars: list[str] = []
+    for name, v in ckpt.values.items():
+        if v.path[:2] == ("optim", "param_groups") and len(v.path) > 3:
+            i = int(v.path[2])
+            groups.setdefault(i, {})
+            if v.path[3:] == ("params",):
+                params[i] = list(v.data)
+            elif v.path[3:] != ("param_names",):  # the names themselves, which `params` holds
+                groups[i][v.path[3:]] = v.data
+        elif v.path[:2] == ("optim", "state") and len(v.path) == 4:
+            out.scalars.setdefault(str(v.path[2]), {})[str(v.path[3])] = v.data
+        elif v.path[0] == "optim":
+            out.dropped.append(Dropped(name, 0, "neither state of a parameter nor a param group"))
+    for name, t in ckpt.tensors.items():
+        if t.path[0] != "optim":
+            continue
+        if t.path[1] == "param_groups" and len(t.path) > 3 and t.numel == 1:  # a learning rate may be a tensor
+            option = Inline(t.dtype, t.shape, small(ckpt, source, [name])[name])
+            groups.setdefault(int(t.path[2]), {})[t.path[3:]] = option
+            out.inlined[name] = Value(t.path, option)
+            continue
+        if t.path[1] != "state" or len(t.path) != 4:
+            out.dropped.append(Dropped(name, t.nbytes, "neither state of a parameter nor a param group"))
+            continue
+        fqn, slot = str(t.path[2]), str(t.path[3])
+        if not t.shape and (slot == "step" or fqn not in out.tensors or out.tensors[fqn].shape):
+            scalars.append(name)
+        elif fqn in out.tensors and t.shape == out.tensors[fqn].shape:
+            out.slots.setdefault(fqn, {})[slot] = t
+        else:
+            out.dropped.append(
+                Dropped(name, t.nbytes, "not of the shape of its parameter, so no part of a flat tensor")
+            )
+    for name, data in small(ckpt, source, scalars).items():
+        t = ckpt.tensors[name]
+        scalar = Inline(t.dtype, (), data)
+        out.scalars.setdefault(str(t.path[2]), {})[str(t.path[3])] = scalar
+        out.inlined[name] = Value(t.path, scalar)
+    if groups or params:
+        count = max([*groups, *params]) + 1
+        out.groups = [Group(tuple(params.get(i, ())), nest(groups.get(i, {}))) for i in range(count)]
+        out.groups = [g._replace(options=g.options if isinstance(g.options, dict) else {}) for g in out.groups]
+    elif out.slots or out.scalars:
+        out.groups = [Group(tuple(n for n in out.tensors if n in out.slots or n in out.scalars), {})]
+        out.notes.append("the optimizer has no param groups; all its parameters make one, without hyperparameters")
+
+
+#: Counters of a DeepSpeed engine.
+DEEPSPEED_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+#: What DeepSpeed has at the top of its files, and other layouts have under extra or under a key of their trainer.
+_OF_DEEPSPEED = {("extra", "ds_config"), ("extra", "buffer_names"), *(("trainer", k) for k in DEEPSPEED_COUNTERS)}
+
+
+def _take_rest(ckpt: Checkpoint, out: Training) -> None:
+    leaves: dict[Any, Any] = {}
+    scheduler: dict[Any, Any] = {}
+    others: dict[str, None] = {}
+    entries: list[tuple[Path, Any]] = [(t.path, t) for t in ckpt.tensors.values()]
+    for path, data in [*entries, *((v.path, v.data) for v in ckpt.values.values())]:
+        if path[0] in ("model", "optim"):
+            continue
+        if path[0] == "scheduler" and len(path) > 1 and not isinstance(path[1], int):
+            scheduler[path[1:]] = data
+        elif path[0] == "scaler" and len(path) == 2 and "scaler.cur_scale" in ckpt.values:
+            out.scaler[str(path[1])] = data
+        else:
+            leaves[path[1:] if path[:2] in _OF_DEEPSPEED else original(path, ckpt.origin)] = data
+            if path[0] == "extra" and "param_groups" in path:
+                others[joined(path[1 : path.index("param_groups")])] = None
+    out.scheduler = nest(scheduler) if scheduler else None
+    if leaves:
+        out.rest = nest(leaves)
+    if others:
+        out.notes.append(
+            f"optimizers that are not that of the model are kept, and no engine loads them: {_first(list(others))}"
+        )
+
+
+def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[str]) -> None:
+    """Fill in frozen, buffers and tied, and take out of the groups what is frozen."""
+    said = out.rest.get("buffer_names")
+    if isinstance(said, list) and all(isinstance(n, str) for n in said):
+        del out.rest["buffer_names"]
+    else:
+        said = None
+    buffers = {n for n in said or () if n in out.tensors}
+    counts = Counter(n for g in out.groups for n in g.params)
+    if twice := [n for n, k in counts.items() if k > 1]:
+        raise Corrupt(f'the param groups list "{twice[0]}" {counts[twice[0]]} times; a parameter is in one group only.')
+    listed = set(counts)
+    if missing := sorted(listed - out.tensors.keys()):
+        raise Unsupported(
+            f'the optimizer has {len(missing)} parameters that the model does not have, first "{missing[0]}"; an engine '
+            "would not find their weights. Are the two of one training run?"
+        )
+    stateful = out.slots.keys() | out.scalars.keys()
+    idle = [n for g in out.groups for n in g.params if n not in stateful | told] if stateful else []
+    out.fresh = [n for g in out.groups for n in g.params if n not in stateful and n in told] if stateful else []
+    idle += [n for n in listed if not out.tensors[n].numel and n not in idle]
+    if idle:
+        out.groups = [g._replace(params=tuple(n for n in g.params if n not in set(idle))) for g in out.groups]
+        out.notes.append(
+            f"{len(idle)} parameters of the optimizer have no state and are taken for frozen: {_first(idle)}"
+        )
+    trained = {n for g in out.groups for n in g.params}
+    if extra := sorted(stateful - trained):
+        for n in extra:
+            found = [*out.slots.pop(n, {}), *out.scalars.pop(n, {})]
+            empty = n in out.tensors and not out.tensors[n].numel
+            why = "its parameter has no elements" if empty else "no param group lists its parameter"
+            out.dropped += [Dropped(f"optim.state.{n}.{s}", 0, why) for s in found]
+    out.tied = _tied(ckpt, source, out, trained)
+    guessed: list[str] = []
+    for n, t in out.tensors.items():
+        if n in trained or n in out.tied:
+            continue
+        if n in buffers or not _floating(t.dtype):
+            out.buffers.append(n)
+        elif (
+            isinstance(said, list)
+            or n in idle
+            or ((len(t.shape) > 2 or re.search(r"(^|[._])(weight|bias)$", n)) and not _STATISTIC.search(n))
+        ):
+            out.frozen.append(n)
+        elif not out.groups and t.shape and not _STATISTIC.search(n):
+            out.frozen.append(n)  # trainable, for all we know: see below
+        else:
+            out.buffers.append(n)
+            guessed.append(n)
+    if guessed:
+        out.notes.append(f"taken for buffers, since no optimizer trains them: {_first(guessed)}")
+    if not out.groups:
+        out.groups, out.frozen = [Group(tuple(out.frozen), {})], []
+        out.notes.append(
+            "without optimizer state: its param group has no hyperparameters, load it without optimizer states"
+        )
+
+
+_STATISTIC = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|[^.]*_table|[^.]*_mask)$")
+
+
+def _floating(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def _tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str]) -> dict[str, str]:
+    """{alias: owner}, the owner being the one that is trained, or comes first."""
+    pairs = tied_weights(out.tensors)
+    if trained:  # a state dict that stores both of a tied pair has them as two tensors with the same bytes
+        pairs.update(_equal(ckpt, source, out, trained, pairs))
+    sets: dict[str, list[str]] = {}  # first name of each -> all names
+    for n in out.tensors:
+        root = n
+        while root in pairs:
+            root = pairs[root]
+        sets.setdefault(root, []).append(n)
+    tied: dict[str, str] = {}
+    for names in sets.values():
+        owner = next((n for n in names if n in trained), names[0])
+        tied.update({n: owner for n in names if n != owner and n not in trained})
+    return tied
+
+
+def _equal(ckpt: Checkpoint, source: Source, out: Training, trained: set[str], known: dict[str, str]) -> dict[str, str]:
+    """{name: trained name} of matrices with equal bytes, beside those `known` to share them."""
+    sharing = known.keys() | set(known.values())
+    kinds: dict[Any, list[str]] = {}
+    heads: dict[str, bytes | None] = {}
+
+    def head(n: str) -> bytes | None:
+        if n not in heads:
+            heads[n] = _head(ckpt, source, n)
+        return heads[n]
+
+    matrices = {n: t for n, t in out.tensors.items() if len(t.shape) > 1 and _floating(t.dtype)}
+    for n, t in matrices.items():
+        if n in trained:
+            kinds.setdefault((t.shape, t.dtype), []).append(n)
+    candidates: dict[str, list[str]] = {}
+    for n, t in matrices.items():
+        if n not in trained and n not in sharing:
+            candidates[n] = [o for o in kinds.get((t.shape, t.dtype), ()) if head(n) == head(o)]
+    wanted = {n for n, others in candidates.items() if others for n in (n, *others)}
+    digests = tensor_digests(
+        {n: out.tensors[n] for n in wanted}, source, ckpt.files, ckpt.records, lambda *_: None, "compare"
+    )  # fmt: skip
+    found = {}
+    for n, others in candidates.items():
+        same = next((o for o in others if digests[n] == digests[o]), None)
+        if same is not None and _varied(ckpt, source, n):
+            found[n] = same
+    return found
+
+
+def _head(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
+    """The first bytes of a tensor, where one read gives them."""
+    c = ckpt.tensors[f"model.{fqn}"].chunks
+    for k in range(len(c)):
+        row = c[k]
+        if not any(row.start) and row.strides is None and row.zstd is None and row.extent.length:
+            head: bytes = source.read(ckpt.files[row.extent.file], row.extent.offset, min(64, row.extent.length))
+            return head[: ITEMSIZE[ckpt.tensors[f"model.{fqn}"].dtype] * min(4, row.shape[-1])]
+    return None
+
+
+def _varied(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
+    """Whether a tensor is more than one value over and over: zeros and ones are equal without being tied."""
+    t = ckpt.tensors[f"model.{fqn}"]
+    item = ITEMSIZE[t.dtype]
+    seen: set[bytes] = set()
+    for block in Reader(source, ckpt.files, (), IOBudget(1, 256 << 10)).blocks([StreamJob(fqn, t)]):
+        if len(seen) < 2:
+            data = bytes(block.data[: 64 << 10])
+            seen.update(data[i : i + item] for i in range(0, len(data), item))
+    return len(seen) > 1
+
+
+def shared_scalars(training: Training, params: Iterable[str], what: str) -> tuple[dict[str, Any], list[Dropped]]:
+    """The scalars that parameters of one flat tensor share, and those of the minority that has others.
+
+    `what` says what has one value only, "a sub-group of ZeRO-3 has one step".
+    """
+    fresh = set(training.fresh)
+    names = [n for n in params if n not in fresh]
+    out: dict[str, Any] = {}
+    dropped: list[Dropped] = []
+    for slot in dict.fromkeys(s for n in names for s in training.scalars.get(n, {})):
+        counts: dict[Any, list[str]] = {}
+        none = [n for n in names if slot not in training.scalars.get(n, {})]
+        for n in names:
+            if n not in none:
+                if not isinstance(training.scalars[n][slot], (int, float, Inline)):
+                    why = "neither a tensor nor a number, which is what an engine keeps for a flat tensor"
+                    dropped.append(Dropped(f"optim.state.{n}.{slot}", 0, why))
+                    continue
+                counts.setdefault(repr(training.scalars[n][slot]), []).append(n)
+        if not counts:
+            continue
+        most = max(counts.values(), key=len)
+        out[slot] = training.scalars[most[0]][slot]
+        for others in (*counts.values(), none):
+            if others is not most:
+                dropped += [Dropped(f"optim.state.{n}.{slot}", 0, f"{what}; {most[0]} has another") for n in others]
+    return out, dropped

@@ -1,0 +1,185 @@
+"""`--dequantize`: quantised tensors as plain numbers, the exact float32 value of each code.
+
+    optim.state.w.exp_avg.codes, .scale, .qmap, .__class__     ->     optim.state.w.exp_avg, float32
+
+The numbers are those of torchao's own `dequantize()`, bit for bit: one multiplication in float32 for each element. They are computed
+when they are read, a part of the source at a time: one rank's part of a tensor is in memory, as it was in the job that saved it.
+
+Sources: torchao 0.18, optim/quant_utils.py (dequant_with_qmap), optim/subclass_{8bit,4bit,fp8}.py.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ...errors import Unsupported, UsageError, argument
+from ...huggingface import encodings
+from ...index.checkpoint import Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
+from ...index.composites import MARK, PLAIN, Composite, Uncut, class_of, composites, object_of, rows_of
+from ...storage.computed import ComputedSource
+from ...storage.source import Source
+from ..copy.dtypes import numpy_dtype
+from ..copy.stream import small
+
+__all__ = ["dequantized"]
+
+
+def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> tuple[Checkpoint, Source]:
+    """The same state, (index, files), in which the quantised tensors with such names are float32.
+
+    Raises:
+        UsageError: a pattern names none. Unsupported: ckpttool does not know how to compute the numbers of a class.
+    """
+    ckpt, source = opened
+    wanted, objects = list(patterns), composites(ckpt)
+    for pattern in wanted:
+        if not fnmatch.filter(objects, pattern):
+            codes = encodings.of_checkpoint(ckpt, None)
+            others = f" {codes.described()}; ckpttool does not dequantise those." if codes.weights else ""
+            first = f" The first is {next(iter(objects))}." if objects else f" The checkpoint holds none.{others}"
+            raise UsageError(f"{argument('dequantize')} {pattern!r}: no quantised tensor has such a name.{first}")
+    chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
+    names = {path: n for n, c in chosen.items() for path in c.leaves()}
+    made: dict[str, tuple[int, Callable[[], memoryview]]] = {}
+    files, sizes = list(ckpt.files), list(ckpt.sizes)
+    tensors: dict[str, TensorEntry] = {}
+    largest = 0
+    for name, t in ckpt.tensors.items():
+        of = names.get(t.path)
+        if of is None:
+            tensors[name] = t
+        elif of not in tensors:
+            found = chosen[of]
+            compute = _FORMULAS.get(str(found.about["class"][1]))
+            if compute is None or not str(found.about["class"][0]).startswith("torchao."):
+                raise Unsupported(
+                    f'"{of}" is a {class_of(found.about)}, whose numbers ckpttool does not compute. It knows {", ".join(_FORMULAS)}. '
+                    f"Leave it out of {argument('dequantize')}."
+                )
+            chunks = Chunks(len(found.shape))
+            for row, shape, parts in _parts(found):
+                file, nbytes = f"{of} (dequantized, from row {row})", prod(shape) * 4
+                made[file] = (nbytes, _maker(ckpt, source, found.about, parts, compute))
+                start: tuple[int, ...] = (row, *(0 for _ in shape[1:]))
+                chunks.add(start[: len(shape)], shape, len(files), 0, nbytes)
+                files.append(file)
+                sizes.append(nbytes)
+                largest = max(largest, nbytes)
+            tensors[of] = TensorEntry("float32", found.shape, found.path, chunks)
+    values = {n: v for n, v in ckpt.values.items() if not (v.path[-1] == MARK and joined(v.path[:-1]) in chosen)}
+    kinds = ", ".join(dict.fromkeys(class_of(c.about) for c in chosen.values()))
+    note = f"{len(chosen):,} tensors ({kinds}) are float32 now, the exact value of each code"
+    out = replace(
+        ckpt, tensors=tensors, values=values, files=files, sizes=sizes, notes=[*ckpt.notes, note],
+        recorded={n: d for n, d in ckpt.recorded.items() if n in tensors},
+    )  # fmt: skip
+    return out, ComputedSource(source, made, (), 4 * largest)
+
+
+def _parts(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, TensorEntry]]]:
+    """(first row, shape, the tensors inside) of the parts in which an object is stored; of one part where they do not fit."""
+    if "parts" in found.about:
+        return _parts_of_mixed(found)
+    main = next(iter(found.tensors.values()))
+    whole = [(0, found.shape, dict(found.tensors))]
+    if len(main.chunks) < 2 or not found.shape:
+        return whole
+    out = []
+    total = found.shape[0]
+    for c in sorted(main.chunks, key=lambda c: c.start):
+        first, over = divmod(c.start[0] * total, main.shape[0])
+        rows, left = divmod(c.shape[0] * total, main.shape[0])
+        inside: dict[str, TensorEntry] = {}
+        for name, t in found.tensors.items():
+            try:
+                at = rows_of(found.about, name, t.shape, first, rows)
+            except Uncut:
+                return whole
+            part = t if at is None else _rows(t, *at)
+            if part is None or over or left:
+                return whole
+            inside[name] = part
+        out.append((first, (rows, *found.shape[1:]), inside))
+    return out
+
+
+def _parts_of_mixed(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, TensorEntry]]]:
+    """The parts of a tensor that some ranks have quantised and others have not."""
+    whole, out = object_of(found), []
+    of_objects = of_plain = 0
+    for first, rows, quantised in found.about["parts"]:
+        inside: dict[str, TensorEntry | None] = {PLAIN: _rows(found.tensors[PLAIN], of_plain, rows)}
+        if quantised:
+            cuts = {n: rows_of(whole.about, n, t.shape, of_objects, rows) for n, t in whole.tensors.items()}
+            inside = {n: t if (c := cuts[n]) is None else _rows(t, *c) for n, t in whole.tensors.items()}
+        of_objects, of_plain = (of_objects + rows, of_plain) if quantised else (of_objects, of_plain + rows)
+        parts = {n: t for n, t in inside.items() if t is not None}
+        if len(parts) < len(inside):
+            raise Unsupported(
+                f'"{joined(found.path)}" is not stored in the parts in which it was saved. Convert the original checkpoint.'
+            )
+        out.append((first, (rows, *found.shape[1:]), parts))
+    return out
+
+
+def _rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
+    """The chunk that holds just these rows, as a tensor; None where there is none."""
+    for c in t.chunks:
+        if (c.start[0], c.shape[0]) == (first, rows) and c.shape[1:] == t.shape[1:] and c.zstd is None:
+            alone = Chunk((0,) * len(c.shape), c.shape, Extent(*c.extent), c.strides)
+            return replace(t, shape=c.shape, chunks=Chunks.of(len(c.shape), [alone]))
+    return None
+
+
+def _maker(
+    ckpt: Checkpoint,
+    source: Source,
+    about: Mapping[str, Any],
+    parts: Mapping[str, TensorEntry],
+    compute: Callable[..., Any],
+) -> Callable[[], memoryview]:
+    """What computes the bytes of one part."""
+
+    def make() -> memoryview:
+        import numpy as np
+
+        data = small(replace(ckpt, tensors=dict(parts)), source, parts)
+        arrays = {n: np.frombuffer(data[n], numpy_dtype(t.dtype)) for n, t in parts.items()}
+        numbers = arrays[PLAIN].astype("f4") if PLAIN in arrays else compute(**arrays)
+        return memoryview(np.ascontiguousarray(numbers).view("u1").data)
+
+    return make
+
+
+def _by_blocks(values: Any, scale: Any) -> Any:
+    out = values.reshape(len(scale), -1)
+    out *= scale.reshape(-1, 1)
+    return out.reshape(-1)
+
+
+def _of_8bit(codes: Any, scale: Any, qmap: Any) -> Any:
+    return _by_blocks(qmap[codes], scale)
+
+
+def _of_4bit(codes: Any, scale: Any, qmap: Any) -> Any:
+    """Two codes in a byte, the first in its upper half."""
+    import numpy as np
+
+    pairs = np.empty((len(codes), 2), "u1")
+    pairs[:, 0], pairs[:, 1] = codes >> 4, codes & 15
+    return _by_blocks(qmap[pairs.reshape(-1)], scale)
+
+
+def _of_fp8(codes: Any, scale: Any) -> Any:
+    return _by_blocks(codes.astype("f4"), scale)
+
+
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    "OptimState8bit": _of_8bit,
+    "OptimState4bit": _of_4bit,
+    "OptimStateFp8": _of_fp8,
+}

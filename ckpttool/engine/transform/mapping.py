@@ -1,0 +1,490 @@
+"""A checkpoint under the names of another program, by a name map (index/name_maps.py): weights, optimizer state, param groups.
+
+Every tensor of the result is chunks of the source, so nothing is computed and nothing is read, but for rows of padding that are
+cut, which are looked at, and norms that one side stores less one (added_one.py). The state of a parameter goes through the map of its weight where it has the weight's shape; a number of steps is
+copied to the parts of its parameter, or must be the same in all parts that are joined; a slot of another shape, such as the factors of
+Adafactor, only goes along where its parameter is renamed as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ...errors import Unsupported, UsageError, argument
+from ...huggingface import maps
+from ...index.axes import PAD, AxesError, UnknownSize, link, placed
+from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ...index.expressions import size_of
+from ...index.line_groups import Group, Resolved, ignored, matched, resolved, views
+from ...index.name_maps import NameMap
+from ...storage.computed import ComputedSource
+from ...storage.joined import ZEROS, JoinedSource
+from ...storage.patched import ENDLESS
+from ...storage.source import Source
+from ..copy.stream import small
+from .added_one import FILE, with_one_added
+from .vocabulary_size import odd_rows
+
+__all__ = ["mapped"]
+
+_SHOWN = 5
+_MASTER: Path = ("extra", "master")
+_NAME_LISTS: tuple[Path, ...] = (("params",), ("param_names",))
+
+
+def mapped(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> tuple[Checkpoint, Source]:
+    """The same state under the names of the other side of a map, and its files; which side it has, its names tell.
+
+    Args:
+        found: the map, with the lines that count for this job (`NameMap.of_job`).
+        config: what config.json says of the text model, for the sizes of axes that shapes do not tell.
+
+    Raises:
+        Unsupported: names of weights or of the optimizer that the map is not about, a shape is not what it says, a size is not
+            known, or a slot of the optimizer cannot be cut as its parameter is.
+    """
+    of = _Mapping(ckpt, source, found, config)
+    out = of.run()
+    files = JoinedSource(source) if ZEROS in of.made else source
+    if FILE in of.made:
+        data = of.made[FILE]
+        files = ComputedSource(files, {FILE: (len(data), lambda: memoryview(data))}, (), len(data))
+    return out, files
+
+
+def _with_optimizer(ckpt: Checkpoint) -> Checkpoint:
+    """The same state with the optimizer where others have it, if it is data since its names are not those of the weights
+    (torchtune)."""
+    head = next(
+        (t.path[:3] for t in ckpt.tensors.values() if t.path[0] == "extra" and t.path[2:4] == ("optimizer", "state")),
+        None,
+    )
+    if head is None or any(t.path[0] == "optim" for t in ckpt.tensors.values()):
+        return ckpt
+
+    def moved(path: Path) -> Path:
+        return ("optim", *path[3:]) if path[:3] == head else path
+
+    tensors = {joined(p): replace(t, path=p) for t in ckpt.tensors.values() for p in [moved(t.path)]}
+    values = {joined(p): Value(p, v.data) for v in ckpt.values.values() for p in [moved(v.path)]}
+    recorded = {joined(moved(t.path)): ckpt.recorded[n] for n, t in ckpt.tensors.items() if n in ckpt.recorded}
+    return replace(ckpt, tensors=tensors, values=values, recorded=recorded)
+
+
+class _Mapping:
+    """One state on its way through a map."""
+
+    def __init__(self, ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> None:
+        ckpt = _with_optimizer(ckpt)
+        self.ckpt, self.source, self.map = ckpt, source, found
+        self.weights = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+        # what is no tensor, such as _extra_state
+        self.plain = {joined(v.path[1:]): v for v in ckpt.values.values() if v.path[0] == "model"}
+        self.sizes = {a: n for a, e in found.sizes.items() if (n := size_of(e, config)) is not None}
+        self.notes: list[str] = []
+        self.tensors: dict[str, TensorEntry] = {}
+        self.values: dict[str, Value] = {}
+        self.recorded: dict[str, str] = {}
+        self.made: dict[str, bytes] = {}  # {file that is not of the source: its bytes, if they are not just zeros}
+        self.ways = self._ways()
+        way = self.ways["optim"]
+        self.state: list[Group] = [] if way is None else matched(self._state_names(), found, "optim", way)[0]
+        self.of_weight: dict[str, list[str]] = {}  # {a weight: what it becomes, or becomes part of}
+        self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
+
+    def _state_names(self) -> list[str]:
+        """Names of parameters in the optimizer: with state, or in a group."""
+        out: dict[str, None] = {}
+        leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
+        for t in leaves:
+            if t.path[:2] == ("optim", "state") and len(t.path) > 3:
+                out[str(t.path[2])] = None
+        for v in self.ckpt.values.values():
+            if v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
+                out |= dict.fromkeys(n for n in v.data if isinstance(n, str))
+        return list(out)
+
+    def _ways(self) -> dict[str, bool | None]:
+        """{component: whether its names are those on the left; None where they are what they shall be}. Weights and optimizer may be on
+        two sides, as torchtune saves them: then both become those on the right.
+
+        Raises:
+            Unsupported: they are those of neither side.
+        """
+        names = {"model": [*self.weights, *self.plain], "optim": self._state_names()}
+        if not any(names.values()):
+            raise UsageError(
+                f"{argument('map')}: the checkpoint holds no weights and no optimizer that names parameters."
+            )
+        rest = {
+            (component, forward): [
+                n
+                for n in matched(rows, self.map, component, forward)[1]
+                if not (forward and component == "model" and ignored(self.map, n))
+            ]
+            for component, rows in names.items()
+            for forward in (True, False)
+        }
+        for forward in (True, False):
+            if not any(rest[component, forward] for component in names):
+                return dict.fromkeys(names, forward)
+        if all(not rest[component, True] or not rest[component, False] for component in names):
+            return {component: None if rest[component, True] else True for component in names}
+        forward = sum(len(rest[c, True]) for c in names) <= sum(len(rest[c, False]) for c in names)
+        unmatched = [f"model.{n}" for n in rest["model", forward]]
+        unmatched += [f"optim.state.{n}" for n in rest["optim", forward]]
+        more = f" and {len(unmatched) - _SHOWN:,} more" if len(unmatched) > _SHOWN else ""
+        shown = ", ".join(f'"{n}"' for n in unmatched[:_SHOWN])
+        total = sum(map(len, names.values()))
+        raise Unsupported(
+            f"the map {self.map.name} is between {self.map.sides[0]} and {self.map.sides[1]}, and {len(unmatched):,} of {total:,} names are "
+            f"not names of {self.map.sides[not forward]}: {shown}{more}. "
+            + (
+                f"Write a map with lines for them; `ckpttool maps {self.map.name}` prints this one to start from."
+                if self.map.name in maps.names()
+                else "Add lines for them."
+            )
+        )
+
+    def run(self) -> Checkpoint:
+        """The mapped state."""
+        if (ckpt := self.ckpt).salvage is not None and (ckpt.salvage.missing or ckpt.salvage.rebuilt):
+            raise Unsupported(
+                "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy."
+            )
+        self._refuse_split_groups()  # before rows of padding are read
+        if self.ways["model"]:  # norms that are stored less one have the left names
+            new = self._with_one_added(self.ckpt.tensors, 1)
+            recorded = {n: d for n, d in self.ckpt.recorded.items() if n not in new}
+            self.ckpt = replace(self.ckpt, tensors={**self.ckpt.tensors, **new}, recorded=recorded)
+            self.weights |= {joined(t.path[1:]): t for t in new.values() if t.path[0] == "model"}
+        self._model()
+        self._zeros()
+        self._masters()
+        if self.ways["model"] is False:
+            new = self._with_one_added(self.tensors, -1)
+            self.tensors |= new
+            self.recorded = {n: d for n, d in self.recorded.items() if n not in new}
+        self._optimizer()
+        self._groups()
+        self._rest()
+        ckpt = self.ckpt
+        kept = len([n for n in ckpt.tensors if joined(ckpt.tensors[n].path) in ckpt.recorded])
+        if kept > len(self.recorded):
+            self.notes.append(
+                f"the recorded digests of {kept - len(self.recorded)} tensors were not compared, since the map cuts, joins or permutes them"
+            )
+        here, there = self.map.sides if True in self.ways.values() else self.map.sides[::-1]
+        changed = sum(n not in ckpt.tensors for n in self.tensors)
+        said = f"names and order of {here} became those of {there} by the map {self.map.name}: {changed:,} of {len(self.tensors):,} tensors have other names"
+        return replace(
+            ckpt, tensors=self.tensors, values=self.values, recorded=self.recorded, origin={}, trainer=None,
+            notes=[*ckpt.notes, said, *dict.fromkeys(self.notes)],
+        )  # fmt: skip
+
+    def _with_one_added(self, tensors: Mapping[str, TensorEntry], by: int) -> dict[str, TensorEntry]:
+        """What stands for the norms that the left side stores less one: their tensors and masters plus `by`."""
+        if not self.map.added_one:
+            return {}
+        new, data, note = with_one_added(self.ckpt, self.source, tensors, (a.pattern for a in self.map.added_one), by)
+        if new:
+            self._add_file(FILE, len(data), data)
+            self.notes += [note, *self._decayed({joined(t.path[1:]) for t in new.values() if t.path[0] == "model"})]
+        return new
+
+    def _decayed(self, names: set[str]) -> list[str]:
+        """A note where the optimizer decays parameters that one side stores less one."""
+        for v in self.ckpt.values.values():
+            if v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
+                decay = self.ckpt.value(joined((*v.path[:3], "weight_decay")))
+                if decay and (few := names.intersection(n for n in v.data if isinstance(n, str))):
+                    return [
+                        f"{len(few)} of these have a weight decay of {decay}: it draws what {self.map.sides[0]} stores to 0, and so the weight of "
+                        f"{self.map.sides[1]} to 1; the next job would draw its own to 0"
+                    ]
+        return []
+
+    def _add_file(self, name: str, size: int, data: bytes = b"") -> None:
+        """A file of the index that the source does not have."""
+        self.made[name] = data
+        self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, name], sizes=[*self.ckpt.sizes, size])
+
+    def _put(self, new: Mapping[str, TensorEntry], result: Resolved, old: Iterable[str]) -> None:
+        for name, t in new.items():
+            if name in self.tensors:
+                raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{name}".')
+            self.tensors[name] = t
+        if result.renames:
+            for name in old:
+                if name in self.ckpt.recorded:
+                    self.recorded[next(iter(new))] = self.ckpt.recorded[name]
+
+    def _model(self) -> None:
+        way = self.ways["model"]
+        if way is None:
+            self._keep("model")
+            return
+        groups, unmatched = matched(self.weights, self.map, "model", way)
+        for group in groups:
+            entries = {key: self.weights[n] for key, n in group.names.items()}
+            result = resolved(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
+            self._put(views(result, entries, ("model",), ()), result, [joined(t.path) for t in entries.values()])
+            self.of_weight |= {n: list(result.names.values()) for n in group.names.values()}
+            self.notes += result.notes
+            if result.sizes.get(PAD):
+                self._padding(result, group.first)
+        groups, others = matched(self.plain, self.map, "model", way)
+        for group in groups:
+            if group.line.whole.axes is not None:
+                raise Unsupported(f'"{group.first}" is not a tensor, and the map {self.map.name} says {group.line}.')
+            path = ("model", next(iter(resolved(group, {}, self.sizes, self.map).names.values())))
+            self.values[joined(path)] = Value(path, self.plain[group.first].data)
+        left: dict[str, list[str]] = {}
+        for n in [*unmatched, *others]:
+            row = ignored(self.map, n)
+            assert row is not None  # `_ways` has refused the others
+            if (
+                row.zero
+                and n in self.weights
+                and any(small(self.ckpt, self.source, [joined(self.weights[n].path)])[joined(self.weights[n].path)])
+            ):
+                raise Unsupported(f'"{n}" is not 0, and {self.map.sides[1]} has nothing to put it in: {row.why}.')
+            left.setdefault(row.why, []).append(n)
+        self.notes += [f'{len(rows)} entries were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
+
+    def _zeros(self) -> None:
+        """What the left side has and the right one has not, where the map says that it is zeros."""
+        if self.ways["model"] is not False:
+            return
+        made: dict[str, TensorEntry] = {}
+        for row in self.map.ignored:
+            if row.along is None or row.dtype is None:
+                continue
+            before = len(made)
+            for t in list(self.tensors.values()):
+                m = row.along.pattern.fullmatch(joined(t.path[1:])) if t.path[0] == "model" else None
+                if m is None:
+                    continue
+                assert row.tensor.axes is not None and row.along.axes is not None
+                sizes = {a: n for a, n in self.sizes.items() if a in row.along.axes.atoms}
+                try:
+                    row.along.axes.solve(t.shape, sizes)
+                    shape = row.tensor.axes.shape(sizes)
+                except (AxesError, UnknownSize) as e:
+                    why = (
+                        e if isinstance(e, AxesError) else f"the size of {e} does not follow; add a line size {e} = ..."
+                    )
+                    raise Unsupported(
+                        f'"{joined(t.path[1:])}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: {why}.'
+                    ) from None
+                path = ("model", row.tensor.named({v: int(n) for v, n in m.groupdict().items()}))
+                chunks = Chunks(len(shape))
+                chunks.add((0,) * len(shape), shape, len(self.ckpt.files), 0, prod(shape) * ITEMSIZE[row.dtype])
+                if joined(path) in self.tensors or joined(path) in made:
+                    raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{joined(path)}".')
+                made[joined(path)] = TensorEntry(row.dtype, shape, path, chunks)
+            if new := list(made)[before:]:
+                self.notes.append(f'{len(new)} tensors of zeros were added, first "{new[0]}": {row.why}')
+        if made:
+            self.tensors |= made
+            self._add_file(ZEROS, ENDLESS)
+
+    def _masters(self) -> None:
+        """The fp32 copies of weights that Megatron-Core's reader has under extra.master."""
+        copies = {joined(t.path[2:]): t for t in self.ckpt.tensors.values() if t.path[:2] == _MASTER}
+        way = self.ways["model"]
+        if way is None or not copies:
+            return
+        groups, unmatched = matched(copies, self.map, "model", way)
+        for name in unmatched:
+            self.tensors[joined((*_MASTER, name))] = copies[name]
+        for group in groups:
+            entries = {key: copies[n] for key, n in group.names.items()}
+            result = resolved(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
+            self._put(views(result, entries, _MASTER, ()), result, [joined(t.path) for t in entries.values()])
+
+    def _keep(self, component: str) -> None:
+        """A component that has the right names already."""
+        self.tensors |= {n: t for n, t in self.ckpt.tensors.items() if t.path[0] == component}
+        self.values |= {n: v for n, v in self.ckpt.values.items() if v.path[0] == component}
+        self.recorded |= {n: d for n, d in self.ckpt.recorded.items() if n.partition(".")[0] == component}
+
+    def _padding(self, result: Resolved, fqn: str) -> None:
+        """Say what is in the rows that are cut: nothing that was learned, or how many rows of what."""
+        whole = result.group.line.whole.axes
+        assert whole is not None
+        terms = whole.sums[0]
+        tail = link(whole.term(len(terms) - 1), whole, len(terms) - 1, {}, result.sizes)
+        kept, rows = sum(tail.start), result.sizes[PAD]
+
+        def cut(t: TensorEntry) -> TensorEntry:
+            chunks = Chunks(len(tail.part_shape))
+            placed(tail, t, chunks, to_whole=False)
+            return TensorEntry(t.dtype, tail.part_shape, t.path, chunks)
+
+        weight = self.weights[fqn]
+        unlike, _ = odd_rows(self.ckpt, self.source, cut(weight))
+        moments = [
+            t for t in self.ckpt.tensors.values()
+            if t.path[:3] == ("optim", "state", fqn) and t.shape == weight.shape and str(t.path[-1]).startswith("exp_avg")
+        ]  # fmt: skip
+        moved = {row for t in moments for row in odd_rows(self.ckpt, self.source, cut(t))[1]}
+        if not unlike:
+            what = "all equal, so nothing was learned in them"
+        elif moments and not moved:
+            what = "with moments of 0, so nothing was learned in them"
+        elif moments:
+            what = f"of which {len(moved):,} have moments that are not 0: what was learned in them is not carried"
+        else:
+            what = "which differ from each other; without an optimizer nothing tells whether they were trained"
+        self.notes.append(f'"{fqn}": {rows:,} rows behind the {kept:,} of the vocabulary were cut, {what}')
+
+    def _optimizer(self) -> None:
+        slots: dict[str, dict[Path, TensorEntry | Value]] = {}
+        leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
+        for leaf in leaves:
+            if leaf.path[:2] == ("optim", "state") and len(leaf.path) > 3:
+                slots.setdefault(str(leaf.path[2]), {})[leaf.path[3:]] = leaf
+        if self.ways["optim"] is None:
+            self._keep("optim")
+            return
+        for group in self.state:
+            have = {key: slots[n] for key, n in group.names.items() if n in slots}
+            if not have:
+                continue
+            if len(have) < len(group.names):
+                none = next(n for n in group.names.values() if n not in slots)
+                raise Unsupported(
+                    f'the optimizer has state for "{group.first}" and none for "{none}", which the map joins to one parameter.'
+                )
+            result = resolved(group, self._shapes(group, have), self.sizes, self.map)
+            self.renamed[group.first] = tuple(result.names.values())
+            for tail in dict.fromkeys(p for found in have.values() for p in found):
+                of_tail = {key: found.get(tail) for key, found in have.items()}
+                if lost := [key for key, leaf in of_tail.items() if leaf is None]:
+                    raise Unsupported(
+                        f'"{group.names[lost[0]]}" has no {joined(tail)}, and the parameters that the map joins it with have.'
+                    )
+                self._slot(result, tail, {key: leaf for key, leaf in of_tail.items() if leaf is not None})
+
+    def _shapes(
+        self, group: Group, have: Mapping[Any, Mapping[Path, TensorEntry | Value]]
+    ) -> dict[Any, tuple[int, ...]]:
+        """The shapes of the weights of a group: those of the model, or of the largest slots where it holds none."""
+        out = {}
+        for key, name in group.names.items():
+            if name in self.weights:
+                out[key] = self.weights[name].shape
+            else:
+                found = [leaf.shape for leaf in have[key].values() if isinstance(leaf, TensorEntry)]
+                out[key] = max(found, key=lambda s: (len(s), s), default=())
+        return out
+
+    def _slot(self, result: Resolved, tail: Path, leaves: Mapping[Any, TensorEntry | Value]) -> None:
+        """One slot of a group: through the map of the weight, copied, or refused."""
+        tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, TensorEntry)}
+        head: Path = ("optim", "state")
+        if len(tensors) == len(leaves):
+            whole = result.renames or all(t.shape == result.source_shape(key) for key, t in tensors.items())
+            if whole:
+                self._put(views(result, tensors, head, tail), result, [joined(t.path) for t in tensors.values()])
+                return
+            if odd := [t for t in tensors.values() if t.numel != 1]:
+                raise Unsupported(
+                    f'"{joined(odd[0].path)}" is {list(odd[0].shape)}, and its parameter is not: the map {self.map.name} cuts, joins or permutes '
+                    f"that parameter, and what becomes of this slot is not known. Leave the optimizer out with {argument('only', ['model'])}."
+                )
+            self._same(small(self.ckpt, self.source, [joined(t.path) for t in tensors.values()]))
+            first: TensorEntry | Value = next(iter(tensors.values()))
+        elif tensors:
+            raise Unsupported(
+                f'"{joined(tail)}" is a tensor of one and a value of another parameter that the map joins.'
+            )
+        else:
+            self._same({joined(leaf.path): leaf.data for leaf in leaves.values() if isinstance(leaf, Value)})
+            first = next(iter(leaves.values()))
+        for name in result.names.values():
+            path = (*head, name, *tail)
+            if isinstance(first, Value):
+                self.values[joined(path)] = Value(path, first.data)
+            else:
+                self.tensors[joined(path)] = replace(first, path=path)
+
+    def _same(self, found: Mapping[str, Any]) -> None:
+        """Refuse values that the map joins and that differ."""
+        first = next(iter(found))
+        for name, data in found.items():
+            if data != found[first]:
+                raise Unsupported(
+                    f'"{first}" and "{name}" differ, and the map joins their parameters to one, which has one of them.'
+                )
+
+    def _lists_names(self, v: Value) -> bool:
+        """Whether a value is the list of a param group's parameters, some by name."""
+        in_group = v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS
+        return bool(self.state) and in_group and isinstance(v.data, list)
+
+    def _refuse_split_groups(self) -> None:
+        """Raises:
+        Unsupported: the map joins parameters of several param groups."""
+        together = {n: group for group in self.state for n in group.names.values()}
+        for v in self.ckpt.values.values():
+            if not self._lists_names(v):
+                continue
+            here = set(map(str, v.data))
+            for n in v.data:
+                if isinstance(n, str) and (apart := [o for o in together[n].names.values() if o not in here]):
+                    raise Unsupported(
+                        f'"{n}" and "{apart[0]}" are in different param groups, and the map joins them to one parameter.'
+                    )
+
+    def _groups(self) -> None:
+        """The lists of names in the param groups."""
+        to: dict[str, tuple[str, ...]] = {}  # {name: what stands at its place}
+        for group in self.state:
+            names = self.renamed.get(group.first) or self._new_names(group)
+            for k, n in enumerate(group.names.values()):
+                to[n] = names if k == 0 else ()
+        for name, v in self.ckpt.values.items():
+            if v.path[0] == "model" or (v.path[:2] == ("optim", "state") and len(v.path) > 3):
+                continue
+            if self._lists_names(v):
+                done: list[Any] = []
+                for n in v.data:
+                    done += to[n] if isinstance(n, str) else [n]
+                v = Value(v.path, done)
+            elif v.path == ("extra", "buffer_names") and isinstance(v.data, list):  # DeepSpeed's
+                v = Value(v.path, [m for n in v.data for m in self.of_weight.get(n, [n])])
+            self.values[name] = v
+
+    def _new_names(self, group: Group) -> tuple[str, ...]:
+        """Those of parameters without state."""
+        shapes = {key: self.weights[n].shape for key, n in group.names.items() if n in self.weights}
+        if group.from_whole and group.line.stacked and not shapes:
+            raise Unsupported(
+                f'how many parts "{group.first}" has is not known: the checkpoint has no weight of that name.'
+            )
+        if group.from_whole and group.line.stacked:
+            return tuple(resolved(group, shapes, self.sizes, self.map).names.values())
+        return tuple(t.named(group.numbers) for t in (group.line.parts if group.from_whole else (group.line.whole,)))
+
+    def _rest(self) -> None:
+        """What is neither a weight nor state of a parameter keeps its name."""
+        kept = []
+        for name, t in self.ckpt.tensors.items():
+            mapped_master = t.path[:2] == _MASTER and self.ways["model"] is not None
+            if (
+                t.path[0] != "model"
+                and not mapped_master
+                and not (t.path[:2] == ("optim", "state") and len(t.path) > 3)
+            ):
+                self.tensors[name] = t
+                if name in self.ckpt.recorded:
+                    self.recorded[name] = self.ckpt.recorded[name]
+                if t.path[0] == "extra":
+                    kept.append(name)
+        if kept:
+            self.notes.append(f'{len(kept)} tensors besides weights and optimizer keep their names, first "{kept[0]}"')

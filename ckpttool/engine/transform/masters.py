@@ -1,0 +1,222 @@
+"""fp32 masters beside the weights that a model computes with: each rounds to its weight, bit for bit, and is equal to one in float32.
+
+Trainers with masters update them and round the result into the weights (`Tensor.copy_`), so the two differ only where they are of
+different steps, or where the save itself went wrong (Megatron-Core's `fully_reshardable` with tied embeddings and pipeline parallelism).
+Megatron-Core and nanotron load both again; of DeepSpeed's, the index has the masters as the weights, and what its engine computes with in
+`Checkpoint.rounded`. Trainers that round at random (torchao's bf16_stochastic_round) keep no masters.
+
+    differing(...)              all elements of all pairs, reading both
+    refuse_other_masters(...)   a sample of every pair, before anything else is read
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ...errors import Corrupt, argument
+from ...index import boxes
+from ...index.checkpoint import Checkpoint, TensorEntry, joined
+from ...storage.buffers import DEFAULT_BUDGET, IOBudget
+from ...storage.source import Source
+from ..copy.dtypes import cast, numpy_dtype
+from ..copy.fill import Progress
+from ..copy.stream import Reader, StreamJob, side_by_side
+from ..handle import cut_to
+
+__all__ = ["differing", "pairs", "refuse_other_masters", "said_of", "where"]
+
+_RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
+_HALF = ("bfloat16", "float16")
+_SHOWN = 3
+#: Below, kernels that are compiled with fast math take a float32 for zero.
+_LEAST_NORMAL = 2.0**-126
+_PLACES, _ELEMENTS = 8, 2048  # of a sample: boxes of a tensor, elements of a box; 64 KiB of a master
+
+_Pair = tuple[TensorEntry, TensorEntry]
+
+
+@dataclass
+class _Odd:
+    """Elements of a master that are not those of the weight: how many of how many, and the first with its flat index and its numbers."""
+
+    count: int
+    first: int
+    master: float
+    rounded: float
+    weight: float
+    looked_at: int = 0
+
+
+def pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
+    """{canonical name of a weight: (its master, the weight)}."""
+    out = {}
+    for name, t in ckpt.tensors.items():
+        if t.path[:2] == ("extra", "master"):
+            of = joined(("model", *t.path[2:]))
+            if (weight := ckpt.tensors.get(of)) is not None:
+                out[of] = (t, weight)
+        elif (low := ckpt.rounded.get(name)) is not None:
+            out[name] = (t, low)
+    return {
+        n: (t, w)
+        for n, (t, w) in out.items()
+        if t.dtype == "float32" and w.dtype in (*_HALF, "float32") and t.shape == w.shape and t.numel
+    }
+
+
+def differing(ckpt: Checkpoint, source: Source, progress: Progress) -> dict[str, _Odd]:
+    """{weight: what of its master is not that of it}, reading all masters and their weights, block by block; `progress` is called with
+    ("compare", bytes of masters done, bytes in all)."""
+    of = pairs(ckpt)
+    found: dict[str, _Odd] = {}
+    passed, total = 0, sum(t.nbytes for t, _ in of.values())
+    for nbytes in _compared(ckpt, source, [(name, 0, pair) for name, pair in of.items()], found, DEFAULT_BUDGET):
+        passed += nbytes
+        progress("compare", passed, total)
+    return found
+
+
+def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
+    """Refuse masters that are not those of the weights beside them, judging by a few places of each, or one where every read is a
+    request. Compressed chunks are left to whoever reads all of them.
+
+    Raises:
+        Corrupt: with counts, the first tensors, their numbers, and what may have happened.
+    """
+    rows = []
+    for name, (master, weight) in pairs(ckpt).items():
+        if not (master.chunks.zstd or weight.chunks.zstd):
+            for box in _places(master.shape, 1 if source.is_remote else _PLACES):
+                rows.append((name, boxes.flat_start(master.shape, box[0]), (_cut(master, box), _cut(weight, box))))
+    source.prefetch((ckpt.files[e.file], e.offset, e.length) for _, _, both in rows for t in both for e in _extents(t))
+    found: dict[str, _Odd] = {}
+    for _ in _compared(ckpt, source, rows, found, IOBudget(1, 256 << 10)):
+        pass
+    if found:
+        raise Corrupt(
+            f"{ckpt.root}: {said_of(ckpt, found)}. To keep both as they are, use {argument('allow_mixed_steps', True)}."
+        )
+
+
+def _extents(t: TensorEntry) -> Iterator[Any]:
+    return (c.extent for c in t.chunks)
+
+
+def _places(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes spread over a tensor, each a flat range of at most `_ELEMENTS`, as (start, shape); all of a small tensor."""
+    if prod(shape) <= _ELEMENTS * most:
+        return [((0,) * len(shape), shape)]
+    split = next(
+        d for d in range(len(shape)) if prod(shape[d + 1 :]) <= _ELEMENTS
+    )  # the dimension that a box has a part of
+    n = min(shape[split], _ELEMENTS // prod(shape[split + 1 :]))
+    size = (*[1] * split, n, *shape[split + 1 :])
+    room = [a - b for a, b in zip(shape, size, strict=True)]
+    steps = [[k if k in (0, most - 1) else (k + d) % most for d in range(len(shape))] for k in range(most)]
+    starts = {tuple(r * step // max(1, most - 1) for r, step in zip(room, row, strict=True)): None for row in steps}
+    return [(start, size) for start in starts]
+
+
+def _cut(t: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
+    return replace(t, shape=box[1], chunks=cut_to(t, box))
+
+
+def _compared(
+    ckpt: Checkpoint, source: Source, rows: Sequence[tuple[str, int, _Pair]], found: dict[str, _Odd], budget: IOBudget
+) -> Iterator[int]:
+    """Compare (name, its first element, parts of a master and a weight) and put into `found` what differs; bytes of the masters."""
+    streams = [
+        Reader(source, ckpt.files, (), budget).blocks([StreamJob(n, both[k]) for n, _, both in rows]) for k in range(2)
+    ]
+    looked_at: dict[str, int] = {}
+    for name, start, (master, weight) in rows:
+        for first, wide, low in side_by_side(streams, master, weight):
+            looked_at[name] = looked_at.get(name, 0) + len(wide) // 4
+            odd = _differing(wide, low, weight.dtype)
+            if odd is not None and name in found:
+                found[name].count += odd.count
+            elif odd is not None:
+                odd.first += start + first
+                found[name] = odd
+            if name in found:
+                found[name].looked_at = looked_at[name]
+            yield len(wide)
+
+
+def said_of(ckpt: Checkpoint, found: Mapping[str, _Odd]) -> str:
+    """What differing masters mean, for people."""
+    of = pairs(ckpt)
+    rows = [
+        f'"{n}": {o.count:,} of {o.looked_at:,} elements{" that were looked at" if o.looked_at < of[n][0].numel else ""}, the first '
+        f"{where(ckpt, of[n][0], o.first)}: {_numbers(o)}"
+        for n, o in list(found.items())[:_SHOWN]
+    ]
+    more = f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
+    megatron = (
+        ". Megatron-Core itself saves such masters in fully_reshardable where embeddings are tied and the pipeline has several stages, "
+        "or with overlapped gradient reduction"
+        if ckpt.layout == "megatron"
+        else ""
+    )
+    return (
+        f"{len(found):,} of {len(of):,} fp32 masters do not round to the weights beside them. {'; '.join(rows)}{more}. The model computes with the "
+        "weights, and training goes on from the masters, so they are from different steps, or one of the two was changed or restored in part. Take "
+        f"another copy of this step, or an earlier step{megatron}"
+    )
+
+
+def _numbers(o: _Odd) -> str:
+    rounds = (
+        f"the master {o.master:.9g} rounds to {o.rounded:.9g}"
+        if o.rounded != o.master
+        else f"the master is {o.master:.9g}"
+    )
+    return f"{rounds}, and the weight is {o.weight:.9g}"
+
+
+def where(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
+    """The index of an element, and the file and rank that it is from."""
+    index = list(boxes.flat_to_boxes(t.shape, flat, flat + 1)[0][0])
+    for (start, shape), file in zip(t.chunks.boxes(), t.chunks.file, strict=True):
+        if all(a <= i < a + k for i, a, k in zip(index, start, shape, strict=True)):
+            name = ckpt.files[file]
+            m = _RANK_FILE.fullmatch(name)
+            rank = ckpt.ranks.get(file, int(m[1]) if m else None)
+            return f"at {index}, in {name}" + (f" of rank {rank}" if rank is not None else "")
+    return f"at {index}"
+
+
+def _differing(wide: memoryview, low: memoryview, dtype: str) -> _Odd | None:
+    """What differs in a piece; `first` is relative to it. Weights may have been cast since: from one half to the other, or to float32."""
+    import numpy as np
+
+    f, w = np.frombuffer(wide, "<f4"), np.frombuffer(low, numpy_dtype(dtype))
+    r = _rounded(f, "float32", dtype)
+    bits = "u4" if dtype == "float32" else "u2"
+    wrong = r.view(bits) != w.view(bits)
+    if not wrong.any():
+        return None
+    with np.errstate(all="ignore"):
+        a, b = r.astype("f4"), w.astype("f4")
+        wrong &= ~(np.isnan(a) & np.isnan(b))
+        wrong &= ~((b == 0) & (np.abs(f) < _LEAST_NORMAL))
+    for other in _HALF:
+        if other != dtype:
+            wrong &= _rounded(_rounded(f, "float32", other), other, dtype).view(bits) != w.view(bits)
+    if not wrong.any():
+        return None
+    k = int(wrong.argmax())
+    return _Odd(int(np.count_nonzero(wrong)), k, float(f[k]), float(a[k]), float(b[k]))
+
+
+def _rounded(x: Any, dtype: str, to: str) -> Any:
+    """Elements in another dtype, as torch rounds them."""
+    import numpy as np
+
+    out = np.empty(x.shape, numpy_dtype(to))
+    cast(x.view("u1").data, dtype, out.view("u1").data, to)
+    return out

@@ -1,0 +1,128 @@
+"""The premises of a name map: the job's own arguments, where the checkpoint has them, compared with config.json and with what the map is
+right for.
+
+Arguments are Megatron-LM's `args` (extra.args), the model's config that NeMo 2 saves in context/model.yaml, and Meta's params.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ... import bounded_json
+from ...errors import CkpttoolError, Unsupported, argument
+from ...huggingface import maps
+from ...index.checkpoint import Checkpoint
+from ...index.expressions import keys_of, value_of
+from ...index.name_maps import NameMap, Premise
+from ...index.trees import nest
+from ...storage.source import Source
+
+__all__ = ["compare", "job_arguments"]
+
+_SHOWN = 5
+_MOST_BYTES = 4 << 20
+_NEMO, _META = "context/model.yaml", "params.json"
+_YAML = re.compile(r"^  (\w+): (\S.*)$", re.MULTILINE)
+
+
+def job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any], str]:
+    """(the arguments of the job that wrote a checkpoint, where they stand); empty where there are none."""
+    if ckpt.arguments:
+        found = nest(ckpt.arguments)
+        if found.get("group_query_attention") is False:  # then Megatron-LM does not look at the number of groups
+            found["num_query_groups"] = found.get("num_attention_heads")
+        return found, "the job (extra.args)"
+    for name, parsed in ((_NEMO, _of_nemo), (_META, _of_meta)):
+        if (
+            source.exists(name)
+            and source.size(name) <= _MOST_BYTES
+            and (said := parsed(source.read_all(name, _MOST_BYTES), name))
+        ):
+            return said, name
+    return {}, ""
+
+
+def _of_nemo(data: bytes, name: str) -> dict[str, Any]:
+    """The scalars of `config` in the YAML that NeMo's io.dump writes: one line each, indented by two."""
+    _, _, config = data.decode(errors="replace").partition("\nconfig:\n")
+    out: dict[str, Any] = {}
+    for m in _YAML.finditer(re.split(r"^\S", config, maxsplit=1, flags=re.MULTILINE)[0]):
+        try:
+            out[m[1]] = bounded_json.parse(m[2].encode(), name)
+        except CkpttoolError:
+            out[m[1]] = m[2].strip("'\"")
+    return out
+
+
+def _of_meta(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        found = bounded_json.parse(data, name)
+    except CkpttoolError:
+        return {}
+    return found if isinstance(found, dict) and {"dim", "n_layers"} <= found.keys() else {}
+
+
+def compare(
+    found: NameMap, job: tuple[Mapping[str, Any], str], config: Mapping[str, Any], given: str | None
+) -> list[str]:
+    """Notes on what the job's arguments do not tell.
+
+    Args:
+        job: as `job_arguments` gives them.
+        config: what config.json says of the text model; empty where there is none.
+        given: the folder or id that was named as the config.
+
+    Raises:
+        Unsupported: the arguments contradict config.json, or what the map is right for.
+    """
+    arguments, where = job
+    theirs = f"config.json ({argument('config', given)})" if given is not None else "config.json beside the source"
+    wrong = [
+        f"{_said(p.job, arguments, where)}, and {_said(p.config, config, theirs)}" for p in found.premises
+        if _contradicted(p, arguments, config)
+    ]  # fmt: skip
+    kind = config.get("model_type")
+    if found.models and isinstance(kind, str) and kind not in found.models:
+        wrong.append(f"it is for model_type {', '.join(found.models)}, and {theirs} says {kind!r}")
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise Unsupported(
+            f"the map {found.name} is not right for this model: {'; '.join(wrong[:_SHOWN])}{more}. The result would be another "
+            f"model. Give {argument('config')} the config.json of the model that this job trained. If a premise is wrong for your model code, "
+            f"give {argument('map')} a map of your own without it, or with lines for it"
+            + (f": `ckpttool maps {found.name}` prints this one." if found.name in maps.names() else ".")
+        )
+    asked = found.arguments
+    missing = [k for k in asked if value_of(k, arguments) is None] if not arguments else _unknown(found, arguments)
+    if not missing:
+        return []
+    shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+    has = "the checkpoint has no arguments of the job" if not arguments else f"{where} does not say all"
+    return [f"{has}, so it is not known whether the premises of the map {found.name} hold: {shown}"]
+
+
+def _unknown(found: NameMap, arguments: Mapping[str, Any]) -> list[str]:
+    """The arguments that premises need and that are not known."""
+    asked = [p.job for p in found.premises if p.condition is None or value_of(p.condition, arguments)]
+    asked += [n.condition for n in found.lines if n.condition is not None]
+    asked += [a.condition for a in found.added_one]
+    return list(dict.fromkeys(k for text in asked if value_of(text, arguments) is None for k in keys_of(text)[:1]))
+
+
+def _contradicted(premise: Premise, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    if (not arguments and keys_of(premise.job)) or (
+        premise.condition is not None and not value_of(premise.condition, arguments)
+    ):
+        return False
+    job, other = value_of(premise.job, arguments), value_of(premise.config, config)
+    return job is not None and other is not None and job != other
+
+
+def _said(expression: str, values: Mapping[str, Any], where: str) -> str:
+    """A side of a premise with the values of its keys."""
+    known = [f"{k} = {value_of(k, values)!r:.80}" for k in keys_of(expression) if value_of(k, values) is not None]
+    if not keys_of(expression):
+        return f"the map is right for {expression} only"
+    return f"{where} {'has' if known else 'has none of'} {', '.join(known or keys_of(expression))}"

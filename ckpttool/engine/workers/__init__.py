@@ -1,0 +1,1 @@
+"""Copying in several processes, on one machine or many."""

@@ -1,0 +1,113 @@
+"""What the coordinator of a conversion asks of its workers, and what they answer: JSON, less than a kilobyte a request.
+
+    {"fill": {"job": {"src", "dst", "reading", "writing", "plan"}, "part", "there", "tree", "threads", "buffer_bytes"}}
+    {"digests", "crcs", "seen", "bytes", "seconds", "node"}, of objects also {"cells", "kept"}
+
+    {"cells": {"job", "tree", "cells", "threads", "buffer_bytes"}}        those of objects that no part fills alone
+    {"cells", "kept", "node"}
+
+    {"digest": {"open": {"path", "options", "index"}, "first", "stop", "threads", "buffer_bytes"}}
+    {"digests", "seen"}
+
+    {"error": {"kind", "message", "notes"}}
+
+A worker plans, or opens, for itself from what is the same in all requests, and refuses if its plan or its index is another one: another
+version, or other files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from blake3 import blake3
+
+from ... import errors, layouts
+from ...errors import CkpttoolError
+from ...index.checkpoint import Checkpoint
+from ...storage import urls
+from ...storage.source import Source
+from ..opening import OpenOptions
+from ..planning import WriteRequest
+
+__all__ = ["absolute", "absolute_path", "answered", "encoded_error", "index_id", "job_of", "read_job"]
+
+
+def absolute(reading: OpenOptions) -> OpenOptions:
+    """The same options with absolute paths, so that they mean the same in another folder."""
+
+    def of(path: str | os.PathLike[str] | None) -> str | None:
+        text = None if path is None else os.fspath(path)
+        return os.path.abspath(text) if text is not None and os.path.lexists(text) else text
+
+    return replace(
+        reading,
+        config=of(reading.config),
+        like=of(reading.like),
+        flat_layout=of(reading.flat_layout),
+        fill_from=of(reading.fill_from),
+    )
+
+
+def job_of(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, plan: str) -> dict[str, Any] | None:
+    """What describes a conversion to a worker; None for one that a worker cannot plan by itself."""
+    if not isinstance(src, (str, os.PathLike)) or reading.merge is not None or reading.salvage:
+        return None
+    asked = {f.name: getattr(writing, f.name) for f in fields(writing)}
+    options = asked.pop("options")
+    return {
+        "src": absolute_path(os.fspath(src)), "dst": absolute_path(dst), "plan": plan, "reading": asdict(reading),
+        "writing": {**asked, "options": None if options is None else asdict(options)},
+    }  # fmt: skip
+
+
+def absolute_path(path: str) -> str:
+    """The same path in any folder; a URL as it is."""
+    return path if urls.is_url(path) else os.path.abspath(path)
+
+
+def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteRequest]:
+    """(source, destination, how to read, what to write) of `job_of`."""
+    asked = dict(job["writing"])
+    options = asked.pop("options")
+    if options is not None:
+        kind = layouts.target_of(asked["to"], job["dst"]).options
+        assert kind is not None
+        options = kind(**options)
+    return job["src"], job["dst"], OpenOptions(**job["reading"]), WriteRequest(**asked, options=options)
+
+
+def index_id(ckpt: Checkpoint, source: Source) -> str:
+    """Digest of what an index says of a checkpoint, and of the identities of its files, without their device."""
+    identities = source.identities()
+    files = [(name, identities.get(name, (0,))[1:]) for name in ckpt.files]
+    h = blake3(json.dumps([ckpt.layout, files, ckpt.sizes], default=str).encode())
+    for name, t in ckpt.tensors.items():
+        h.update(f"{name} {t.dtype} {t.shape}\n".encode())
+    return h.hexdigest()
+
+
+def encoded_error(e: CkpttoolError) -> str:
+    """An answer that says why there is none."""
+    notes = list(getattr(e, "__notes__", ()))
+    return json.dumps({"error": {"kind": errors.kind_of(e), "message": str(e), "notes": notes}})
+
+
+def answered(text: str) -> dict[str, Any]:
+    """The answer of a worker.
+
+    Raises:
+        CkpttoolError: what the worker raised.
+    """
+    found: dict[str, Any] = json.loads(text)
+    if "error" in found:
+        said = found["error"]
+        kind = getattr(errors, said["kind"], CkpttoolError) if said["kind"] in errors.__all__ else CkpttoolError
+        e: CkpttoolError = kind(said["message"])
+        for note in said["notes"]:
+            e.add_note(note)
+        raise e
+    return found
