@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from converters._options import DirectoryOptions, Fsdp1Options, HfOptions, UniversalOptions, ZeroOptions
+    from converters.options import DirectoryOptions, Fsdp1Options, HfOptions, UniversalOptions, ZeroOptions
 
     from .audit.export import Exported, export, restore
     from .audit.options import ArchiveOptions
@@ -52,10 +52,10 @@ _WHERE = {
     "Diagnosis": "engine.doctor.examine",
     "Difference": "engine.diff",
     "DigestResult": "engine.verification",
-    "DirectoryOptions": "converters._options",
+    "DirectoryOptions": "converters.options",
     "Exported": "audit.export",
-    "Fsdp1Options": "converters._options",
-    "HfOptions": "converters._options",
+    "Fsdp1Options": "converters.options",
+    "HfOptions": "converters.options",
     "Loaded": "live.load",
     "OpenCheckpoint": "engine.opening",
     "Plan": "engine.planning",
@@ -65,9 +65,9 @@ _WHERE = {
     "Report": "resume.compare.verdict",
     "Summary": "engine.inspect",
     "TensorHandle": "engine.handle",
-    "UniversalOptions": "converters._options",
+    "UniversalOptions": "converters.options",
     "VerifyResult": "engine.verification",
-    "ZeroOptions": "converters._options",
+    "ZeroOptions": "converters.options",
     "adapter_extract": "engine.adapter",
     "adapter_merge": "engine.adapter",
     "clean": "storage.partial",

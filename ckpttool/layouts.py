@@ -38,7 +38,7 @@ __all__ = [
     "flags_of", "known_orders", "late", "layouts", "option", "options_of", "place", "target_of", "tree_of", "written",
 ]  # fmt: skip
 
-_MODULES = "dcp full hf zero universal fsdp1 audit trainers torchsnapshot megatron torch_checkpointing nanotron"
+_MODULES = "dcp full hf deepspeed.zero deepspeed.universal fsdp1 audit trainers torchsnapshot megatron torch_checkpointing nanotron"
 BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in _MODULES.split())
 _GROUP = "ckpttool.layouts"
 

@@ -89,7 +89,7 @@ def modules_table() -> str:
     """Every module by folder, with the first sentence of its docstring."""
     root = Path(__file__).resolve().parents[1]
     folders: dict[str, list[str]] = {}
-    for path in sorted([*(root / "ckpttool").rglob("*.py"), *(root / "converters").glob("*.py")]):
+    for path in sorted([*(root / "ckpttool").rglob("*.py"), *(root / "converters").rglob("*.py")]):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         sentence = re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0].replace("|", "\\|")
         if path.name != "__init__.py":

@@ -56,7 +56,7 @@ def test_mypy_sees_a_misspelt_option_of_a_layout(tmp_path: Path) -> None:
     (tmp_path / "calls.py").write_text(
         "import ckpttool\nckpttool.ZeroOptions(sub_group_size=1000)\nckpttool.ZeroOptions(subgroup_size=1000)\n"
     )
-    modules = ["ckpttool", "ckpttool.converters._options", "calls"]
+    modules = ["ckpttool", "ckpttool.converters.options", "calls"]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--follow-imports=skip", "--cache-dir", tmp_path / "cache", "--config-file=",
          *(word for module in modules for word in ("-m", module))],
@@ -178,7 +178,7 @@ def test_a_difference_is_true_and_a_summary_draws_itself(tmp_path: Path) -> None
 
 
 #: Modules whose messages name whole commands of the program, or that only the program calls.
-OF_THE_PROGRAM = {"_fsdp1_flat.py", "audit.py"}
+OF_THE_PROGRAM = {"flat_params.py", "audit.py"}
 
 
 def test_no_message_of_the_library_names_a_flag() -> None:
@@ -187,7 +187,7 @@ def test_no_message_of_the_library_names_a_flag() -> None:
         REPOSITORY / "converters",
         *(REPOSITORY / "ckpttool" / n for n in ("engine", "formats", "huggingface", "index", "live", "storage")),
     ]
-    files = [REPOSITORY / "ckpttool" / "layouts.py", *(p for folder in folders for p in folder.glob("*.py"))]
+    files = [REPOSITORY / "ckpttool" / "layouts.py", *(p for folder in folders for p in folder.rglob("*.py"))]
     wrong = [
         f"{path.name}:{text.lineno} {text.value}"
         for path in files

@@ -1536,7 +1536,7 @@ def test_attacks_cause_no_event_by_which_a_process_acts(tmp_path: Path, canary: 
 
 JOURNALLED = """
 from ckpttool.cli import main as cli
-from ckpttool.engine import fill
+from ckpttool.engine.copy import fill
 fill._JOURNAL_BYTES, fill._JOURNAL_SECONDS = 1, 0
 cli.main()
 """

@@ -557,7 +557,7 @@ def test_readme_txt_has_the_commands_that_open_and_check_an_archive(tmp_path: Pa
 
 KILLED = """
 import os, signal, sys
-from ckpttool.engine import fill
+from ckpttool.engine.copy import fill
 from ckpttool.audit.export import export
 from ckpttool.audit.options import ArchiveOptions
 fill._JOURNAL_BYTES, fill._JOURNAL_SECONDS = 1, 0

@@ -130,7 +130,7 @@ def test_any_number_of_processes_and_any_executor_agree(made: Path) -> None:
 @pytest.mark.parametrize("engine", ["mpi", "dask"])
 def test_clusters_agree(store: Path, engine: str) -> None:
     damages(store)
-    code = "from ckpttool.engine import parts; parts._LEAST_BYTES = 1 << 18; from ckpttool.cli.main import main; main()"
+    code = "from ckpttool.engine.workers import parts; parts._LEAST_BYTES = 1 << 18; from ckpttool.cli.main import main; main()"
     words = ["audit", "verify", str(store), "--no-ledger", "--json", "--workers"]
     if engine == "mpi":
         program = script(code, *words, "mpi", before=mpiexec(3))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckpttool.converters._dcp_items import HEAD, TAIL, Items, Template, template, windows
+from ckpttool.converters.dcp.items import HEAD, TAIL, Items, Template, template, windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -508,6 +508,6 @@ def test_the_proof_of_the_optimizer_reports_bytes_of_a_known_total(
 def test_the_end_of_a_bucket_is_found_wherever_it_is_among_those_that_are_tried(
     tried: int, unpacked: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpttool.converters._megatron_rank_optimizer._TRIED", tried)
+    monkeypatch.setattr("ckpttool.converters.megatron.legacy.optimizer._TRIED", tried)
     found = ckpttool.diff(unpacked("dp2_buckets") / "ckpt" / ITERATION, unpacked("dp2_buckets") / "legacy" / ITERATION)
     assert found.only_in_a == [] and found.data == [] and found.shapes == {}

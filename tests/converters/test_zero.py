@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckpttool.converters._zero_geometry import concatenated, partitioned, subgroups
+from ckpttool.converters.deepspeed.geometry import concatenated, partitioned, subgroups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import FIXTURES, difference, load_full, ranks_for, same_value, tensors_of

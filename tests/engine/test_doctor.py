@@ -439,7 +439,7 @@ def test_a_metadata_file_that_was_not_renamed_is_its_own(tmp_path: Path) -> None
 
 def test_every_kind_of_finding_is_documented() -> None:
     page = (peers.REPOSITORY / "docs" / "how-to" / "doctor.md").read_text(encoding="utf-8")
-    code = "".join(p.read_text(encoding="utf-8") for p in (peers.REPOSITORY / "ckpttool" / "engine").glob("*.py"))
+    code = "".join(p.read_text(encoding="utf-8") for p in (peers.REPOSITORY / "ckpttool" / "engine").rglob("*.py"))
     kinds = set(re.findall(r'\bFinding\(\s*"([a-z-]+)"', code)) | set(
         re.findall(r'\bProblem\(\s*[^",]+,\s*"([a-z-]+)"', code)
     )

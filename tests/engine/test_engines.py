@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 CONVERT_ALL = """
 import json, sys
 from pathlib import Path
-from ckpttool.engine import parts
-from ckpttool.engine.executors import serve_if_worker
+from ckpttool.engine.workers import parts
+from ckpttool.engine.workers.executors import serve_if_worker
 
 def convert_all(spec, out):
     serve_if_worker(spec)

@@ -292,7 +292,7 @@ RAY = """
 import os, sys, time
 import ray
 import worker_functions as functions
-from ckpttool.engine.executors import workers_of
+from ckpttool.engine.workers.executors import workers_of
 from ckpttool.errors import Corrupt, RemoteError
 
 try:
@@ -344,7 +344,7 @@ import os, sys, time
 import typer
 import worker_functions as functions
 from ckpttool.cli.terminal import Workers
-from ckpttool.engine.executors import workers_of
+from ckpttool.engine.workers.executors import workers_of
 from ckpttool.errors import Corrupt
 
 def command(folder: str, then: str, workers: Workers = None, n: int = 3) -> None:

@@ -225,7 +225,7 @@ def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_items_are_looked_into_once_for_all_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpttool.converters._dcp_items import Items
+    from ckpttool.converters.dcp.items import Items
 
     seen: list[str] = []
     real = Items._parsed

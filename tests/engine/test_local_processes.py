@@ -222,7 +222,7 @@ def test_shutdown_without_cancelling_waits_for_the_work() -> None:
 PARENT = """
 import sys
 import worker_functions as functions
-from ckpttool.engine.executors import workers_of
+from ckpttool.engine.workers.executors import workers_of
 try:
     with workers_of(3) as workers:
         if sys.argv[2] == "copied":

@@ -425,7 +425,7 @@ def test_a_rank_reads_its_own_bytes_and_no_others(tmp_path: Path, monkeypatch: p
 
 def parsed_items(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tensors of the items of DCP that are parsed from now on, one entry an item."""
-    from ckpttool.converters._dcp_items import Items
+    from ckpttool.converters.dcp.items import Items
 
     seen: list[str] = []
     real = Items._parsed

@@ -112,7 +112,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:
         inside = {n for n in z.namelist() if ".dist-info/" not in n and ".data/" not in n}
     files = [p for p in (ROOT / "ckpttool").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     mine = {str(p.relative_to(ROOT)) for p in files}
-    assert inside == mine | {f"ckpttool/converters/{p.name}" for p in (ROOT / "converters").glob("*.py")}
+    assert inside == mine | {f"ckpttool/{p.relative_to(ROOT)}" for p in (ROOT / "converters").rglob("*.py")}
     read = ("alerts.yml", "templates/report.html.j2", "templates/report.css", "templates/report.js")
     assert {f"ckpttool/resume/report/{name}" for name in read} <= inside
 

@@ -31,7 +31,7 @@ HOOKED = """
 import os, signal, sys
 from pathlib import Path
 from ckpttool.cli import main as cli, terminal
-from ckpttool.engine import fill
+from ckpttool.engine.copy import fill
 fill._JOURNAL_BYTES = 1
 what, happened = sys.argv.pop(1), []
 def act():

@@ -27,32 +27,35 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 #: {module of a writer: layouts that it takes part in}
 WRITERS: dict[str, tuple[str, ...]] = {
-    "converters/_dcp_write.py": ("dcp",),
+    "converters/dcp/write.py": ("dcp",),
     "converters/full.py": ("full",),
-    "converters/_checkpointing_write.py": ("torch_checkpointing",),
-    "converters/_deepspeed_write.py": ("zero3", "zero1", "universal"),
-    "converters/_zero_write.py": ("zero3", "zero2"),
-    "converters/_universal_write.py": ("universal",),
-    "converters/_fsdp1_write.py": ("fsdp1",),
-    "converters/_hf_write.py": ("hf",),
-    "converters/_training_state.py": ("hf",),
-    "converters/_trainers_write.py": ("trainer", "accelerate", "lightning", "torchtitan"),
-    "converters/_parts_write.py": ("trainer", "accelerate", "lightning"),
-    "converters/_megatron_write.py": ("megatron",),
+    "converters/torch_checkpointing/write.py": ("torch_checkpointing",),
+    "converters/deepspeed/write_common.py": ("zero3", "zero1", "universal"),
+    "converters/deepspeed/write_zero.py": ("zero3", "zero2"),
+    "converters/deepspeed/write_universal.py": ("universal",),
+    "converters/fsdp1/write.py": ("fsdp1",),
+    "converters/hf/write.py": ("hf",),
+    "converters/hf/training_state.py": ("hf",),
+    "converters/trainers/write.py": ("trainer", "accelerate", "lightning", "torchtitan"),
+    "converters/trainers/join.py": ("trainer", "accelerate", "lightning"),
+    "converters/megatron/write.py": ("megatron",),
     "converters/audit.py": ("audit",),
     "ckpttool/engine/flat/training.py": ("zero3", "fsdp1", "universal"),
 }
 #: {module of a writer: tests of what it writes that no reader of ckpttool looks at, which engines and trainers do}
 TESTS: dict[str, tuple[str, ...]] = {
-    "converters/_checkpointing_write.py": ("tests/converters/test_torch_checkpointing.py",),
-    "converters/_zero_write.py": ("tests/converters/test_zero.py",),
-    "converters/_universal_write.py": ("tests/converters/test_zero.py", "tests/converters/test_universal_amsgrad.py"),
-    "converters/_fsdp1_write.py": ("tests/converters/test_fsdp1.py",),
-    "converters/_trainers_write.py": (
+    "converters/torch_checkpointing/write.py": ("tests/converters/test_torch_checkpointing.py",),
+    "converters/deepspeed/write_zero.py": ("tests/converters/test_zero.py",),
+    "converters/deepspeed/write_universal.py": (
+        "tests/converters/test_zero.py",
+        "tests/converters/test_universal_amsgrad.py",
+    ),
+    "converters/fsdp1/write.py": ("tests/converters/test_fsdp1.py",),
+    "converters/trainers/write.py": (
         "tests/converters/test_trainers.py",
         "tests/converters/test_trainer_directories.py",
     ),
-    "converters/_megatron_write.py": ("tests/converters/test_megatron.py", "tests/converters/test_megatron_ranks.py"),
+    "converters/megatron/write.py": ("tests/converters/test_megatron.py", "tests/converters/test_megatron_ranks.py"),
 }
 _DELETED = "CKPTTOOL_DELETED"  # FILE:LINE, of a run of pytest that has this module as a plugin
 _STORING = ("append", "extend", "update", "add", "setdefault")

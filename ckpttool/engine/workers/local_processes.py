@@ -36,7 +36,7 @@ import os, sys
 file = open(int(sys.argv[1]), "rb")
 given, own = file.read(int(sys.argv[2])).decode("utf-8", "surrogateescape").split("\\0"), set(sys.path)
 sys.path[:] = [p for p in given if p in own or (p and not (os.path.exists(p) and os.path.samefile(p, ".")))]
-from ckpttool.engine import local_worker
+from ckpttool.engine.workers import local_worker
 getattr(local_worker, sys.argv[3])(file, int(sys.argv[4]))
 """
 

@@ -1,0 +1,384 @@
+"""dcp: torch.distributed.checkpoint folders.
+
+    DIR/.metadata            pickle of one Metadata object, written last: without it the save did not finish
+    DIR/__<rank>_<n>.distcp  items back to back, no header, no gap, no alignment
+    DIR/__<rank>.metadata    instead of .metadata with use_collectives=False, one a rank
+
+Metadata holds `state_dict_metadata` {flat key: TensorStorageMetadata(properties, size, chunks=[(offsets, sizes)]) or
+BytesStorageMetadata}, `planner_data` {flat key: path}, and `storage_data` {MetadataIndex(fqn, offset): _StorageInfo(
+relative_path, offset, length[, transform_descriptors])}. Flat keys are paths joined by dots, so paths come from
+planner_data. Its order is that of the state dict. Files are named by storage_data only; others in the folder are left
+over from other saves. Every item is a whole torch.save zip, or one zstd frame around it ("stream.zstd"); with
+SerializationFormat.SAFETENSORS a file is one safetensors file and the offsets in storage_data mean nothing. A rank
+without a share of a tensor lists a chunk of size 0.
+
+`read` trusts the index and looks at no item but values; `locate` looks into every item. Written folders have one data
+file a rank that holds just what that rank of an FSDP2 job reads: `torch.chunk` of every parameter and optimizer slot
+along dim 0; what is replicated lies in rank 0's file. `.metadata` holds no path of this machine and is the same bytes
+for the same state.
+
+Sources: torch/distributed/checkpoint/{metadata,filesystem,default_planner,_traverse,_extension}.py of torch 2.13, and
+the folders in fixtures/, which torch wrote.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
+from ckpttool.formats.pickles import Global, Opaque
+from ckpttool.index.checkpoint import (
+    Checkpoint,
+    Chunk,
+    Chunks,
+    Extent,
+    Path,
+    Record,
+    Salvage,
+    TensorEntry,
+    Value,
+    joined,
+    of_rank,
+    same_value,
+)
+from ckpttool.index.composites import shape_of
+from ckpttool.index.names import canonical
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
+from ckpttool.storage.patched import Lost
+from ckpttool.storage.source import Source
+
+from ..rank_files import Unlike, keep_first
+from .items import Items, SubclassFound
+from .metadata import Index, read_index
+from .subclasses import are_short, ends, joined_parts
+
+__all__ = ["LAYOUTS"]
+
+_VALUE_BYTES, _VALUE_HEAD = 256 << 20, 1 << 20
+_NAMED = 6  # names in a message
+_END = 1 << 10  # last bytes of an item
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with .metadata."""
+    if where.file is not None:
+        return False, "a folder with .metadata and *.distcp files; this is a file"
+    names = where.source.list()
+    if ".metadata" in names or (
+        where.source.is_remote and where.source.exists(".metadata")
+    ):  # a web server may not list it
+        return True, "has .metadata"
+    if any(re.fullmatch(r"__\d+\.metadata", n) for n in names):
+        return True, "has one .metadata file a rank"
+    if ".metadata.tmp" in names or any(n.endswith(".distcp") for n in names):
+        return False, "*.distcp files without .metadata: the save was interrupted before its end; take an earlier step"
+    return False, "no .metadata, no *.distcp"
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a folder; values are read, tensor items are not looked into."""
+    source = where.source
+    index = read_index(source)
+    if any(v[0].startswith("common_state/shard_") for v in index.values) and not {
+        "metadata.json",
+        "ckpttool.json",
+    } & set(source.list()):
+        raise Corrupt(
+            f"{source.root} is a folder of Megatron-Core by its keys (common_state/shard_...), and its metadata.json is missing. The copy is "
+            "incomplete: fetch that file."
+        )
+    leaves: dict[Path, Any] = {}
+    keys: dict[Path, str] = {}
+    lost: dict[str, str] = {}
+    records: list[Record] = []
+    try:
+        sizes = [source.size(f) for f in index.files]
+    except Corrupt:
+        _refuse_lost(source, index)
+        raise
+    entries: list[tuple[str, Path, TensorEntry]] = []
+    for key, dtype, shape, chunks in index.tensors:
+        path = _path(index, key)
+        entry = TensorEntry(dtype, shape, path, chunks, "torch.save")
+        if index.transforms:
+            kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
+            entry = replace(entry, coding=_coding(kinds, key))
+        entries.append((key, path, entry))
+    short = {path for _, path, entry in entries if are_short(entry)}
+    source.prefetch(ends((entry for _, path, entry in entries if path in short), index.files))
+    for key, path, entry in entries:
+        try:
+            of_subclass = joined_parts(source, index.files, sizes, entry, records) if path in short else None
+        except Lost:  # only of a damaged checkpoint that is salvaged
+            of = ", ".join(sorted({index.files[f] for f in entry.chunks.file}))
+            lost[joined(path)] = f"a part of it is in the lost bytes of {of}"
+            continue
+        _put(leaves, keys, path, key, of_subclass or entry)
+    seen: dict[str, tuple[dict[Path, Any], list[Record]]] = {}
+    ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
+    source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
+    for key, file, offset, length, transforms in index.values:
+        _coding({tuple(transforms)}, key)
+        try:
+            found, sums = _value(source, index, _path(index, key), file, offset, length, bool(transforms))
+        except Lost:  # only of a damaged checkpoint that is salvaged
+            lost[joined(_path(index, key))] = f"it is in the lost bytes of {index.files[file]}"
+            continue
+        if key in seen:  # per-rank metadata: every rank stores its own
+            if _alike((found, sums), seen[key]):
+                continue
+            found = {("extra", *of_rank(ranks.get(file, file), p)): x for p, x in found.items()}
+        seen.setdefault(key, (found, sums))
+        records.extend(sums)
+        for path, leaf in found.items():
+            _put(leaves, keys, path, key, leaf)
+    named = canonical(
+        leaves,
+        shape_of,
+        options.like and options.like.optimizer,
+        None,
+        options.only,
+        known_orders(options),
+    )
+    out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
+    out.records, out.ranks, out.spreads_tensors = records, ranks, True
+    out.salvage = Salvage(missing=lost) if lost else None
+    if not options.salvage:
+        out.tails, notes = _uncovered(source, index, sizes)
+        out.notes = [*out.notes, *notes]
+    ends_of = {item: _end(source, index, item) for pair in index.copies for item in pair}
+    keep_first([Unlike("", b.file, a) for a, b in index.copies if ends_of[a] != ends_of[b]], out)
+    _count_milestones(out)
+    return out
+
+
+def _uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
+    """({file: bytes behind its last item}, notes on bytes between items). The writers of torch and of Megatron-Core truncate a file and write
+    items back to back (filesystem.py, _write_files_from_queue), but for files of safetensors, in which offsets mean nothing."""
+    last, covered = [0] * len(sizes), [0] * len(sizes)
+    items = [
+        *(row for _, _, _, c in index.tensors for row in zip(c.file, c.offset, c.length, strict=True)),
+        *(v[1:4] for v in index.values),
+    ]
+    for file, offset, length in [*items, *(copy for _, copy in index.copies)]:
+        last[file] = max(last[file], offset + length)
+        covered[file] += length
+    odd = [f for f, size in enumerate(sizes) if covered[f] < size and not _is_safetensors(source, index.files[f])]
+    between = [f for f in odd if covered[f] < last[f]]
+    notes = (
+        [
+            f"{len(between):,} files have bytes between their items that .metadata does not name, first {index.files[between[0]]}"
+        ]
+        if between
+        else []
+    )
+    return {f: sizes[f] - last[f] for f in odd if last[f] < sizes[f]}, notes
+
+
+def _end(source: Source, index: Index, item: Extent) -> bytes:
+    """The last bytes of an item: of torch.save's, they hold the CRC32s of its records."""
+    n = min(item.length, _END)
+    return source.read(index.files[item.file], item.offset + item.length - n, n)
+
+
+def _alike(a: tuple[dict[Path, Any], list[Record]], b: tuple[dict[Path, Any], list[Record]]) -> bool:
+    """Whether two ranks have the same value under a key; tensors in it by their CRC32s, in order."""
+    plain = [{p: x for p, x in leaves.items() if not isinstance(x, TensorEntry)} for leaves, _ in (a, b)]
+    sums = [[(r.extent.length, r.crc32) for r in records] for _, records in (a, b)]
+    return a[0].keys() == b[0].keys() and same_value(*plain) and sums[0] == sums[1]
+
+
+def _count_milestones(ckpt: Checkpoint) -> None:
+    """Make milestones of schedulers the Counter again that torch's MultiStepLR looks its steps up in (torch/optim/lr_scheduler.py):
+    DCP has an entry for each, scheduler.milestones.30, whose key is text."""
+    found: dict[Path, dict[int, int]] = {}
+    for v in ckpt.values.values():
+        *head, key = v.path
+        if v.path[0] == "scheduler" and head[-1:] == ["milestones"] and str(key).isdecimal() and type(v.data) is int:
+            found.setdefault(tuple(head), {})[int(key)] = v.data
+    for path, counts in found.items():
+        names = {joined((*path, str(k))) for k in counts}
+        if names == {n for n, v in ckpt.values.items() if v.path[: len(path)] == path}:
+            ckpt.values = {n: v for n, v in ckpt.values.items() if n not in names}
+            counter = Opaque(Global("collections", "Counter"), (dict(sorted(counts.items())),), call=True)
+            ckpt.values[joined(path)] = Value(path, counter)
+
+
+def _refuse_lost(source: Source, index: Index) -> None:
+    """Refuse a folder that lacks files, with what was in them.
+
+    Raises:
+        Corrupt: with the files, and the names of tensors and values.
+    """
+    gone = {i for i, f in enumerate(index.files) if not source.exists(f)}
+    if not gone:
+        return
+    lost = [joined(_path(index, key)) for key, _, _, chunks in index.tensors if gone & set(chunks.file)]
+    values = [joined(_path(index, key)) for key, file, *_ in index.values if file in gone]
+    files = ", ".join(sorted(index.files[i] for i in gone))
+    names = ", ".join(
+        [
+            *lost[:_NAMED],
+            *(["..."] if len(lost) > _NAMED else []),
+            *values[:_NAMED],
+            *(["..."] if len(values) > _NAMED else []),
+        ]
+    )
+    raise Corrupt(
+        f"{source.root}: {files} {'is' if len(gone) == 1 else 'are'} missing. The copy is incomplete; fetch it again. In what is missing are "
+        f"parts of {len(lost):,} of {len(index.tensors):,} tensors, and {len(values):,} of {len(index.values):,} values: {names}. "
+        "`ckpttool doctor` says what is whole."
+    )
+
+
+def _path(index: Index, key: str) -> Path:
+    return tuple(index.paths.get(key) or (key,))
+
+
+def _put(leaves: dict[Path, Any], keys: dict[Path, str], path: Path, key: str, leaf: Any) -> None:
+    if path in leaves:
+        raise Corrupt(f'.metadata gives "{keys[path]}" and "{key}" the same place {joined(path)!r}; one would be lost.')
+    leaves[path], keys[path] = leaf, key
+
+
+def _coding(kinds: set[tuple[str, ...]], key: str) -> str:
+    if kinds == {()}:
+        return "torch.save"
+    if len(kinds) == 1 and next(iter(kinds))[0].partition("/")[0] == "stream.zstd" and len(next(iter(kinds))) == 1:
+        return "torch.save+zstd"
+    raise Unsupported(f'"{key}" went through {sorted(kinds)}; ckpttool knows stream.zstd only.')
+
+
+def _value(
+    source: Source, index: Index, path: Path, file: int, offset: int, length: int, zstd: bool
+) -> tuple[dict[Path, Any], list[Record]]:
+    """What a bytes item holds: one plain value, or, where tensors are in it, its leaves."""
+    name = index.files[file]
+    what = f"{source.root}/{name} at byte {offset}"
+    if length > _VALUE_BYTES:
+        raise Unsupported(f"{what}: a value of {length} bytes.")
+    if offset + length > source.size(name):
+        raise Corrupt(f"{what}: needs {length} bytes but the file ends at {source.size(name)}; fetch the file again.")
+    if zstd:
+        import zstandard
+
+        packed = source.read(name, offset, length)
+        try:
+            data = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(packed).read(_VALUE_BYTES)
+        except zstandard.ZstdError as e:
+            raise Corrupt(f"{what}: the zstd frame is damaged ({e}).") from None
+
+        def unpacked(at: int, n: int) -> bytes:
+            return data[at : at + n]
+
+        return {path: stored_tensors.inlined(torch_zip.read(unpacked, 0, len(data), what), unpacked, what)}, []
+    head = source.read(name, offset, min(length, _VALUE_HEAD))
+
+    def read_at(at: int, n: int) -> bytes:
+        inside = at - offset
+        return head[inside : inside + n] if inside >= 0 and inside + n <= len(head) else source.read(name, at, n)
+
+    tree = torch_zip.read(read_at, offset, length, what)
+    if next(stored_tensors.tensors_in(tree), None) is None:
+        return {path: tree}, []
+    return stored_tensors.leaves(tree, path, file, read_at, what)
+
+
+# -------------------------------------------------------------------------------------------------------- locating
+
+
+def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """The same index with raw byte ranges: every item's zip has been looked into and agrees with .metadata.
+
+    Raises:
+        Corrupt: an item is cut off, overwritten, of another dtype or shape, or shares its bytes with another.
+        Unsafe: its pickle would run code.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    values = dict(ckpt.values)
+    items = Items(source, ckpt.files)
+    items.records.extend(ckpt.records)
+    headers: dict[int, dict[str, safetensors_header.Slot] | None] = {}
+    source.prefetch(ends((t for t in ckpt.tensors.values() if t.coding == "torch.save"), ckpt.files))
+    for name, t in ckpt.tensors.items():
+        if t.coding == "raw":
+            tensors[name] = t
+            continue
+        for file in set(t.chunks.file):
+            if file not in headers:
+                name_of = ckpt.files[file]
+                headers[file] = safetensors_header.slots(source, name_of) if _is_safetensors(source, name_of) else None
+        if not any(headers[file] is not None for file in set(t.chunks.file)):
+            try:
+                chunks = items.locate(name, t)
+            except SubclassFound:  # a small one, longer than the tensor that it shows
+                found_object = joined_parts(source, ckpt.files, ckpt.sizes, t, items.records)
+                for path, leaf in found_object.leaves().items() if found_object else ():
+                    if isinstance(leaf, TensorEntry):
+                        tensors[joined(path)] = leaf
+                    else:
+                        values[joined(path)] = Value(path, leaf)
+                continue
+        else:
+            chunks = Chunks(t.chunks.ndim)
+            for k, c in enumerate(t.chunks):
+                slots = headers[c.extent.file]
+                if slots is not None:
+                    found = _slot(slots, name, t, c, ckpt.files[c.extent.file])
+                else:
+                    found = items.locate(name, replace(t, chunks=Chunks.of(t.chunks.ndim, t.chunks[k : k + 1])))[0]
+                chunks.add(*found[:2], *found.extent, strides=found.strides, zstd=found.zstd)
+        tensors[name] = replace(t, chunks=chunks, coding="raw", wrapper=items.wrappers.get(name, ""))
+    _refuse_shared(ckpt, tensors)
+    return replace(ckpt, tensors=tensors, values=values, records=items.records)
+
+
+def _is_safetensors(source: Source, file: str) -> bool:
+    head = source.read(file, 0, min(9, source.size(file)))
+    return len(head) == 9 and head[8:] == b"{" and head[:2] != b"PK"
+
+
+def _slot(slots: dict[str, safetensors_header.Slot], name: str, t: TensorEntry, c: Chunk, file: str) -> Chunk:
+    for key in (name, name.partition(".")[2]):
+        slot = slots.get(key)
+        if slot is not None:
+            break
+    else:
+        raise Corrupt(f'{file}: "{name}" is not in this safetensors file.')
+    if slot.dtype != t.dtype or slot.shape != c.shape:
+        raise Corrupt(f'{file}: "{name}" is {slot.dtype} {slot.shape} there, {t.dtype} {c.shape} in .metadata.')
+    return c._replace(extent=Extent(c.extent.file, slot.offset, slot.length))
+
+
+def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
+    """DCP writes every chunk of its own; two that share bytes are a fault of the index."""
+    spans: list[list[tuple[int, int, str]]] = [[] for _ in ckpt.files]
+    for name, t in tensors.items():
+        for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
+            if length:
+                spans[file].append((offset, length, name))
+    for file, rows in enumerate(spans):
+        rows.sort()
+        for (a, n, first), (b, _, second) in itertools.pairwise(rows):
+            if a + n > b:
+                raise Corrupt(
+                    f'{ckpt.files[file]}: "{first}" and "{second}" both claim the bytes from {b}. The index is damaged; '
+                    "take another copy."
+                )
+
+
+LAYOUTS = (
+    Layout(
+        name="dcp", title="torch.distributed.checkpoint folder", detect=detect, read=read, locate=locate,
+        write=late("ckpttool.converters.dcp.write:write"),
+        aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",),
+        keeps_subclasses=True,
+    ),
+)  # fmt: skip

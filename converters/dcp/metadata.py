@@ -1,0 +1,506 @@
+"""The `.metadata` of a DCP folder, read into columns; dcp.py describes the format.
+
+Up to 2 MiB it is read by our own pickle parser, above that by the C unpickler in a limited child process, with the same
+stand-ins for torch's classes, so that its million objects never exist at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.formats import pickles
+from ckpttool.formats.sandbox import in_child
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Chunks,
+    Extent,
+    joined,
+)
+from ckpttool.storage.source import Source
+
+__all__ = ["META", "STORAGE", "Index", "read_index", "read_index_in_child"]
+
+
+META = "torch.distributed.checkpoint.metadata"
+PLANNER = "torch.distributed.checkpoint.planner"
+MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+STORAGE = "torch.distributed.checkpoint.filesystem"
+#: Above this many bytes .metadata is read with the C unpickler in a limited child (pickles.load_large).
+_LARGE_BYTES = 2 << 20
+
+
+class _Inert(pickles.StandIn):
+    """An instance of a class of torch, of which only the state is needed."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, *args: Any) -> None:
+        self.state: Any = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Metadata(_Inert):
+    __slots__ = ()
+
+
+class _Properties(_Inert):
+    __slots__ = ()
+
+
+class _MemoryFormat(_Inert):
+    __slots__ = ()
+
+
+class _Bytes(_Inert):
+    __slots__ = ()
+
+
+class _Stored:
+    """The places of the items of one flat key, in columns."""
+
+    __slots__ = ("file", "length", "offset", "starts", "transforms")
+
+    def __init__(self) -> None:
+        self.starts: list[Any] = []  # torch.Size, or None for a value
+        self.file, self.offset, self.length = array("q"), array("q"), array("q")
+        self.transforms: dict[int, Any] = {}
+
+
+#: Of torch's _StorageInfo; with the last one where items may be compressed.
+_ITEM_FIELDS = ({"relative_path", "offset", "length"}, {"relative_path", "offset", "length", "transform_descriptors"})
+
+
+class _Collector:
+    """Stand-ins for the classes in one .metadata, which collect the content of its million objects in columns.
+
+    A class that occurs once per chunk has a single instance, whose __setstate__ appends a row: the unpickler
+    builds a tensor's chunks right before the tensor, and an item's place right before the item. `_columns` checks
+    this by counting.
+
+    Megatron-Core's savers put the plans of all ranks (`all_local_plans`, a list of SavePlan) behind the fields of torch, and they
+    name every chunk and place once more. The first SavePlan ends the collection: from then on each class has another single
+    instance, which forgets its state. So nothing of the plans can be part of what was collected before: an object begun before
+    the plans and set after their beginning is refused, and so is an item among them, and `_columns` looks whether `storage_data`
+    holds the first kind of instance alone.
+    """
+
+    def __init__(self) -> None:
+        self.starts: list[Any] = []
+        self.sizes: list[Any] = []
+        self.tensors = 0  # rows of starts that belong to a tensor already
+        self.stored: dict[str, _Stored] = {}
+        self.files: dict[str, int] = {}
+        self.places = self.items = 0
+        self.built: list[int] = [0, 0]  # tensors and values
+        self.ended = False  # whether the plans have begun
+        collect, stored, files = self, self.stored, self.files
+        add_start, add_size = self.starts.append, self.sizes.append
+
+        class Tensor(_Inert):
+            __slots__ = ()
+
+            def __setstate__(self, state: Any) -> None:
+                n = len(state["chunks"])
+                first = len(collect.starts) - n
+                if first < collect.tensors:
+                    raise Corrupt("two tensors of .metadata share a chunk; torch does not write that")
+                self.state = (state["properties"], state["size"], first, n)
+                collect.tensors = first + n
+                collect.built[0] += 1
+
+        class Bytes(_Bytes):
+            __slots__ = ()
+
+            def __new__(cls, *args: Any) -> Bytes:
+                collect.built[1] += 1
+                return object.__new__(cls)
+
+        class Single(pickles.SharedStandIn):
+            __slots__ = ()
+
+            def __new__(cls, *args: Any) -> Single:
+                if args:
+                    raise Corrupt(f"a {cls.__name__} with arguments")
+                return (spent if collect.ended else instances)[cls]
+
+            def forgets(self, state: Any) -> bool:
+                """Whether it is part of a plan."""
+                if not collect.ended:
+                    return False
+                if self is instances.get(type(self)):
+                    raise Corrupt("the plans of Megatron's saver begin inside another field of .metadata")
+                state.clear()
+                return True
+
+        class Box(Single):
+            __slots__ = ()
+
+            def __setstate__(self, state: Any) -> None:
+                if self.forgets(state):
+                    return
+                add_start(state["offsets"])
+                add_size(state["sizes"])
+                state.clear()  # a million of them are 170 MB
+
+        class Place(Single):
+            __slots__ = ()
+
+            def __setstate__(self, state: Any) -> None:
+                if self.forgets(state):
+                    return
+                key = state["fqn"]
+                if not isinstance(key, str):  # hashing a tuple of tuples has no bound
+                    raise TypeError("fqn")
+                found = stored.get(key)
+                if found is None:
+                    found = stored[key] = _Stored()
+                found.starts.append(state.get("offset"))
+                collect.last = found
+                collect.places += 1
+                state.clear()
+
+        class Item(Single):
+            __slots__ = ()
+
+            def __setstate__(self, state: Any) -> None:
+                if state.keys() not in _ITEM_FIELDS:
+                    raise Corrupt(
+                        f"a _StorageInfo of .metadata has the fields {', '.join(map(str, state))}, not those of torch"
+                    )
+                if self.forgets(state):
+                    raise Unsupported(
+                        ".metadata has plans of its saver before its storage_data, as nvidia-resiliency-ext may keep them in planner_data. Load and save "
+                        "the checkpoint once with torch.distributed.checkpoint, which writes none"
+                    )
+                found = collect.last
+                path = state["relative_path"]
+                if not isinstance(path, str):
+                    raise TypeError("relative_path")
+                transforms = state.get("transform_descriptors")
+                if transforms:
+                    if not isinstance(transforms, (list, tuple)) or not all(type(t) is str for t in transforms):
+                        raise TypeError("transform_descriptors")
+                    found.transforms[len(found.file)] = transforms
+                found.file.append(files.setdefault(path, len(files)))
+                found.offset.append(state["offset"])
+                found.length.append(state["length"])
+                collect.items += 1
+                if collect.items != collect.places:
+                    raise Corrupt("storage_data of .metadata is not made of (index, info) pairs")
+                state.clear()
+
+        class Planned(Single):
+            """WriteItem, and what is in it."""
+
+            __slots__ = ()
+
+            def __new__(cls, *args: Any) -> Planned:
+                if not collect.ended:
+                    raise Corrupt("a part of a plan of Megatron's saver is in another field of .metadata")
+                return planned
+
+            def __setstate__(self, state: Any) -> None:
+                state.clear()
+
+        class Plan(Planned):
+            __slots__ = ()
+
+            def __new__(cls, *args: Any) -> Plan:
+                collect.ended = True
+                return plan
+
+        instances: dict[type, Single] = {cls: object.__new__(cls) for cls in (Box, Place, Item)}
+        spent: dict[type, Single] = {cls: object.__new__(cls) for cls in (Box, Place, Item)}
+        planned, plan = object.__new__(Planned), object.__new__(Plan)
+        self.single = instances[Place], instances[Item]
+        self.last = _Stored()
+        self.tensor_class = Tensor
+        self.stand_ins: dict[tuple[str, str], Any] = {
+            **_STAND_INS,
+            (META, "TensorStorageMetadata"): Tensor,
+            (META, "BytesStorageMetadata"): Bytes,
+            (META, "ChunkStorageMetadata"): Box,
+            (META, "MetadataIndex"): Place,
+            (pickles.ANY_MODULE, "_StorageInfo"): Item,  # OLMo-core has a class of its own, with torch's fields
+            (PLANNER, "SavePlan"): Plan,
+            (MEGATRON, "MCoreSavePlan"): Plan,
+            **{
+                (module, name): Planned
+                for module, names in (
+                    (PLANNER, ("WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
+                    (STORAGE, ("_StoragePrefix",)),
+                )
+                for name in names
+            },
+        }
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {
+    (META, "Metadata"): _Metadata,
+    (MEGATRON, "MCoreMetadata"): _Metadata,
+    (META, "TensorProperties"): _Properties,
+    (META, "StorageMeta"): _Inert,
+    (META, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    **pickles.enum_members((_MemoryFormat, {name: _MemoryFormat(k) for k, name in enumerate(pickles.MEMORY_FORMATS)})),
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Inert,
+    ("collections", "OrderedDict"): pickles.PLAIN["collections", "OrderedDict"],
+}
+for _module in ("pathlib", "pathlib._local"):
+    for _name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path"):
+        _STAND_INS[_module, _name] = lambda *parts: None  # where the save ran; not needed
+for _dtype in ITEMSIZE:
+    _STAND_INS["torch", _dtype] = pickles.Global("torch", _dtype)
+
+
+class Index:
+    """The content of .metadata, in columns: `tensors` (flat key, dtype, shape, chunks); chunk k of a tensor is item k.
+
+    `paths` {flat key: path}; `values` (flat key, file, offset, length, transforms); `zstd` and `files` by index.
+    `copies` (kept item, item) of one part of a tensor, as (file, offset, length): per-rank metadata list what is replicated again.
+    `whole` {flat key: shape} of tensors that Megatron-Core before 0.14 cut into boxes and those into flat ranges.
+    """
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.tensors: list[tuple[str, str, tuple[int, ...], Chunks]] = []
+        self.values: list[tuple[str, int, int, int, list[str]]] = []
+        self.paths: dict[str, list[str | int]] = {}
+        self.transforms: dict[int, list[str]] = {}  # file -> what its items went through
+        self.copies: list[tuple[Extent, Extent]] = []
+        self.whole: dict[str, list[int]] = {}
+
+    def to_bytes(self) -> bytes:
+        """The output of the child process: a JSON line with everything small, then the columns."""
+        columns = [c for _, _, _, k in self.tensors for c in (k.start, k.shape, k.file, k.offset, k.length)]
+        head = {
+            "files": self.files,
+            "tensors": [(k, d, s, len(c)) for k, d, s, c in self.tensors],
+            "values": self.values,
+            "paths": self.paths,
+            "transforms": list(self.transforms.items()),
+            "whole": self.whole,
+        }
+        return json.dumps(head).encode() + b"\n" + b"".join(memoryview(c).cast("B") for c in columns)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Index:
+        """The inverse of `to_bytes`."""
+        out = cls()
+        cut = data.index(b"\n")
+        head = json.loads(data[:cut])
+        out.files, out.paths, out.whole = head["files"], head["paths"], head["whole"]
+        out.values = [tuple(v) for v in head["values"]]
+        out.transforms = dict(head["transforms"])
+        view, at = memoryview(data), cut + 1
+        for key, dtype, shape, n in head["tensors"]:
+            c = Chunks(len(shape))
+            for name, width in (
+                ("start", len(shape)),
+                ("shape", len(shape)),
+                ("file", 1),
+                ("offset", 1),
+                ("length", 1),
+            ):
+                column = array("q")
+                column.frombytes(view[at : at + 8 * n * width])
+                at += 8 * n * width
+                setattr(c, name, column)
+            out.tensors.append((key, dtype, tuple(shape), c))
+        return out
+
+
+def read_index_in_child(path: str) -> bytes:
+    """The index of one .metadata file, read by the C unpickler; runs in a limited child process (sandbox.py). If
+    it is not a local file, its bytes come by stdin."""
+    collector = _Collector()
+    file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
+    with file as f:
+        top = pickles.load_large(f, collector.stand_ins)
+    return _index([(top, collector)], path).to_bytes()
+
+
+def read_index(source: Source) -> Index:
+    """The index of a folder, of one `.metadata` or of one file a rank.
+
+    Raises:
+        Corrupt: it is damaged, or not of DCP. Unsafe: it would take more memory or time than its size allows.
+    """
+    names = [".metadata"] if source.exists(".metadata") else []
+    names = names or sorted(
+        (n for n in source.list() if re.fullmatch(r"__\d+\.metadata", n)), key=lambda n: int(n[2:-9])
+    )
+    names = names or [".metadata"]  # not a regular file: opening it raises the right error
+    if len(names) == 1 and source.size(names[0]) > _LARGE_BYTES:
+        where, size = f"{source.root}/{names[0]}", source.size(names[0])
+        data = b"" if source.local else source.read_all(names[0], 2 << 30)
+        return Index.from_bytes(in_child("ckpttool.converters.dcp.metadata:read_index_in_child", where, size, data))
+    tops = []
+    for n in names:
+        what = f"{source.root}/{n}"
+        data = source.read_all(n, 64 << 20)
+        if not data:
+            raise Corrupt(f"{what} is empty: the save was interrupted, or the copy is incomplete.")
+        collector = _Collector()
+        tops.append((pickles.load(data, collector.stand_ins, what=what)[0], collector))
+    return _index(tops, f"{source.root}/{names[0]}")
+
+
+def _index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
+    try:
+        return _columns(tops, what)
+    except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as e:
+        raise Corrupt(f"{what}: not the metadata of a DCP checkpoint ({type(e).__name__}: {e}).") from None
+
+
+def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
+    out = Index()
+    files: dict[str, int] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...], Chunks]] = {}
+    for top, collector in tops:
+        if not isinstance(top, _Metadata) or not isinstance(top.state, dict):
+            raise Corrupt(f"{what}: holds a {type(top).__name__}, not the metadata of a DCP checkpoint.")
+        state = top.state
+        items = state.get("storage_data")
+        if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None) if items else None:
+            raise Unsupported(
+                f"{what}: storage_data says where items are with objects of {other.cls}, a class that ckpttool does not know. Save the "
+                "checkpoint with torch's own writer."
+            )
+        if collector.tensors != len(collector.starts) or collector.places != collector.items:
+            raise Corrupt(f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.")
+        if collector.ended and any(pair != collector.single for pair in state["storage_data"].items()):
+            raise Corrupt(f"{what}: storage_data holds plans of Megatron's saver.")
+        for key, more in (state.get("mcore_data") or {}).items():
+            if (shape := more.get("nd_reformulated_orig_global_shape")) is not None:
+                if not isinstance(shape, (tuple, list)) or not all(type(n) is int for n in shape):
+                    raise Corrupt(f"{what}: mcore_data gives {pickles.short(key)} the shape {pickles.short(shape)}.")
+                out.whole[key] = list(shape)
+        if "planner_data" not in state:
+            raise Corrupt(
+                f"{what}: has no planner_data, which torch writes even where it is empty; the file is damaged."
+            )
+        for key, path in (state["planner_data"] or {}).items():
+            if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
+                raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
+            if joined(path) != key:
+                raise Corrupt(
+                    f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(path)}. torch joins the path to "
+                    "make the key and loads by the key alone, so the file was altered; take another copy."
+                )
+            out.paths[key] = list(path)
+        lost = (
+            [key for key in state["state_dict_metadata"] if key not in state["planner_data"]]
+            if state["planner_data"]
+            else ()
+        )
+        if lost:
+            raise Corrupt(
+                f"{what}: planner_data has the paths of other entries, and none for {len(lost):,} of {len(state['state_dict_metadata']):,}, first "
+                f"{pickles.short(lost[0])}. torch writes all or none; the file was altered, take another copy."
+            )
+        _refuse_mixed_paths(out.paths, what)
+        listed = sum(isinstance(meta, collector.tensor_class) for meta in state["state_dict_metadata"].values())
+        values = sum(isinstance(meta, _Bytes) for meta in state["state_dict_metadata"].values())
+        if collector.built[0] > listed or collector.built[1] > values:  # what the C unpickler does not say of itself
+            raise Unsafe(
+                f"{what}: describes {sum(collector.built)} entries for {listed + values} names, so a name is there twice, and the "
+                "first entry is lost to whoever loads it. Take another copy of the checkpoint."
+            )
+        numbers = [files.setdefault(name, len(files)) for name in collector.files]  # this file's -> all files'
+        for key, meta in state["state_dict_metadata"].items():
+            stored = collector.stored.get(key) or _Stored()
+            for k, transforms in stored.transforms.items():
+                out.transforms[numbers[stored.file[k]]] = list(transforms)
+            if isinstance(meta, _Bytes):
+                if not stored.file:
+                    raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.')
+                if len(stored.file) > 1:
+                    raise Unsafe(_twice(what, key))
+                row = (numbers[stored.file[0]], stored.offset[0], stored.length[0])
+                if key not in tensors:
+                    out.values.append((key, *row, list(stored.transforms.get(0, ()))))
+                continue
+            if not isinstance(meta, collector.tensor_class):
+                raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.')
+            dtype, size, chunks = _joined(key, meta.state, collector, stored, numbers, what)
+            if key in tensors:  # per-rank metadata: each lists its own chunks, and what is replicated again
+                known = tensors[key][2]
+                places = {box: k for k, box in enumerate(known.boxes())}
+                for c in chunks:
+                    if (same := places.get((c.start, c.shape))) is None:
+                        known.add(c.start, c.shape, *c.extent)
+                    else:
+                        out.copies.append((known[same].extent, c.extent))
+            else:
+                tensors[key] = dtype, size, chunks
+    order = [k for k in out.paths if k in tensors] + [k for k in tensors if k not in out.paths]
+    out.tensors = [(k, *tensors[k]) for k in order]
+    place = {k: i for i, k in enumerate(out.paths)}
+    out.values.sort(key=lambda v: place.get(v[0], len(place)))
+    out.files = list(files)
+    return out
+
+
+def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> None:
+    """Refuse paths that make something a list and a dict at once. torch's planner loads only one of the two.
+
+    Raises:
+        Corrupt: with one of them.
+    """
+    lists = {tuple(path[:i]) for path in paths.values() for i, part in enumerate(path) if type(part) is int}
+    depths = {len(above) for above in lists}
+    for key, path in paths.items() if lists else ():
+        for i in depths:
+            if i < len(path) and type(part := path[i]) is str and tuple(path[:i]) in lists:
+                raise Corrupt(
+                    f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(tuple(path))}, and others have list positions in the place of "
+                    f"{pickles.short(part)}. torch loads only one of the two, so the file was altered; take another copy."
+                )
+
+
+def _twice(what: str, key: str) -> str:
+    return (
+        f'{what}: storage_data has two places for the same part of "{key}", and the first is lost to whoever loads it. Take '
+        "another copy of the checkpoint."
+    )
+
+
+def _joined(
+    key: str, state: Any, collector: _Collector, stored: _Stored, numbers: list[int], what: str
+) -> tuple[str, tuple[int, ...], Chunks]:
+    """One tensor: its chunks, each with the item that is stored for its place."""
+    properties, size, first, n = state
+    dtype = properties.state
+    dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
+    size = tuple(size)
+    if not all(type(k) is int for k in size):
+        raise Corrupt(f'{what}: "{key}" has size {pickles.short(size)}.')
+    starts = collector.starts[first : first + n]
+    chunks = Chunks(len(size))
+    chunks.start.extend(chain.from_iterable(starts))
+    chunks.shape.extend(chain.from_iterable(collector.sizes[first : first + n]))
+    array("q", chain.from_iterable(stored.starts))  # integers, all of them, so that hashing them has a bound
+    rows = dict(zip(stored.starts, range(len(stored.starts)), strict=True))
+    if len(rows) < len(stored.starts):
+        raise Unsafe(_twice(what, key))
+    found = [rows.get(s) for s in starts]
+    if None in found:
+        place = starts[found.index(None)]
+        raise Corrupt(f'{what}: the chunk of "{key}" at {tuple(place)} is listed but stored nowhere.')
+    if len(chunks.start) != n * len(size) or len(chunks.shape) != n * len(size):
+        raise Corrupt(f'{what}: chunks of "{key}" do not have {len(size)} dimensions.')
+    chunks.file.extend(numbers[stored.file[k]] for k in found)  # type: ignore[index]
+    chunks.offset.extend(stored.offset[k] for k in found)  # type: ignore[index]
+    chunks.length.extend(stored.length[k] for k in found)  # type: ignore[index]
+    return dtype, size, chunks

@@ -1,0 +1,411 @@
+"""Objects of tensor subclasses in dcp (torchao's optimizer states and quantised weights): read, cut among ranks, written.
+
+.metadata lists such an object as the dense tensor that it shows (float32, its shape), and every rank's item is a torch.save file
+of the object that the rank had: the call that puts it together, and one storage for each tensor inside. `joined` makes one
+`Composite` of the parts (index/composites.py has the rules); `Parts` are the items that ranks of another number shall read.
+
+Sources: torch/distributed/checkpoint/{filesystem,planner_helpers}.py of torch 2.13; torchao 0.18, optim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from operator import lt
+from typing import Any, NamedTuple
+
+from ckpttool.errors import Corrupt, Unsupported, argument
+from ckpttool.formats import subclasses, torch_pickles, torch_zip, zip_bytes
+from ckpttool.formats.pickles import Opaque
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.index import boxes, composites
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Path, Record, TensorEntry, joined
+from ckpttool.index.composites import PLAIN, Composite, Uncut
+from ckpttool.index.draft import Written
+from ckpttool.storage.source import Source
+
+from .items import HEAD, TAIL, windows
+
+__all__ = ["Parts", "Whole", "are_short", "cut", "ends", "joined_parts"]
+
+_WORLDS = 64  # world sizes that are tried for a message
+
+
+def are_short(t: TensorEntry) -> bool:
+    """Whether an item is shorter than the dense tensor that .metadata lists: it is of a subclass, or damaged."""
+    c, item = t.chunks, ITEMSIZE.get(t.dtype, 0)
+    row = prod(t.shape[1:]) * item
+    if t.coding != "torch.save" or (
+        c.ndim and c.ndim == len(t.shape) and not any(map(lt, c.length, map(row.__mul__, c.shape[0 :: c.ndim])))
+    ):  # by columns, since there may be a million; no chunk is more than its rows
+        return False
+    return any(n < prod(shape) * item for (_, shape), n in zip(c.boxes(), c.length, strict=True))
+
+
+def ends(tensors: Iterable[TensorEntry], files: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """The ranges that looking into the items of these tensors reads, to be fetched together."""
+    for t in tensors:
+        for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
+            if offset < 0 or length < 0:
+                continue  # `check` says so
+            yield files[file], offset, min(length, HEAD)
+            if length > HEAD:
+                yield files[file], offset + length - TAIL, TAIL
+
+
+class _Part(NamedTuple):
+    """What one rank had: its first row, its rows, the value, and the tensors inside with the file they are in."""
+
+    first: int
+    rows: int
+    about: dict[str, object]
+    tensors: dict[str, StoredTensor]
+    file: int
+
+
+def joined_parts(
+    source: Source, files: Sequence[str], sizes: Sequence[int], t: TensorEntry, records: list[Record]
+) -> Composite | None:
+    """The object whose parts are the items of `t`; None where they hold dense tensors. Their CRC32s go to `records`.
+
+    Raises:
+        Corrupt: an item is damaged. Unsupported: the parts cannot be joined; the message names the class.
+    """
+    name = joined(t.path)
+    parts: list[_Part] = []
+    dense: list[tuple[int, int, StoredTensor, int]] = []
+    for start, shape, (file, offset, length) in ((c.start, c.shape, c.extent) for c in t.chunks):
+        if not 0 <= file < len(files) or offset < 0 or offset + length > sizes[file]:
+            return None  # `check` says so
+        what = f'{source.root}/{files[file]} at byte {offset} ("{name}")'
+        if not zip_bytes.is_zip(source.read(files[file], offset, min(length, 4))):
+            return None  # overwritten, or something else: `check` says that it is too short
+        found: Any = _item(source, files[file], offset, length, what)
+        if not isinstance(found, Opaque) or not subclasses.is_subclass(found):
+            if isinstance(found, StoredTensor) and found.shape == shape and found.numel:
+                dense.append((start[0] if start else 0, shape[0] if shape else 1, found, file))
+            continue
+        about, inside = subclasses.taken_apart(found, StoredTensor, what)
+        if (about["dtype"], tuple(about["shape"])) != (t.dtype, shape):
+            raise Corrupt(
+                f"{what}: holds a {composites.class_of(about)} of {about['dtype']} {about['shape']}, .metadata says {t.dtype} "
+                f"{list(shape)}."
+            )
+        if shape[1:] != t.shape[1:]:
+            raise _not_joined(
+                name, about, f"a rank has columns {start[1]} to {start[1] + shape[1]} of it, and blocks run along rows"
+            )
+        parts.append(_Part(start[0] if start else 0, shape[0] if shape else 1, about, inside, file))
+    if not parts:
+        return None
+    about = parts[0].about
+    parts.sort(key=lambda p: p.first)
+    try:
+        return _join_mixed(t, parts, sorted(dense, key=lambda d: d[0]), records) if dense else _join(t, parts, records)
+    except Uncut as e:
+        raise _not_joined(name, about, str(e)) from None
+
+
+def _item(source: Source, file: str, offset: int, length: int, what: str) -> object:
+    """The object in one item. Of a large one, the ends are read first."""
+    head = source.read(file, offset, min(length, HEAD))
+    tail = source.read(file, offset + length - TAIL, TAIL) if length > HEAD else head
+    here = windows(head, tail, length)
+
+    def read_at(at: int, n: int) -> bytes:
+        try:
+            return here(at - offset, n)
+        except LookupError:
+            return source.read(file, at, n)
+
+    return torch_zip.read(read_at, offset, length, what)
+
+
+def _not_joined(name: str, about: Mapping[str, object], why: str) -> Unsupported:
+    return Unsupported(
+        f'"{name}" is a {composites.class_of(about)}, and its parts cannot be put together: {why}. '
+        f"{argument('only', ['model'])} leaves the optimizer out."
+    )
+
+
+def _join(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Composite:
+    total = t.shape[0] if t.shape else 1
+    about = composites.resized(parts[0].about, total)
+    for p in parts[1:]:
+        if composites.resized(p.about, total) != about:
+            raise Uncut("the ranks do not agree about its attributes")
+    tensors: dict[str, TensorEntry] = {}
+    for name in about["tensors"]:
+        stored = [p.tensors[name] for p in parts]
+        path: Path = (*t.path, *name.split("."))
+        first = stored[0]
+        if len(parts) == 1 or composites.is_whole(about, name):
+            _refuse_unequal(name, stored)
+            stored, whole = stored[:1], first.shape
+        elif not first.shape:
+            raise Uncut(f'"{name}" is one number for all of its {total} rows')
+        else:
+            whole = (sum(s.shape[0] for s in stored), *first.shape[1:])
+        chunks, at = Chunks(len(whole)), 0
+        for s, p in zip(stored, parts, strict=False):
+            if len(stored) > 1:
+                here = composites.rows_of(about, name, whole, p.first, p.rows)
+                if (s.dtype, s.shape[1:], here) != (first.dtype, whole[1:], (at, s.shape[0])):
+                    raise Uncut(f'"{name}" is {s.dtype} {list(s.shape)} in a part of {p.rows} of {total} rows')
+            chunks.add(
+                (at, *(0 for _ in whole[1:]))[: len(whole)],
+                s.shape,
+                p.file,
+                *s.extent,
+                None if s.contiguous else s.strides,
+            )
+            at += s.shape[0] if s.shape else 0
+            if s.storage.crc32 is not None:
+                records.append(Record(Extent(p.file, s.storage.offset, s.storage.length), s.storage.crc32))
+        tensors[name] = TensorEntry(first.dtype, whole, path, chunks)
+    return Composite(t.path, about, tensors)
+
+
+def _join_mixed(
+    t: TensorEntry, parts: list[_Part], dense: list[tuple[int, int, StoredTensor, int]], records: list[Record]
+) -> Composite:
+    """The object, where some ranks have plain tensors."""
+    rows, moved = 0, []
+    for p in parts:
+        moved.append(p._replace(first=rows))
+        rows += p.rows
+    of_objects = _join(replace(t, shape=(rows, *t.shape[1:])), moved, records)
+    plain = sum(n for _, n, _, _ in dense)
+    chunks, at = Chunks(len(t.shape)), 0
+    for _, n, s, file in dense:
+        if (s.dtype, s.shape[1:]) != (dense[0][2].dtype, t.shape[1:]):
+            raise Uncut(f"its plain parts are {dense[0][2].dtype} and {s.dtype} {list(s.shape)}")
+        chunks.add((at, *(0 for _ in t.shape[1:])), s.shape, file, *s.extent, None if s.contiguous else s.strides)
+        at += n
+        if s.storage.crc32 is not None:
+            records.append(Record(Extent(file, s.storage.offset, s.storage.length), s.storage.crc32))
+    entry = TensorEntry(dense[0][2].dtype, (plain, *t.shape[1:]), (*t.path, PLAIN), chunks)
+    order = sorted([[p.first, p.rows, True] for p in parts] + [[first, n, False] for first, n, _, _ in dense])
+    about = {**of_objects.about, "shape": list(t.shape), "tensors": [*of_objects.tensors, PLAIN], "parts": order}
+    return Composite(t.path, about, {**of_objects.tensors, PLAIN: entry})
+
+
+def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
+    sums = {(s.dtype, s.shape, s.storage.crc32, s.at) for s in stored}
+    if len(sums) > 1 or (len(stored) > 1 and stored[0].storage.crc32 is None):
+        raise Uncut(f'"{name}", which is one for the whole tensor, differs between ranks')
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def cut(found: Composite, world: int) -> list[int]:
+    """Rows of the object for rank 0, 1, ... of so many.
+
+    Raises:
+        Unsupported: a cut is inside a block, with the numbers and the world sizes that cut none.
+    """
+    rows = found.shape[0]
+    sizes = boxes.chunk_sizes(rows, world)
+    try:
+        composites.after_cut(found, sizes)
+    except Uncut as e:
+        of_optimizer = found.path[0] == "optim"
+        fits = [n for n in range(1, _WORLDS + 1) if _fits(found, boxes.chunk_sizes(rows, n))]
+        raise Unsupported(
+            f'"{joined(found.path)}" is a {composites.class_of(found.about)}, which {world} ranks cannot divide: {e}. It fits '
+            f"{argument('world_size')} {', '.join(map(str, fits[:8]))}{', ...' if len(fits) > 8 else ''}."
+            + (
+                f" {argument('dequantize', ['optim.*'])} writes plain numbers, which any number of ranks can divide."
+                if of_optimizer
+                else ""
+            )
+        ) from None
+    return sizes
+
+
+def _fits(found: Composite, sizes: list[int]) -> bool:
+    try:
+        composites.after_cut(found, sizes)
+    except Uncut:
+        return False
+    return True
+
+
+class _Frame(NamedTuple):
+    """An item around its storages: `heads` are the bytes before each, `records` the entries of the small files in the zip."""
+
+    heads: list[bytes]
+    records: list[tuple[str, int, int, int, bool]]  # (name, position, bytes, CRC32, described)
+    sizes: list[int]  # of the storages
+    at: list[int]  # where each begins, in the item
+    length: int
+
+    def end(self, crcs: Sequence[int]) -> bytes:
+        """The directory, with the CRC32 of each storage."""
+        n = len(self.sizes)
+        rows = [(r[0], r[1], r[2], c, True) for r, c in zip(self.records[-n:], crcs, strict=True)]
+        start = self.at[-1] + self.sizes[-1] + zip_bytes.DATA_DESCRIPTOR_BYTES
+        return zip_bytes.central_directory([*self.records[:-n], *rows], start)
+
+
+def _frame(found: Composite, about: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> _Frame:
+    names = list(found.tensors)
+    sizes = [prod(shapes[n]) * ITEMSIZE[found.tensors[n].dtype] for n in names]
+    refs = {n: TensorRef(found.tensors[n].dtype, shapes[n], str(i), prod(shapes[n])) for i, n in enumerate(names)}
+    return _around(subclasses.call_of(about, refs), sizes)
+
+
+def _around(tree: object, sizes: list[int]) -> _Frame:
+    """The item of a tree whose tensors are `TensorRef`s, the storage of number i of `sizes[i]` bytes."""
+    head, records = torch_pickles.head_records("archive", torch_pickles.pickled(tree))
+    heads, at = [], len(head)
+    places = []
+    for i, n in enumerate(sizes):
+        header = zip_bytes.local_header(f"archive/data/{i}", n, None, at, 64)
+        records.append((f"archive/data/{i}", at, n, 0, True))
+        heads.append(head + header if i == 0 else header)
+        places.append(at + len(header))
+        at = places[-1] + n + zip_bytes.DATA_DESCRIPTOR_BYTES
+    out = _Frame(heads, records, sizes, places, 0)
+    return out._replace(length=at + len(out.end([0] * len(sizes))))
+
+
+class Whole:
+    """An object that is one item, although it has tensors inside: a tree of dicts and lists whose tensors are `TensorEntry`."""
+
+    def __init__(self, tree: object) -> None:
+        self.tree = tree
+
+    def mapped(self, f: Callable[[TensorEntry], object]) -> object:
+        """The tree with every tensor replaced, in order."""
+
+        def one(x: object) -> object:
+            if isinstance(x, TensorEntry):
+                return f(x)
+            if isinstance(x, dict):
+                return {k: one(v) for k, v in x.items()}
+            return [one(v) for v in x] if isinstance(x, list) else x
+
+        return one(self.tree)
+
+    def tensors(self) -> list[TensorEntry]:
+        """Those inside."""
+        out: list[TensorEntry] = []
+        self.mapped(out.append)
+        return out
+
+
+class Parts:
+    """The items of the objects of a draft: which part each rank gets, and the bytes around the tensors inside."""
+
+    def __init__(self, plain_frame: Callable[[str, tuple[int, ...]], tuple[int, int]]) -> None:
+        self.plain_frame = plain_frame  # (dtype, shape) -> bytes before and behind a plain tensor
+        self.frames: dict[tuple[str, int], tuple[_Frame, int]] = {}  # {(entry, file): its item, which storage of it}
+        self.logical: dict[
+            str, tuple[TensorEntry, list[tuple[int, int, int]]]
+        ] = {}  # first entry: tensor, places of items
+        self.inside: set[str] = set()  # entries in items that are framed here
+        self.placed: set[str] = set()  # all entries of objects
+
+    def place(self, found: Composite, sizes: list[int], at: list[int]) -> dict[str, TensorEntry]:
+        """{name: entry to be} of the tensors inside, with the copies that ranks other than the first have of what every part
+        has whole. `sizes` are rows by rank, none where rank 0 has it all; `at` the ends of the ranks' files so far.
+        """
+        whole = composites.object_of(found)
+        ranks = [(r, n) for r, n in enumerate(sizes) if n] or [(0, found.shape[0] if found.shape else 1)]
+        plain = {first for first, _, quantised in found.about.get("parts", ()) if not quantised}
+        chunks = {n: Chunks(len(t.shape)) for n, t in found.tensors.items()}
+        copies: dict[str, dict[str, TensorEntry]] = {}
+        box = Chunks(len(found.shape))
+        places: list[tuple[int, int, int]] = []
+        first = of_objects = of_plain = 0  # rows so far
+        for r, rows in ranks:
+            if first in plain:
+                t = found.tensors[PLAIN]
+                shape = (rows, *t.shape[1:])
+                before, after = self.plain_frame(t.dtype, shape)
+                nbytes = prod(shape) * ITEMSIZE[t.dtype]
+                chunks[PLAIN].add((of_plain, *(0 for _ in shape[1:])), shape, r, at[r] + before, nbytes)
+                length = before + nbytes + after
+                of_plain += rows
+            else:
+                length = self._place_object(whole, (of_objects, rows), r, at[r], chunks, copies)
+                of_objects += rows
+            start: tuple[int, ...] = (first, *(0 for _ in found.shape[1:]))
+            box.add(start[: len(found.shape)], (rows, *found.shape[1:])[: len(found.shape)], r, 0, 0)
+            places.append((r, at[r], length))
+            at[r] += length
+            first += rows
+        out: dict[str, TensorEntry] = {}
+        for n, t in found.tensors.items():
+            out[joined(t.path)] = replace(t, chunks=chunks[n], coding="raw")
+            out |= copies.get(n, {})
+        self.placed |= set(out)
+        self.inside |= {name for name in out if name != joined((*found.path, PLAIN)) or PLAIN in whole.tensors}
+        self.logical[next(iter(out))] = TensorEntry(found.dtype, found.shape, found.path, box), places
+        return out
+
+    def _place_object(
+        self,
+        whole: Composite,
+        part: tuple[int, int],
+        r: int,
+        at: int,
+        chunks: dict[str, Chunks],
+        copies: dict[str, dict[str, TensorEntry]],
+    ) -> int:
+        """Place the object of rank `r` at byte `at` of its file; `part` is (first row, rows). Gives the length of its item."""
+        cuts = {n: composites.rows_of(whole.about, n, t.shape, *part) for n, t in whole.tensors.items()}
+        shapes = {n: t.shape if (c := cuts[n]) is None else (c[1], *t.shape[1:]) for n, t in whole.tensors.items()}
+        about = composites.resized(whole.about, part[1]) if whole.shape else whole.about
+        frame = _frame(whole, about, shapes)
+        for i, (n, t) in enumerate(whole.tensors.items()):
+            name, where, row = joined(t.path), at + frame.at[i], cuts[n]
+            if row is None and len(chunks[n]):
+                copy = replace(t, chunks=Chunks.whole(t.shape, r, where, t.nbytes), path=("replica", r, *t.path))
+                name = joined(copy.path)
+                copies.setdefault(n, {})[name] = copy
+            else:
+                start = (0,) * len(t.shape) if row is None else (row[0], *(0 for _ in t.shape[1:]))
+                chunks[n].add(start, shapes[n], r, where, frame.sizes[i])
+            self.frames[name, r] = frame, i
+        return frame.length
+
+    def place_whole(self, whole: Whole, at: list[int]) -> tuple[dict[str, TensorEntry], int, int]:
+        """({name: entry to be} of the tensors inside, where its item begins, its bytes) of an object, in rank 0's file."""
+        inside = whole.tensors()
+        refs = iter(TensorRef(t.dtype, t.shape, str(i), t.numel) for i, t in enumerate(inside))
+        frame = _around(whole.mapped(lambda t: next(refs)), [t.nbytes for t in inside])
+        out = {}
+        for i, t in enumerate(inside):
+            name = joined(t.path)
+            out[name] = replace(t, chunks=Chunks.whole(t.shape, 0, at[0] + frame.at[i], t.nbytes), coding="raw")
+            self.frames[name, 0] = frame, i
+        self.inside |= set(out)
+        self.placed |= set(out)
+        at[0] += frame.length
+        return out, at[0] - frame.length, frame.length
+
+    def before(self, name: str, file: int) -> bytes:
+        """The bytes before a tensor of an item."""
+        frame, i = self.frames[name, file]
+        return frame.heads[i]
+
+    def after(self, name: str, file: int, written: Sequence[Written]) -> bytes:
+        """The bytes behind it; behind the last one, the directory."""
+        frame, i = self.frames[name, file]
+        out = zip_bytes.data_descriptor(frame.sizes[i], written[-1][2])
+        return out + frame.end([w[2] for w in written[-i - 1 :]]) if i == len(frame.sizes) - 1 else out
+
+    def tensors(
+        self, tensors: Mapping[str, TensorEntry]
+    ) -> Iterator[tuple[str, TensorEntry, list[tuple[int, int, int]] | None]]:
+        """(name, tensor, its items) as .metadata lists them; None where the items follow from the chunks."""
+        for name, t in tensors.items():
+            if name in self.logical:
+                yield name, *self.logical[name]
+            elif name not in self.placed:
+                yield name, t, None

@@ -1,0 +1,331 @@
+"""Writes dcp: one data file per rank, and `.metadata`; dcp.py describes both."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from ckpttool.formats import torch_pickles, zip_bytes
+from ckpttool.formats.stored_tensors import as_dcp_flattens
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Path,
+    TensorEntry,
+    joined,
+)
+from ckpttool.index.composites import Composite, class_of, collapsed
+from ckpttool.index.draft import Draft, DraftFile, Written
+from ckpttool.index.trees import check_no_leaf_inside_leaf
+from ckpttool.layouts import WriteOptions, tree_of
+from ckpttool.storage.source import Source
+
+from .metadata import META, STORAGE
+from .subclasses import Parts, Whole, cut
+
+__all__ = ["write"]
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder for an FSDP2 job of `world_size` ranks.
+
+    Raises:
+        UsageError: no world size was given and the source has none.
+        Corrupt: an entry is inside another one, so that no job could load both.
+    """
+    world = options.ranks(ckpt)
+    tree, notes = tree_of(collapsed(ckpt.leaves()), _sharded_origin(ckpt), None, options)
+    check_no_leaf_inside_leaf(tree)
+    parts = Parts(_frame_sizes)
+    objects: dict[str, Composite] = {}  # by the names of the tensors inside
+    wholes: dict[str, tuple[Path, Whole]] = {}  # the same
+    paths: dict[str, Path] = {}  # of tensors, by canonical name
+    values: list[tuple[Path, int, int]] = []  # path, offset in rank 0's file, length
+    head = bytearray()
+    for path, leaf in tree.items():
+        if isinstance(leaf, TensorEntry):
+            paths[joined(leaf.path)] = path
+            continue
+        if isinstance(leaf, Composite):
+            objects |= dict.fromkeys((joined(t.path) for t in leaf.tensors.values()), leaf)
+            paths[joined(next(iter(leaf.tensors.values())).path)] = path
+            continue
+        if isinstance(leaf, Whole):
+            wholes |= dict.fromkeys((joined(t.path) for t in leaf.tensors()), (path, leaf))
+            continue
+        for at_path, data in as_dcp_flattens(leaf, path).items():
+            item = torch_pickles.small_zip(data)
+            values.append((at_path, len(head), len(item)))
+            head += item
+    files = [f"__{r}_0.distcp" for r in range(world)]
+    at = [len(head)] + [0] * (world - 1)
+    tensors: dict[str, TensorEntry] = {}
+    for name, stored in ckpt.tensors.items():
+        if name in objects:
+            if name not in parts.placed:
+                tensors |= parts.place(objects[name], cut(objects[name], world) if _sharded(objects[name]) else [], at)
+            continue
+        if name in wholes:
+            if name not in parts.inside:
+                path, whole = wholes[name]
+                inside, begins, length = parts.place_whole(whole, at)
+                tensors |= inside
+                values.append((path, begins, length))
+            continue
+        t = replace(stored, dtype=options.cast(name, stored.dtype))
+        sizes = boxes.chunk_sizes(t.shape[0], world) if _sharded(t) else []
+        tensors[name] = replace(t, chunks=_placed(t, sizes, at), coding="raw")
+    out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
+    draft_files = [
+        DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects and not wholes)
+        for i, (f, n) in enumerate(zip(files, at, strict=True))
+    ]
+    rows = sum(len(t.chunks) for t in tensors.values())
+    draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _metadata(out, paths, values, parts)))
+    sources = {
+        name: ckpt.tensors[name if t.path[0] != "replica" else joined(t.path[2:])] for name, t in tensors.items()
+    }
+    if objects:
+        kinds = ", ".join(dict.fromkeys(class_of(found.about) for found in objects.values()))
+        notes.append(
+            f"{len(set(map(id, objects.values()))):,} tensors are objects again ({kinds}): a job imports torchao before it loads them"
+        )
+
+    def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+        return parts.before(name, t.chunks.file[row]) if name in parts.inside else _before(name, t, row, written)
+
+    def after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+        return parts.after(name, t.chunks.file[row], written) if name in parts.inside else _after(name, t, row, written)
+
+    apart = {n: v for n, v in ckpt.values.items() if list(as_dcp_flattens(v.data, v.path)) != [v.path]}
+    return Draft(out, sources, draft_files, before=before, after=after, notes=notes, taken_apart=apart)
+
+
+def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
+    """The origin without the optimizer's numbers of parameters, unless several ranks saved them: a file of one process has numbers
+    for names, but a job of several ranks asks for names."""
+    if ckpt.world_size is not None:
+        return ckpt.origin
+    return {
+        q: p for q, p in ckpt.origin.items() if not (q[:2] == ("optim", "params") and len(q) == 3 and type(p[0]) is int)
+    }
+
+
+def _placed(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
+    """Chunks of `sizes` rows for ranks 0, 1, ..., or one for rank 0; `at` are the ends of the ranks' files so far."""
+    chunks = Chunks(len(t.shape))
+    if not sizes:
+        before, after = _frame_sizes(t.dtype, t.shape)
+        chunks.add((0,) * len(t.shape), t.shape, 0, at[0] + before, t.nbytes)
+        at[0] += before + t.nbytes + after
+        return chunks
+    ndim, rest = len(t.shape), t.shape[1:]
+    row_bytes = prod(rest) * ITEMSIZE[t.dtype]
+    frames = {n: _frame_sizes(t.dtype, (n, *rest)) for n in set(sizes) if n}
+    sizes = [n for n in sizes if n]  # ranks beyond the data have none, and come last
+    for rank, n in enumerate(sizes):
+        before, after = frames[n]
+        chunks.offset.append(at[rank] + before)
+        at[rank] += before + n * row_bytes + after
+    count = len(sizes)
+    chunks.file.extend(range(count))
+    chunks.length.extend(n * row_bytes for n in sizes)
+    chunks.start, chunks.shape = array("q", [0]) * (count * ndim), array("q", t.shape) * count
+    chunks.start[0::ndim] = array("q", [0, *accumulate(sizes[:-1])])
+    chunks.shape[0::ndim] = array("q", sizes)
+    return chunks
+
+
+def _sharded(t: TensorEntry | Composite) -> bool:
+    """Whether FSDP2 shards it: parameters and optimizer slots; not scalars, counters or other components."""
+    of_parameter = t.path[0] in ("model", "optim", "replica") or t.path[:2] == ("extra", "master")
+    if not of_parameter or not t.shape or t.numel == 0:
+        return False
+    return len(t.shape) > 1 or "float" in t.dtype or "complex" in t.dtype
+
+
+@lru_cache(4096)
+def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
+    """The bytes before an item's payload, and the directory entries of its small records."""
+    ref = torch_pickles.TensorRef(dtype, shape, "0", prod(shape))
+    head, records = torch_pickles.head_records("archive", torch_pickles.pickled(ref))
+    header = zip_bytes.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
+    return head + header, [*records, ("archive/data/0", len(head), prod(shape) * ITEMSIZE[dtype], 0, True)]
+
+
+@lru_cache(4096)
+def _frame_sizes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    return len(_frame(dtype, shape)[0]), len(_trailer(dtype, shape, 0))
+
+
+def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
+    """The bytes after an item's payload: the CRC32 is in them twice, the rest follows from dtype and shape."""
+    before, between, after = _trailer_parts(dtype, shape)
+    word = struct.pack("<I", crc)
+    return b"".join((before, word, between, word, after))
+
+
+@lru_cache(4096)
+def _trailer_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, bytes]:
+    """A trailer, without its two CRC32s."""
+    zero, ones = _made_trailer(dtype, shape, 0), _made_trailer(dtype, shape, 0xFFFFFFFF)
+    differ = [i for i, (a, b) in enumerate(zip(zero, ones, strict=True)) if a != b]
+    first, second = differ[0], differ[4]
+    parts = zero[:first], zero[first + 4 : second], zero[second + 4 :]
+    if (b"\xff" * 4).join(parts) != ones:
+        raise AssertionError(f"the CRC32 of an item of {dtype} {shape} is not where it is written")
+    return parts
+
+
+def _made_trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
+    head, records = _frame(dtype, shape)
+    size = prod(shape) * ITEMSIZE[dtype]
+    name, at, _, _, _ = records[-1]
+    directory = zip_bytes.central_directory(
+        [*records[:-1], (name, at, size, crc, True)], len(head) + size + zip_bytes.DATA_DESCRIPTOR_BYTES
+    )
+    return zip_bytes.data_descriptor(size, crc) + directory
+
+
+def _before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+    return _frame(t.dtype, t.chunks.shape_of(row))[0]
+
+
+def _after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+    return _trailer(t.dtype, t.chunks.shape_of(row), written[-1][2])
+
+
+class _Emitter:
+    """The pickle of Metadata, protocol 2: globals and keys are memoized once, each chunk costs 40 bytes."""
+
+    GLOBALS = (
+        (META, "Metadata"), (META, "TensorStorageMetadata"), (META, "TensorProperties"),
+        (META, "ChunkStorageMetadata"), (META, "BytesStorageMetadata"), (META, "MetadataIndex"),
+        (META, "_MEM_FORMAT_ENCODING"), (STORAGE, "_StorageInfo"), ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+    )  # fmt: skip
+    KEYS = (
+        "properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length",
+        "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self.memo: dict[Any, bytes] = {}
+        self.sizes: dict[tuple[int, ...], bytes] = {}
+        for module, name in self.GLOBALS:
+            self._define(name, f"c{module}\n{name}\n".encode())
+            self.out += b"0"
+        for key in self.KEYS:
+            self._define(key, _text(key))
+            self.out += b"0"
+
+    def _define(self, key: Any, code: bytes) -> None:
+        n = len(self.memo)
+        self.memo[key] = b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n)
+        self.out += code + (b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
+
+    def text(self, value: str) -> None:
+        """A string, memoized."""
+        if ("text", value) in self.memo:
+            self.out += self.memo["text", value]
+        else:
+            self._define(("text", value), _text(value))
+
+    def size(self, shape: tuple[int, ...]) -> bytes:
+        """torch.Size(shape)."""
+        if shape not in self.sizes:
+            ints = b"".join(map(_int, shape))
+            wrap = {0: b")", 1: ints + b"\x85", 2: ints + b"\x86", 3: ints + b"\x87"}.get(len(shape))
+            self.sizes[shape] = self.memo["Size"] + (wrap or b"(" + ints + b"t") + b"\x85R"
+        return self.sizes[shape]
+
+
+def _int(n: int) -> bytes:
+    if n < 256:
+        return b"K" + bytes([n])
+    if n < 65536:
+        return b"M" + struct.pack("<H", n)
+    if n < 1 << 31:
+        return b"J" + struct.pack("<i", n)
+    raw = n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path, int, int]], parts: Parts) -> bytes:
+    """The bytes of .metadata: tensors at `paths`, by canonical name, objects at that of their first tensor, values at theirs."""
+    e = _Emitter()
+    m, out = e.memo, e.out
+    keys = {name: joined(paths[name]) for name in paths}
+    out += m["Metadata"] + b")\x81}(" + m["state_dict_metadata"] + b"}("
+    properties: dict[str, bytes] = {}
+    for name, t, _ in parts.tensors(ckpt.tensors):
+        e.text(keys[name])
+        if t.dtype not in properties:
+            layout = m["_get_layout"] + _text("torch.strided") + b"\x85R"
+            memory = m["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"
+            properties[t.dtype] = (
+                m["TensorProperties"]
+                + b")\x81(ctorch\n"
+                + t.dtype.encode()
+                + b"\n"
+                + layout
+                + b"\x89"
+                + memory
+                + b"\x89tb"
+            )
+        box = m["ChunkStorageMetadata"] + b")\x81}(" + m["offsets"]
+        rows = b"".join(box + e.size(start) + m["sizes"] + e.size(shape) + b"ub" for start, shape in t.chunks.boxes())
+        out += m["TensorStorageMetadata"] + b")\x81}(" + m["properties"] + properties[t.dtype]
+        out += m["size"] + e.size(t.shape) + m["chunks"] + b"](" + rows + b"eub"
+    for path, _, _ in values:
+        e.text(joined(path))
+        out += m["BytesStorageMetadata"] + b")\x81"
+    out += b"u" + m["planner_data"] + b"}("
+    for path in [*(paths[name] for name, _, _ in parts.tensors(ckpt.tensors)), *(path for path, _, _ in values)]:
+        e.text(joined(path))
+        out += b"("
+        for p in path:
+            if isinstance(p, int):
+                out += _int(p)
+            else:
+                e.text(p)
+        out += b"t"
+    out += b"u" + m["storage_data"] + b"}("
+    for name, t, items in parts.tensors(ckpt.tensors):
+        c = t.chunks
+        for k, (start, shape) in enumerate(c.boxes()):
+            if items is not None:
+                number, offset, length = items[k]
+                _storage(e, keys[name], e.size(start), k, ckpt.files[number], offset, length)
+                continue
+            before, after = _frame_sizes(t.dtype, shape)
+            file, offset = ckpt.files[c.file[k]], c.offset[k] - before
+            _storage(e, keys[name], e.size(start), k, file, offset, c.length[k] + before + after)
+    for path, offset, length in values:
+        _storage(e, joined(path), b"N", None, ckpt.files[0], offset, length)
+    out += b"u" + m["storage_meta"] + b"N" + m["version"] + _text("1.0.0") + b"ub."
+    return bytes(out)
+
+
+def _storage(e: _Emitter, key: str, at: bytes, index: int | None, file: str, offset: int, length: int) -> None:
+    m, out = e.memo, e.out
+    out += m["MetadataIndex"] + b")\x81}(" + m["fqn"]
+    e.text(key)
+    out += m["offset"] + at + m["index"] + (b"N" if index is None else _int(index)) + b"ub"
+    out += m["_StorageInfo"] + b")\x81}(" + m["relative_path"]
+    e.text(file)
+    out += m["offset"] + _int(offset) + m["length"] + _int(length) + b"ub"

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO stages and Universal Checkpoint."""

@@ -1,0 +1,354 @@
+"""The files of a DeepSpeed save: where it is, which files belong to it, and what each contains.
+
+deepspeed/module_state.py describes the format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
+from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.formats.pickles import Global, Opaque, enum_members, short
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Chunks,
+    Path,
+    TensorEntry,
+)
+from ckpttool.layouts import Saves
+from ckpttool.storage.source import Source
+
+__all__ = [
+    "MAYBE",
+    "MODEL",
+    "MODEL3",
+    "OPTIM",
+    "OWN",
+    "SAVES",
+    "SCALERS",
+    "STAGE",
+    "UNIVERSAL",
+    "Cut",
+    "File",
+    "Save",
+    "alike",
+    "find",
+    "from_cuts",
+    "is_save",
+    "is_shape",
+    "placeholder",
+    "rank_of",
+    "refuse_foreign",
+    "refuse_mixed",
+    "refuse_parallel",
+    "saves",
+    "scaler",
+    "setting",
+    "shapes_of",
+    "stand_ins",
+    "tied",
+]
+
+
+#: Each save is a folder named by its tag, next to a file that names the newest.
+SAVES = Saves(frozenset(("latest", "latest_universal")), "global_step")
+
+MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+
+#: In a save, of a Universal Checkpoint.
+UNIVERSAL = "zero/optimizer_state.pt"
+
+STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+
+#: Keys of a model file that follow from the tensors and the number of ranks, or that have names of their own here.
+OWN = frozenset((
+    "module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version",
+))  # fmt: skip
+#: Keys that are there in every file, None where the engine has no such thing.
+MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
+#: Keys on which all ranks of one save agree.
+_SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "param_shapes")
+
+
+def rank_of(name: str) -> int | None:
+    """The data parallel rank in a file name."""
+    model, optim = MODEL3.fullmatch(name), OPTIM.fullmatch(name)
+    return int(model[1]) if model else int(optim[2]) if optim else None
+
+
+class Save(NamedTuple):
+    """One save: the folder below the source's root ("" or "global_step3/"), the files in it."""
+
+    folder: str
+    names: list[str]
+
+    def files(self, pattern: re.Pattern[str], group: int) -> dict[int, list[str]]:
+        """{number in a group of the pattern: files that match}, in the order of the numbers."""
+        found: dict[int, list[str]] = {}
+        for n in self.names:
+            if m := pattern.fullmatch(n):
+                found.setdefault(int(m[group]), []).append(n)
+        return dict(sorted(found.items()))
+
+
+def is_save(names: Iterable[str]) -> bool:
+    """Whether a folder with these entries is one save."""
+    return any(MODEL3.fullmatch(n) or MODEL.fullmatch(n) or OPTIM.fullmatch(n) for n in names)
+
+
+def saves(source: Source) -> dict[str, list[str]]:
+    """{tag: entries of its folder} of the saves in a folder."""
+    out = {}
+    for name in source.list()[:2000]:
+        inside = source.list(name)
+        if is_save(inside):
+            out[name] = inside
+    return out
+
+
+def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
+    """The save in a folder: the folder itself, the one that `latest` names, or the only one.
+
+    Raises:
+        Corrupt: the tag is not there. UsageError: there are several and none is named.
+    """
+    names = source.list()
+    if is_save(names) and tag is None:
+        return Save("", names)
+    origin = argument("tag", tag)
+    if tag is None and source.exists(latest):
+        tag = source.read_all(latest, 4096).decode("utf-8", "replace").strip()
+        origin = f"the file {latest} ({tag!r})"
+    if tag is not None:
+        if not tag or tag in (".", "..") or "/" in tag or "\0" in tag:
+            raise Unsafe(f"{source.root}/{latest} names {tag[:80]!r}, which is not a folder in the same place.")
+        inside = source.list(tag)
+        if not is_save(inside):
+            others = ", ".join(saves(source)) or "none"
+            raise Corrupt(
+                f"{source.root}: the save that {origin} points to is missing. The save was not finished, or the folder was "
+                f"not copied whole; saves here: {others}. Choose one with {argument('tag')}."
+            )
+        return Save(tag + "/", inside)
+    there = saves(source)
+    if len(there) != 1:
+        raise UsageError(
+            f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with {argument('tag')}."
+        )
+    tag, inside = next(iter(there.items()))
+    return Save(tag + "/", inside)
+
+
+def refuse_foreign(save: Save, where: str) -> None:
+    """Refuse saves that are not purely data parallel.
+
+    Raises:
+        Unsupported: tensor or pipeline parallel ranks, experts in files of their own, optimizer state on NVMe.
+        Corrupt: a file that DeepSpeed's own script would take for one of a rank.
+    """
+    for n in save.names:
+        m = MODEL3.fullmatch(n) or MODEL.fullmatch(n) or OPTIM.fullmatch(n)
+        foreign = n.startswith(("expp_rank_", "layer_")) and n.endswith(".pt")
+        if n.endswith(("_model_states.pt", "_optim_states.pt")) and not m and not foreign:
+            raise Corrupt(
+                f"{where}{n}: named like no file that DeepSpeed writes, but it ends as the files of its ranks do, so DeepSpeed's own zero_to_fp32.py "
+                "would take it for one more rank. Move it out of the folder, or give it its own name back."
+            )
+        if m and int(m[m.re.groups]):
+            raise Unsupported(
+                f"{where}{n}: written by model parallel rank {int(m[m.re.groups])}. ckpttool reads saves of data "
+                "parallel training; merge the model parallel ranks with the trainer's own tools first."
+            )
+        if foreign:
+            raise Unsupported(
+                f"{where}{n}: {'experts' if 'exp' in n else 'pipeline stages'} in files of their own, which ckpttool "
+                "does not read."
+            )
+    if "offloaded_tensors" in save.names:
+        raise Unsupported(
+            f"{where}offloaded_tensors: the optimizer state was on NVMe and was saved as raw swap files, which only the "
+            "same job at the same paths can read. Save once with offload_optimizer on cpu, or none."
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+class File:
+    """One torch file of a save, unpickled as data; `number` is its place in the list of the checkpoint's files."""
+
+    def __init__(self, source: Source, name: str, number: int, dict_only: bool = True) -> None:
+        self.source, self.name, self.number = source, name, number
+        self.what = f"{source.root}/{name}"
+        self.read_at = source.reader_of(name)
+        tree = torch_zip.read(self.read_at, 0, source.size(name), self.what, stand_ins(self.what))
+        if dict_only and not isinstance(tree, dict):
+            raise Corrupt(f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.")
+        self.tree: Any = tree
+
+    def get(self, key: str, kind: type | tuple[type, ...], inside: dict[str, Any] | None = None) -> Any:
+        """A value of the dict.
+
+        Raises:
+            Corrupt: it is missing or of another type.
+        """
+        found = (self.tree if inside is None else inside).get(key)
+        if not isinstance(found, kind) or isinstance(found, bool):
+            raise Corrupt(
+                f"{self.what}: {key!r} is {'missing' if found is None else short(found)}. The file is not a whole "
+                "DeepSpeed save of this kind."
+            )
+        return found
+
+    def scalar(self, t: StoredTensor) -> float | int | None:
+        """The value of a 0-dim tensor, None if its dtype is not that of a counter."""
+        found = None if t.shape else stored_tensors.inlined(t, self.read_at, self.what)
+        return None if found is None else stored_tensors.number_in(found.dtype, found.data)
+
+
+def stand_ins(what: str) -> dict[tuple[str, str], Any]:
+    """Stand-ins for DeepSpeed's own classes in pickles: numbers for its enums."""
+
+    def stage(n: Any = 0) -> int:
+        if type(n) is not int or not 0 <= n <= 3:
+            raise Corrupt(f"{what}: ZeRO stage {short(n)}.")
+        return n
+
+    named = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+    return {(STAGE.module, STAGE.name): stage, **enum_members((stage, named)), **torch_zip.size_as_tuple(what)}
+
+
+@lru_cache(1 << 16)
+def _boxes(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """(start, shape, elements) of the boxes of a flat range."""
+    return [(start, size, prod(size)) for start, size in boxes.flat_to_boxes(shape, first, last)]
+
+
+class Cut(NamedTuple):
+    """Elements [first, last) of a flattened tensor, at a byte of a file."""
+
+    first: int
+    last: int
+    file: int
+    offset: int
+
+
+def from_cuts(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[Cut]) -> TensorEntry:
+    """A tensor from the places of its flat ranges."""
+    chunks, item = Chunks(len(shape)), ITEMSIZE[dtype]
+    for first, last, file, offset in cuts:
+        for start, size, n in _boxes(shape, first, last):
+            chunks.add(start, size, file, offset, n * item)
+            offset += n * item
+    return TensorEntry(dtype, shape, path, chunks)
+
+
+def shapes_of(file: File) -> list[dict[str, tuple[int, ...]]]:
+    """param_shapes, checked."""
+    found = file.get("param_shapes", (list, dict))
+    found = [found] if isinstance(found, dict) else found  # before 0.4: one group
+    for group in found:
+        if not isinstance(group, dict) or not all(isinstance(k, str) and is_shape(v) for k, v in group.items()):
+            raise Corrupt(f"{file.what}: param_shapes is not a list of names and shapes.")
+    names = [n for g in found for n in g]
+    if len(set(names)) != len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise Corrupt(f'{file.what}: param_shapes lists "{twice}" twice.')
+    groups: list[dict[str, tuple[int, ...]]] = found
+    return groups
+
+
+def is_shape(x: Any) -> bool:
+    """Whether data from a pickle is a shape."""
+    return isinstance(x, tuple) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x)
+
+
+def refuse_parallel(file: File) -> None:
+    """Refuse a model file of one of several model parallel ranks, whatever files are there.
+
+    Raises:
+        Unsupported: with the degrees that the file states.
+    """
+    stated = file.tree.get("checkpoint_parallel_dimensions")
+    degrees = {"mp_world_size": file.tree.get("mp_world_size"), **(stated if isinstance(stated, dict) else {})}
+    if more := {k: n for k, n in degrees.items() if n not in (None, 1)}:
+        raise Unsupported(
+            f"{file.what}: {short(more)}: a part of a model that was trained with tensor or pipeline parallelism. ckpttool "
+            "reads saves of data parallel training; merge the model parallel ranks with the trainer's own tools first."
+        )
+
+
+def setting(config: Any, key: str) -> Any:
+    """A key of zero_optimization in a ds_config; None if it is missing."""
+    section = config.get("zero_optimization") if isinstance(config, dict) else None
+    return section.get(key) if isinstance(section, dict) else None
+
+
+def refuse_mixed(files: Sequence[File]) -> None:
+    """Refuse model files of different saves.
+
+    Raises:
+        Corrupt: with the rank that differs from rank 0.
+    """
+    for f in files[1:]:
+        for key in _SAME:
+            a, b = files[0].tree.get(key), f.tree.get(key)
+            if a != b:
+                shown = f"{short(b)}, rank 0 says {short(a)}" if key != "param_shapes" else "other than rank 0's"
+                raise Corrupt(
+                    f"{f.what}: {key} is {shown}. The files are from different saves; fetch all of one save again."
+                )
+
+
+def placeholder(x: Any) -> bool:
+    """Whether an entry of `module` is a placeholder for a parameter in other files."""
+    return isinstance(x, StoredTensor) and x.shape == (0,)
+
+
+def tied(files: Sequence[File]) -> dict[str, str]:
+    """{alias: owner}; DeepSpeed lists them in the file of rank 0 only."""
+    out: dict[str, str] = {}
+    for f in files:
+        shared = f.tree.get("shared_params") or {}
+        if not isinstance(shared, dict) or not all(isinstance(x, str) for kv in shared.items() for x in kv):
+            raise Corrupt(f"{f.what}: shared_params is {short(shared)}.")
+        out.update(shared)
+    return out
+
+
+def alike(a: Any, b: Any, in_a: File | None = None, in_b: File | None = None) -> bool:
+    """Whether two ranks' values are the same: their pickles and the CRC32s of their tensors, or their bytes, in the
+    legacy format, which has none."""
+    if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
+        if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
+            return False
+        if a.storage.crc32 is not None:
+            return (a.at, a.storage.crc32) == (b.at, b.storage.crc32)
+        return in_a is not None and in_b is not None and in_a.read_at(*a.extent) == in_b.read_at(*b.extent)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(v, b[k], in_a, in_b) for k, v in a.items())
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        return len(a) == len(b) and all(alike(x, y, in_a, in_b) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)
+
+
+def scaler(optim: dict[str, Any]) -> dict[Path, Any]:
+    """Leaves of the loss scaler; none for the static one with factor 1 of bf16 and fp32 engines."""
+    found = optim.get("loss_scaler")
+    state = found.state if isinstance(found, Opaque) else None
+    if not isinstance(state, dict) or not (state.get("dynamic") or state.get("cur_scale", 1) != 1):
+        return {}
+    out: dict[Path, Any] = {("scaler", str(k)): v for k, v in state.items()}
+    out["scaler", "overflow"] = bool(optim.get("overflow"))
+    return out

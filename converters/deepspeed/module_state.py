@@ -1,0 +1,404 @@
+"""What DeepSpeed's layouts have in common: the place of a save, `*_model_states.pt`, and the state besides the tensors.
+
+    DIR/latest                                       the tag of the newest save, no newline; written last
+    DIR/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3, one a rank
+    DIR/<tag>/mp_rank_00_model_states.pt                        stages 0, 1, 2
+    DIR/<tag>/[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt    stages 1, 2, 3; bf16_ when the engine runs bf16
+    DIR/<tag>/zero/<fqn>/fp32.pt ...                            a universal checkpoint (universal.py)
+
+A model file is a dict: `module` the state dict (stage 3: (0,) placeholders, and real buffers), `buffer_names`,
+`param_shapes` [{fqn: shape}] by sub-group (stage 3) or param group, in the order of the flat tensors,
+`frozen_param_shapes`, `frozen_param_fragments`, `shared_params` {alias: owner} (rank 0 only), `lr_scheduler`, counters,
+`ds_config`, and whatever the user gave as client_state, merged flat into the same dict.
+
+Canonical names: `lr_scheduler` -> scheduler, the loss scaler of an fp16 engine -> scaler, `global_steps`,
+`global_samples`, `skipped_steps` -> trainer; everything else of the dict, ds_config and buffer_names among it, -> extra
+(or what names.py makes of it). Values that differ between ranks (random states) are kept as extra.per_rank.<r>.<key>.
+
+Sources: deepspeed 0.19.8, runtime/engine.py (_common_checkpoint_state, _save_checkpoint, _get_ckpt_name,
+_load_checkpoint), runtime/fp16/loss_scaler.py, runtime/zero/config.py (ZeroStageEnum).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpttool.bounded_json import parse
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.formats.pickles import short
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Extent,
+    OtherCopy,
+    Path,
+    Record,
+    TensorEntry,
+    same_bytes,
+)
+from ckpttool.index.composites import shape_of
+from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
+from ckpttool.index.names import canonical, with_canonical_keys
+from ckpttool.layouts import Place, ReadOptions, checkpoint_of
+from ckpttool.storage.source import Source
+
+from .files import (
+    MAYBE,
+    MODEL3,
+    OPTIM,
+    OWN,
+    Cut,
+    File,
+    alike,
+    find,
+    from_cuts,
+    is_shape,
+    placeholder,
+    rank_of,
+    refuse_foreign,
+    refuse_mixed,
+    refuse_parallel,
+    setting,
+    tied,
+)
+
+__all__ = ["DERIVED", "Reading"]
+
+
+#: The note about the weights that a bf16 or fp16 engine computes with.
+DERIVED = "model weights are the fp32 masters; the low-precision weights the engine computes with follow from them by rounding"
+
+
+#: What every rank's model file says of the model.
+_OF_MODEL = {
+    "module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+}  # fmt: skip
+_TRAINER = ("global_step", "epoch", "max_steps", "num_train_epochs", "num_input_tokens_seen", "train_batch_size")
+
+
+def _json(source: Source, name: str) -> dict[str, Any]:
+    data = source.read_all(name, 64 << 20)
+    try:
+        found = parse(data, name)
+    except (Corrupt, Unsafe):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class Reading:
+    """The state that is collected while the files of one save are read."""
+
+    def __init__(self, where: Place, options: ReadOptions, latest: str = "latest") -> None:
+        self.source, self.options = where.source, options
+        self.save = find(where.source, options.tag, latest)
+        self.where = f"{self.source.root}/{self.save.folder}"
+        refuse_foreign(self.save, self.where)
+        self.source.prefetch_ends(self.save.folder + n for n in self.save.names if n.endswith(".pt"))
+        self.names: list[str] = []
+        self.records: dict[tuple[int, int], Record] = {}
+        self.notes: list[str] = []
+        self.masters: dict[str, TensorEntry] = {}  # trainable parameters, wherever their weights lie
+        self.model: dict[str, TensorEntry] = {}
+        self.rounded: dict[str, TensorEntry] = {}  # what the engine computes with, of weights that have masters
+        self.optim: dict[Path, Any] = {}
+        self.rest: dict[Path, Any] = {}
+        self.others: list[tuple[str, int, int]] = []  # (name, rank, bytes) of other copies of buffers and extra states
+
+    def file(self, name: str, dict_only: bool = True) -> File:
+        """Unpickle a file of the save."""
+        self.names.append(self.save.folder + name)
+        out = File(self.source, self.names[-1], len(self.names) - 1, dict_only)
+        allowed = self.options.allow_equal_ranks
+        self.notes += torch_zip.refuse_other_rank(out.read_at, self.source.size(out.name), out.what, allowed)
+        return out
+
+    def seen(self, file: File, t: StoredTensor) -> StoredTensor:
+        """Note the CRC32 of the tensor's storage, so that reading it is checked; returns the tensor."""
+        s = t.storage
+        if s.crc32 is not None:
+            self.records[file.number, s.offset] = Record(Extent(file.number, s.offset, s.length), s.crc32)
+        return t
+
+    def whole(self, file: File, t: StoredTensor, path: Path) -> TensorEntry:
+        """A tensor that lies in one file."""
+        self.seen(file, t)
+        strides = None if t.contiguous else t.strides
+        return TensorEntry(t.dtype, t.shape, path, Chunks.whole(t.shape, file.number, *t.extent, strides))
+
+    def take(self, path: Path, value: Any, file: File) -> None:
+        """Add everything below a key, at `path`."""
+        found, crcs = stored_tensors.leaves(value, path, file.number, file.read_at, file.what)
+        (self.optim if path[0] == "optim" else self.rest).update(found)
+        for r in crcs:
+            self.records[r.extent.file, r.extent.offset] = r
+
+    def ranks(self, pattern: re.Pattern[str], group: int, world: int, what: str) -> list[str]:
+        """The one file of every rank 0 .. world-1.
+
+        Raises:
+            Corrupt: with the rank that has no file or two, or that should not exist.
+        """
+        found = self.save.files(pattern, group)
+        for r, names in found.items():
+            if len(names) > 1:
+                raise Corrupt(
+                    f"{self.where}: {' and '.join(names)} are both the {what} file of rank {r}; one of them is of another "
+                    "save. Remove it."
+                )
+        kinds = {m[1] for names in found.values() for n in names if (m := pattern.fullmatch(n)) and pattern is OPTIM}
+        if len(kinds) > 1:
+            raise Corrupt(
+                f"{self.where}: {what} files with and without the prefix bf16_; one engine writes one kind. Some are of "
+                "another save."
+            )
+        missing = [r for r in range(world) if r not in found]
+        if missing:
+            example = next(iter(found.values()))[0] if found else ""
+            raise Corrupt(
+                f"{self.where}: the save is of {world} ranks, and {len(missing)} {what} files are missing, first that of "
+                f"rank {missing[0]}" + (f" (named like {example})" if example else "") + ". Fetch them."
+            )
+        if more := [names[0] for r, names in found.items() if r >= world]:
+            raise Corrupt(
+                f"{self.where}: the save is of {world} ranks, but {more[0]} is there. It is from another save."
+            )
+        return [found[r][0] for r in range(world)]
+
+    def models3(self) -> list[File]:
+        """The model files of stage 3, one a rank, of one save."""
+        found = self.save.files(MODEL3, 1)
+        if not found:
+            self.ranks(MODEL3, 1, len(self.save.files(OPTIM, 2)), "model")
+        first = self.file(next(iter(found.values()))[0])
+        world = first.get("dp_world_size", int)
+        if not 0 < world <= 1 << 20:
+            raise Corrupt(f"{first.what}: dp_world_size is {world}.")
+        names = self.ranks(MODEL3, 1, world, "model")
+        out = [first, *map(self.file, names[1:])]
+        refuse_mixed(out)
+        return out
+
+    def take_module(self, models: list[File]) -> None:
+        """The weights, in the order of `module`: masters, frozen parameters, buffers, tied ones; and everything else in the file.
+
+        Raises:
+            Corrupt: a placeholder belongs to no parameter.
+        """
+        first = models[0]
+        refuse_parallel(first)
+        if "buffer_names" not in first.tree:
+            raise Corrupt(
+                f'{first.what} has no "buffer_names", which DeepSpeed writes into every file of model states, and by which '
+                "it knows one. The file is damaged, or another program changed it; fetch it again."
+            )
+        for other in models[1:]:
+            if odd := sorted(_OF_MODEL & (first.tree.keys() ^ other.tree.keys())):
+                has, lacks = (first, other) if odd[0] in first.tree else (other, first)
+                raise Corrupt(
+                    f'{lacks.what} has no "{odd[0]}", and {has.what} has one. Every rank writes it, so the file is damaged or of '
+                    "another version; fetch it again."
+                )
+            if other.tree.get("buffer_names") != first.tree["buffer_names"]:
+                raise Corrupt(
+                    f"{other.what}: buffer_names is {short(other.tree.get('buffer_names'))}, and {short(first.tree['buffer_names'])} "
+                    f"in {first.what}. Every rank writes the same, so one of the files is damaged or of another model."
+                )
+        module = first.get("module", dict)
+        aliases = tied(models)
+        frozen = first.tree.get("frozen_param_shapes") or {}
+        buffers = first.tree.get("buffer_names") or []
+        low: set[str] = set()
+        if not isinstance(buffers, list) or not all(isinstance(n, str) for n in buffers):
+            raise Corrupt(f"{first.what}: buffer_names is {short(buffers)}.")
+        if not isinstance(frozen, dict) or not all(is_shape(s) for s in frozen.values()):
+            raise Corrupt(f"{first.what}: frozen_param_shapes is {short(frozen)}.")
+        for alias in aliases:
+            if alias in self.masters or alias in frozen or alias in buffers:
+                raise Corrupt(f'{first.what}: "{alias}" is in shared_params, but has weights of its own as well.')
+        for name, t in module.items():
+            if isinstance(name, str) and name.rpartition(".")[2] == EXTRA_STATE and name not in buffers:
+                self._take_extra_state(name, t, models)
+                continue
+            if not isinstance(name, str) or not isinstance(t, StoredTensor):
+                raise Unsupported(
+                    f"{first.what}: module holds {short(t)} under {short(name)}, which is neither a tensor nor the extra state of a "
+                    "module."
+                )
+            if name in self.masters:
+                self.model[name] = self.masters[name]
+                if not placeholder(t) and t.shape != self.masters[name].shape:
+                    raise Corrupt(
+                        f'{first.what}: "{name}" is {t.shape} in module and {self.masters[name].shape} in param_shapes.'
+                    )
+                if t.dtype != self.masters[name].dtype:
+                    low.add(t.dtype)
+                    if t.numel and t.contiguous:
+                        chunks = Chunks.whole(t.shape, first.number, *t.extent)
+                        self.rounded[name] = TensorEntry(t.dtype, t.shape, ("model", name), chunks)
+            elif name in aliases:
+                continue
+            elif name in frozen:
+                self.model[name] = self._frozen(name, frozen[name], models)
+            elif placeholder(t) and name not in buffers:
+                raise Corrupt(
+                    f'{first.what}: "{name}" is a placeholder in module, but neither param_shapes nor frozen_param_shapes '
+                    "names it."
+                )
+            else:
+                if self.masters and name not in buffers and "shared_params" not in first.tree:
+                    raise Corrupt(
+                        f'{first.what}: "{name}" is in module, but not in param_shapes, and "shared_params" is missing, which would say '
+                        "whether it is tied to a weight that is. The file is damaged, or of DeepSpeed before 0.9: resume it "
+                        "with a later release and save it again."
+                    )
+                self.model[name] = self.whole(first, t, ("model", name))
+                if t.numel:
+                    self._compare_copies(name, t, models)
+        self.model.update({n: t for n, t in self.masters.items() if n not in self.model})
+        for name, shape in frozen.items():
+            if name not in self.model:
+                self.model[name] = self._frozen(name, shape, models)
+        for alias, owner in aliases.items():
+            if owner not in self.model:
+                raise Corrupt(f'{first.what}: "{alias}" is tied to "{owner}", which is not there.')
+            self.model[alias] = replace(self.model[owner], path=("model", alias))
+        self.model = {n: self.model[n] for n in [*(n for n in module if n in self.model), *self.model]}
+        if low:
+            self.notes.append(DERIVED)
+        lists_frozen = (
+            any(map(placeholder, module.values())) or setting(first.tree.get("ds_config"), "stage") == 2
+        )  # stages 0 and 1 have no such list
+        if lists_frozen and first.tree.get("frozen_param_shapes", {}) is None:
+            self.notes.append(
+                "frozen parameters, if the model has any, were left out when this was saved (exclude_frozen_parameters); "
+                "they must come from elsewhere"
+            )
+        self.take_beside(models)
+
+    def _take_extra_state(self, name: str, value: Any, models: list[File]) -> None:
+        """What `get_extra_state()` of a module gave."""
+        self.take(("model", name), value, models[0])
+        self._compare_copies(name, value, models)
+
+    def _compare_copies(self, name: str, value: Any, models: list[File]) -> None:
+        """Note which ranks have something else in `module` under a name of which rank 0's is read."""
+        for rank, f in enumerate(models[1:], 1):
+            module = f.tree.get("module")
+            if isinstance(module, dict) and not alike(value, module.get(name), models[0], f):
+                nbytes = prod(value.shape) * ITEMSIZE[value.dtype] if isinstance(value, StoredTensor) else 0
+                self.others.append((name, rank, nbytes))
+
+    def take_beside(self, files: list[File]) -> None:
+        """Everything except module and optimizer; values on which ranks agree are kept once."""
+        first = files[0]
+        differing: list[str] = []
+        for key in dict.fromkeys(k for f in files for k in f.tree):
+            if not isinstance(key, str):
+                raise Unsupported(f"{first.what}: a key {short(key)} that is not text.")
+            if key in OWN:
+                continue
+            if key not in first.tree:
+                for r, f in enumerate(files):
+                    if key in f.tree:
+                        self.take(("per_rank", str(r), key), f.tree[key], f)
+                differing.append(key)
+                continue
+            value = first.tree[key]
+            if key in MAYBE and value is None:
+                continue
+            # the user's own "model" or "optim" is neither
+            path: Path = ("extra", key) if key in ("model", "optim") else (key,)
+            self.take(path, value, first)
+            others = [
+                (r, f) for r, f in enumerate(files) if r and key in f.tree and not alike(value, f.tree[key], first, f)
+            ]
+            if others:
+                differing.append(key)
+            for rank, f in others:
+                self.take(("per_rank", str(rank), key), f.tree[key], f)
+        if differing:
+            self.notes.append(
+                f"ranks differ in {', '.join(sorted(differing))}: rank 0's is kept under its name, the others' as "
+                "extra.per_rank.<rank>"
+            )
+
+    def take_groups(self, file: File, groups: list[Any], members: list[list[str]]) -> None:
+        """The param groups, whose `params` number flat tensors: those of `members` names, in order, each once.
+
+        Raises:
+            Corrupt: they list others.
+        """
+        listed: list[int] = []
+        for i, group in enumerate(groups):
+            ids = group.get("params") if isinstance(group, dict) else None
+            if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(members) for k in ids):
+                raise Corrupt(
+                    f"{file.what}: param group {i} lists {short(ids)}; there are {len(members)} flat tensors."
+                )
+            listed += ids
+            for key, value in group.items():
+                data = [n for k in ids for n in members[k]] if key == "params" else value
+                self.take(("optim", "param_groups", i, str(key)), data, file)
+        if listed != list(range(len(members))):
+            raise Corrupt(f"{file.what}: the param groups list the flat tensors {listed} of {len(members)}.")
+
+    def _frozen(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
+        """A frozen parameter: whole in a file of stage 2, else one padded part per rank."""
+        n = prod(shape)
+        part = -(-n // len(models))
+        cuts, dtype = [], None
+        for r, f in enumerate(models):
+            t = f.get(name, StoredTensor, f.get("frozen_param_fragments", dict))
+            dtype = dtype or t.dtype
+            if len(models) == 1 and t.shape == shape:
+                return self.whole(f, t, ("model", name))
+            if t.shape != (part,) or t.dtype != dtype or not t.contiguous:
+                raise Corrupt(
+                    f'{f.what}: the part of the frozen parameter "{name}" is {t.dtype} {t.shape}; {shape} on '
+                    f"{len(models)} ranks has {part} elements each."
+                )
+            if r * part < n:
+                cuts.append(Cut(r * part, min(n, (r + 1) * part), f.number, self.seen(f, t).extent[0]))
+        assert dtype is not None
+        return from_cuts(shape, dtype, ("model", name), cuts)
+
+    def take_side_files(self) -> None:
+        """Read what HF Trainer and Accelerate write next to the save: scheduler and counters; unread_files.py names the rest."""
+        if not self.save.folder or not self.options.beside:
+            return  # the tag's own folder was given: what lies above it is not asked for
+        for name in self.source.list():
+            if name in ("scheduler.bin", "scheduler.pt") and not any(p[0] == "lr_scheduler" for p in self.rest):
+                self.names.append(name)
+                file = File(self.source, name, len(self.names) - 1)
+                self.take(("lr_scheduler",), file.tree, file)
+        if self.source.exists("trainer_state.json"):
+            parsed = _json(self.source, "trainer_state.json")
+            self.rest.update({("trainer", k): parsed[k] for k in _TRAINER if isinstance(parsed.get(k), (int, float))})
+            if parsed.get("log_history"):
+                self.notes.append("the counters of trainer_state.json are kept, its log_history is not")
+
+    def done(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:
+        """The checkpoint of what was read. `like` names numbered parameters, if there are any."""
+        self.take_side_files()
+        clean = strip_wrappers(self.model)
+        listed = self.rest.get(("buffer_names",))
+        if isinstance(listed, list):
+            self.rest["buffer_names",] = [clean.get(n, n) for n in listed]
+        leaves: dict[Path, Any] = {("model", n): t for n, t in self.model.items()}
+        leaves.update(self.optim)
+        leaves.update(self.rest)
+        named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, self.options.only))
+        out = checkpoint_of(named, layout, self.source.root, world, self.names, self.source)
+        out.records = list(self.records.values())
+        out.ranks = {i: r for i, n in enumerate(self.names) if (r := rank_of(n.rpartition("/")[2])) is not None}
+        out.notes = self.notes + out.notes
+        out.trainer = out.trainer or "DeepSpeed"
+        out.others = [OtherCopy(f"model.{clean.get(n, n)}", rank, nbytes) for n, rank, nbytes in self.others]
+        out.rounded = {f"model.{clean.get(n, n)}": t for n, t in self.rounded.items()}
+        return out

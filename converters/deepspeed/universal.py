@@ -1,0 +1,178 @@
+"""universal: DeepSpeed's Universal Checkpoint, one folder per parameter, for any number of ranks.
+
+    DIR/latest_universal                             the tag, no newline; written last
+    DIR/<tag>/zero/<fqn>/fp32.pt exp_avg.pt exp_avg_sq.pt       stage 3: a bare flat tensor, its shape is in param_shapes
+                                                     stages 1, 2: {"param": tensor, "cat_dim": 0}, and step.pt
+    DIR/<tag>/zero/optimizer_state.pt                loss scaler, param_groups; stage 3: the steps
+    DIR/<tag>/*_model_states.pt                      as in a ZeRO save (deepspeed/module_state.py): of the ranks it was made from
+
+What is not trained is only in the model files, so they are needed for buffers and frozen parameters, which
+DeepSpeed's own loader does not restore from here; nor does it, at stage 3, restore the hyperparameters of other param
+groups than the first, or slots other than exp_avg and exp_avg_sq. zero3 has none of these problems: write that if the number of ranks is known.
+
+Written (deepspeed/write_universal.py): for --zero-stage 1, 2 or 3, the model file of one rank.
+
+Sources: deepspeed 0.19.8, checkpoint/ds_to_universal.py, runtime/zero/stage3.py
+(load_hp_checkpoint_state_from_checkpoint_dir_stage3), runtime/base_optimizer.py, checkpoint/universal_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats.pickles import short
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value
+from ckpttool.layouts import Layout, Place, ReadOptions, late
+
+from ..options import UniversalOptions
+from . import files as ds
+from .files import Cut
+from .module_state import Reading
+
+__all__ = ["LAYOUTS"]
+
+_BY_GROUP = "max_exp_avg_sq"
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with zero/optimizer_state.pt beside model files, or one whose `latest_universal` names such a folder."""
+    source, file = where
+    if file is not None:
+        yes = file == "latest_universal"
+        return yes, "is a latest_universal" if yes else "a folder, or its latest_universal; this is another file"
+    names = source.list()
+    if source.exists(ds.UNIVERSAL) and ds.is_save(names):
+        return True, f"has {ds.UNIVERSAL}"
+    if "latest_universal" in names and "latest" not in names:
+        return True, "has latest_universal"
+    if "latest" not in names:
+        for tag, inside in ds.saves(source).items():
+            if "zero" in inside:
+                return True, f"has {tag}/{ds.UNIVERSAL}"
+    return False, "no latest_universal" + (" without a latest" if "latest_universal" in names else "")
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a universal checkpoint.
+
+    Raises:
+        Corrupt: a parameter that param_shapes names has no folder, or files of the wrong size.
+    """
+    reading = Reading(where, options, "latest_universal")
+    if reading.save.files(ds.MODEL, 1):
+        models = [reading.file(reading.ranks(ds.MODEL, 1, 1, "model")[0])]
+    else:
+        models = reading.models3()
+    shapes = ds.shapes_of(models[0])
+    if reading.save.files(ds.MODEL, 1) and ds.setting(models[0].tree.get("ds_config"), "round_robin_gradients"):
+        raise Corrupt(
+            f"{reading.where}: made from a save with round_robin_gradients, of which ds_to_universal.py puts the wrong "
+            "bytes under most names and does not report it. Convert that save itself."
+        )
+    state = reading.file(ds.UNIVERSAL)
+    slots: dict[str, dict[str, Any]] = {}
+    for group in shapes:
+        for name, shape in group.items():
+            slots[name] = _parameter(reading, name, shape)
+            if not isinstance(slots[name].get("fp32"), TensorEntry):
+                raise Corrupt(f'{reading.where}zero/{name}: fp32.pt is missing, the weights of "{name}". Fetch it.')
+            reading.masters[name] = replace(slots[name].pop("fp32"), path=("model", name))
+    _refuse_others(reading, models[0], slots.keys())
+    reading.take_module(models)
+    reading.rest.update(ds.scaler(state.tree))
+    members = [list(g) for g in shapes]
+    _refuse_missing(reading, members, slots)
+    base = state.tree.get("optimizer_state_dict")
+    steps = base.get("state") if isinstance(base, dict) else None
+    for g, names in enumerate(members):
+        own = steps.get(g) if isinstance(steps, dict) else None
+        for name in names:
+            for slot, entry in slots[name].items():
+                path: Path = ("optim", "state", name, slot)
+                reading.optim[path] = (
+                    replace(entry, path=path) if isinstance(entry, TensorEntry) else Value(path, entry)
+                )
+            for slot, x in (own if isinstance(own, dict) else {}).items():
+                path = ("optim", "state", name, str(slot))
+                if path in reading.optim or (isinstance(x, StoredTensor) and x.shape):
+                    continue  # rank 0's part of what lies in the parameter's folder
+                reading.optim[path] = reading.whole(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
+    reading.take_groups(state, state.get("param_groups", list), members)
+    return reading.done("universal", None)
+
+
+def _refuse_missing(reading: Reading, members: list[list[str]], slots: dict[str, dict[str, Any]]) -> None:
+    """Refuse parameters that lack what others have. Only the maximum of AMSGrad, an option of a param group, may differ
+    between groups.
+
+    Raises:
+        Corrupt: with two parameters and the file.
+    """
+    first = next(iter(slots), "")
+    for group in members:
+        for n in group:
+            odd = {s for s in slots[group[0]].keys() ^ slots[n].keys() if s == _BY_GROUP}
+            other = group[0] if odd else first
+            if missing := odd | {s for s in slots[first].keys() ^ slots[n].keys() if s != _BY_GROUP}:
+                raise Corrupt(
+                    f'{reading.where}zero/{n}: {min(missing)}.pt is there for only one of "{other}" and "{n}". The copy is '
+                    "incomplete; fetch it again."
+                )
+
+
+def _refuse_others(reading: Reading, model: ds.File, params: Iterable[str]) -> None:
+    """Refuse folders of parameters that the model does not have. DeepSpeed writes them for buffers and frozen parameters too.
+
+    Raises:
+        Corrupt: with the folder.
+    """
+    known = {*params, *model.get("module", dict)}
+    for name in reading.source.list(reading.save.folder + "zero"):
+        if name not in known and reading.source.list(f"{reading.save.folder}zero/{name}"):
+            raise Corrupt(
+                f"{reading.where}zero/{name}: the folder of a parameter that neither param_shapes nor module lists, so nothing "
+                "would read it. The files are from different saves, or one was changed."
+            )
+
+
+def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """{"fp32": entry, "exp_avg": entry, "step": entry or number} of one parameter's folder."""
+    folder = f"zero/{name}"
+    if "/" in name or name in (".", ".."):
+        raise Unsupported(f'{reading.where}: a parameter named "{name}".')
+    out: dict[str, Any] = {}
+    files = [n for n in reading.source.list(reading.save.folder + folder) if n.endswith(".pt")]
+    reading.source.prefetch_ends(f"{reading.save.folder}{folder}/{n}" for n in files)
+    for file in files:
+        f = reading.file(f"{folder}/{file}", dict_only=False)
+        x = f.tree.get("param") if isinstance(f.tree, dict) else f.tree
+        slot = file.removesuffix(".pt")
+        if not isinstance(x, StoredTensor):
+            if slot == "step" and type(x) in (int, float):
+                out[slot] = x
+                continue
+            raise Corrupt(f"{f.what} holds {short(x)}, not a tensor.")
+        if slot != "step" and "float" not in x.dtype:
+            raise Corrupt(f"{f.what}: a tensor of {x.dtype}; weights and slots are floating-point.")
+        if (slot == "step" and not x.shape) or x.shape == shape:
+            out[slot] = reading.whole(f, x, ())
+        elif x.shape == (x.numel,) and x.contiguous and x.numel == prod(shape):
+            reading.seen(f, x)
+            out[slot] = ds.from_cuts(shape, x.dtype, (), [Cut(0, x.numel, f.number, x.extent[0])])
+        else:
+            raise Corrupt(f'{f.what}: a tensor of shape {x.shape}; param_shapes says that "{name}" has {shape}.')
+    return out
+
+
+LAYOUTS = (
+    Layout(
+        name="universal", title="DeepSpeed Universal Checkpoint", detect=detect, read=read, write=late("ckpttool.converters.deepspeed.write_universal:write"),
+        prepare=late("ckpttool.converters.deepspeed.write_universal:prepare"),
+        options=UniversalOptions, aliases=("deepspeed-universal", "ucp"), needs_named_optimizer=True, reader_uses=("tag",), writer_uses=("like",), saves=ds.SAVES,
+    ),
+)  # fmt: skip

@@ -1,0 +1,443 @@
+"""Writes what all DeepSpeed saves have in common: the plan of all files, the model files, pickled classes.
+
+    state = split_training_state(ckpt, source)
+    plan = Plan(state, tensors, stage, options, ckpt)      tag, precision, counters, configuration, notes
+    models = Models(plan, groups, world)                   *_model_states.pt, into a TorchFiles
+
+Classes of DeepSpeed and torch are pickled by name (`stage_enum`, `size`, `fragment`) and never imported. The formats are
+described in deepspeed/module_state.py, zero.py and universal.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from ckpttool.engine.conservation import changed_values
+from ckpttool.engine.flat.training import DEEPSPEED_COUNTERS, TRAINED_ALONE, Training, group_values, tensors_of
+from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.formats.pickles import Global, Opaque
+from ckpttool.formats.stored_tensors import Inline, flattened, number_in
+from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.huggingface import encodings
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, floating_dtype, joined
+from ckpttool.layouts import WriteOptions
+
+from ..options import ZeroOptions
+from .files import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, setting
+
+__all__ = ["DS_VERSION", "Models", "Plan", "Tree", "fragment", "size", "stage_enum"]
+
+#: The release whose files these are; the engine refuses files without one.
+DS_VERSION = "0.19.8"
+#: What a dynamic loss scaler starts with (deepspeed/runtime/config.py, fp16 defaults).
+_FRESH_SCALER = {
+    "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
+    "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False,
+    "raise_error_at_min_scale": True, "dtype": Global("torch", "float16"),
+}  # fmt: skip
+
+
+class Tree:
+    """Tensors of one file while its tree is built: their storages, and which of the draft's tensors fill them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.sizes: dict[str, int] = {}
+        self.holes: dict[str, str] = {}  # what is to be filled from parts: its key
+        self.whole: dict[str, tuple[str, TensorEntry, TensorEntry]] = {}  # name: key, entry to be, source
+
+    def tensor(self, name: str, entry: TensorEntry, source: TensorEntry) -> TensorRef:
+        """A whole tensor in this file. On ranks other than 0 it is an extra copy."""
+        if self.rank:
+            name, entry = f"replica.{self.rank}.{name}", replace(entry, path=("replica", self.rank, *entry.path))
+        key = str(len(self.sizes))
+        self.sizes[key] = entry.nbytes
+        self.whole[name] = key, entry, source
+        return TensorRef(entry.dtype, entry.shape, key, entry.numel)
+
+    def hole(self, name: str, dtype: str, n: int) -> TensorRef:
+        """A flat tensor of n elements, to be filled from parts; the same one for the same name."""
+        key = self.holes.setdefault(name, str(len(self.sizes)))
+        self.sizes[key] = n * ITEMSIZE[dtype]
+        return TensorRef(dtype, (n,), key, n)
+
+    def placeholder(self, dtype: str) -> TensorRef:
+        """A tensor without elements; those of one dtype share a storage."""
+        return self.hole(f"empty {dtype}", dtype, 0)
+
+    def value(self, x: Any) -> Any:
+        """A tree of plain data and entries, whose tensors are written to this file."""
+        if isinstance(x, TensorEntry):
+            return self.tensor(joined(x.path), x, x)
+        if isinstance(x, dict):
+            return type(x)((k, self.value(v)) for k, v in x.items())
+        if isinstance(x, list):
+            return [self.value(v) for v in x]
+        return x
+
+
+class Plan:
+    """What all files of the planned save have in common."""
+
+    def __init__(
+        self,
+        state: Training,
+        tensors: dict[str, TensorEntry],
+        stage: int,
+        options: WriteOptions,
+        own: ZeroOptions,
+        ckpt: Checkpoint,
+    ) -> None:
+        self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
+        self.ckpt, self.rounded = ckpt, ckpt.rounded
+        codes = encodings.find(state.tensors)
+        if said := next(filter(None, (codes.said_of(n) for g in state.groups for n in g.params)), ""):
+            raise Unsupported(f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.ADVICE}")
+        if not any(g.params for g in state.groups):
+            raise Unsupported(
+                "the optimizer of this checkpoint trains no parameter, and no engine of DeepSpeed starts with such a one. "
+                f"{argument('only', ['model'])} writes the weights alone."
+            )
+        self.notes = list(state.notes)
+        if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
+            state.groups = [g for g in state.groups if g.params]
+            self.notes.append(
+                f"the param groups {idle} hold nothing that is trained and are left out: an engine of stage {stage} does "
+                "not start with such a group"
+            )
+        self.rest = dict(state.rest)
+        config = self.rest.pop("ds_config", None)
+        self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}
+        for key, x in (
+            ("ds_config", {} if config is None else config),
+            *((k, self.rest.get(k, 0)) for k in DEEPSPEED_COUNTERS),
+        ):
+            if not isinstance(x, dict if key == "ds_config" else int) or any(tensors_of(x)):
+                raise Unsupported(
+                    f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it out: '
+                    f"{argument('only', ['model', 'optim', 'scheduler'])}."
+                )
+        asked = None if own.precision is None else floating_dtype(own.precision)
+        if asked not in (None, "float32", "bfloat16", "float16"):
+            raise UsageError(f"{argument('precision', own.precision)}: DeepSpeed computes in bf16, fp16 or fp32.")
+        self.precision = asked or self._precision()
+        self.cast = options.cast
+        self.prefix = "bf16_" if self.precision == "bfloat16" else ""
+        self.sub_group_size = own.sub_group_size or self._sub_group_size()
+        self._adjust_config(own.sub_group_size, asked)
+        self._note_scheduler(from_deepspeed=ckpt.layout.startswith(("zero", "universal")))
+        self.steps = self._steps()
+        self.tag = own.write_tag or (
+            "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
+        )
+        if "/" in self.tag or self.tag in ("", ".", ".."):
+            raise UsageError(f"{argument('write_tag', self.tag)} is not the name of a folder.")
+        self.counters = {
+            "skipped_steps": self.rest.pop("skipped_steps", 0), "global_steps": self.steps,
+            **({"global_samples": self.rest.pop("global_samples")} if "global_samples" in self.rest else {}),
+        }  # fmt: skip
+        self.rest.pop("global_steps", None)
+        self.scaler = self._scaler()
+        for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
+            raise Unsupported(
+                f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: '
+                f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}."
+            )
+
+    def made(self) -> dict[str, Any]:
+        """{name: data} of values that every DeepSpeed save has but the source does not."""
+        ours = {
+            "trainer.global_steps": self.steps, "trainer.skipped_steps": 0,
+            "extra.buffer_names": list(self.state.buffers), "extra.ds_config": self.ds_config,
+        }  # fmt: skip
+        held = [*self.ckpt.values, *self.ckpt.tensors]
+        made = {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in held)}
+        if self.scaler and not self.state.scaler:
+            made |= {f"scaler.{k}": x for k, x in {**self.scaler, "overflow": False}.items()}
+        if not any(n.startswith("optim.") for n in held):
+            made |= {n: v.data for n, v in group_values(self.state.groups).items()}
+        return made
+
+    def values(self) -> tuple[dict[str, Value], dict[str, str]]:
+        """(the values that a reader of the files finds, {those that are not as in the source: how})."""
+        config = {joined(p): Value(p, x) for p, x in flattened(self.ds_config, ("extra", "ds_config")).items()}
+        changed: dict[str, str] = {}
+        out = dict(self.ckpt.values)
+        for head, after, how in (
+            ("extra.ds_config.", config, f"for an engine of ZeRO stage {self.stage}"),
+            ("optim.param_groups.", group_values(self.state.groups), TRAINED_ALONE),
+        ):
+            if before := {n: v for n, v in out.items() if n.startswith(head)}:
+                after = {n: v for n, v in after.items() if n not in self.state.inlined}
+                changed |= changed_values(before, after, how)
+                out = {n: v for n, v in out.items() if n not in before} | after
+        return out | self.state.inlined, changed
+
+    def _precision(self) -> str:
+        for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+            section = self.ds_config.get(name)
+            if isinstance(section, dict) and section.get("enabled") is True:
+                return dtype
+        bytes_of: dict[str, int] = {}
+        for g in self.state.groups:
+            for n in g.params:
+                computed = self.rounded.get(f"model.{n}", self.tensors[n])
+                bytes_of[computed.dtype] = bytes_of.get(computed.dtype, 0) + computed.nbytes
+        most = max(bytes_of, key=lambda d: bytes_of[d], default="float32")
+        found = most if most in ("bfloat16", "float16") else "float32"
+        if not self.ds_config:
+            self.notes.append(
+                f"for a DeepSpeed engine that computes in {found}, as the weights are; else give {argument('precision')}"
+            )
+        return found
+
+    def _sub_group_size(self) -> float:
+        found = setting(self.ds_config, "sub_group_size")
+        return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
+
+    def _adjust_config(self, sub_group_size: int | None, precision: str | None) -> None:
+        """The source's DeepSpeed configuration, changed where it contradicts the files."""
+        if not self.ds_config:
+            return
+        config = dict(self.ds_config)
+        section = config.get("zero_optimization")
+        section = dict(section) if isinstance(section, dict) else {}
+        section["stage"] = self.stage
+        if sub_group_size:
+            section["sub_group_size"] = sub_group_size
+        if self.stage < 3 and section.get("round_robin_gradients"):
+            section["round_robin_gradients"] = False
+            self.notes.append("the files are laid out for round_robin_gradients false; so must the engine's config be")
+        config["zero_optimization"] = section
+        if precision:
+            for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+                if isinstance(config.get(name), dict) or dtype == precision:
+                    inner = config.get(name)
+                    config[name] = {**(inner if isinstance(inner, dict) else {}), "enabled": dtype == precision}
+        self.ds_config = config
+
+    def _note_scheduler(self, *, from_deepspeed: bool) -> None:
+        """A note where the state of the scheduler is not that of one of DeepSpeed's own (runtime/lr_schedules.py), all of which look for
+        `last_batch_iteration`, and the job that loads it may have one."""
+        found, section = self.state.scheduler, self.ds_config.get("scheduler")
+        if found is None or (isinstance(found, dict) and "last_batch_iteration" in found):
+            return
+        named = section.get("type") if isinstance(section, dict) else None
+        if from_deepspeed and not isinstance(named, str):
+            return  # its job had no other scheduler either
+        of_config = f", though ds_config of the source names {named}" if isinstance(named, str) else ""
+        self.notes.append(
+            f"the scheduler's state is not that of one of DeepSpeed's own{of_config}: pass the scheduler that the source had to "
+            "deepspeed.initialize(lr_scheduler=...), or load with load_lr_scheduler_states=False; WarmupLR and the others stop with "
+            "KeyError 'last_batch_iteration'"
+        )
+
+    def _steps(self) -> int:
+        found = self.state.counter("global_steps", "global_step", "step", "iteration", "steps")
+        inner = self.rest.get("trainer")
+        if found is None and isinstance(inner, dict):
+            found = next((inner[k] for k in ("global_step", "step") if type(inner.get(k)) is int), None)
+        if found is None:
+            steps = [_as_number(s.get("step")) for s in self.state.scalars.values()]
+            found = max((int(n) for n in steps if n is not None and isfinite(n)), default=0)
+            self.notes.append(
+                f"global_steps is {found}, the largest step of the optimizer: the checkpoint does not give it"
+            )
+        return found
+
+    def _scaler(self) -> dict[str, Any]:
+        if self.precision == "float16":
+            if not self.state.scaler:
+                self.notes.append(
+                    "the loss scale starts at 65536, DeepSpeed's own: the checkpoint has none of DeepSpeed's kind"
+                )
+            return self.state.scaler or dict(_FRESH_SCALER)
+        if self.state.scaler:
+            self.rest["scaler"] = self.state.scaler  # an engine of this precision scales no loss, but nothing is lost
+        return {}
+
+    def added(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
+        """Names of the state that is added for parameters without any: zeros, and the step of their group."""
+        out = []
+        for group in groups:
+            slots = dict.fromkeys([*self.slots_of(group), *(s for n in group for s in self.state.scalars.get(n, {}))])
+            out += [f"optim.state.{n}.{s}" for n in group if n in self.state.fresh for s in slots]
+        if out:
+            self.notes.append(
+                f"{len(self.state.fresh)} parameters that the next job trains have no state yet and get zeros and the step of "
+                f"their group: {', '.join(self.state.fresh[:4])}"
+            )
+        return out
+
+    def scaler_keys(self) -> dict[str, Any]:
+        """The loss scaler, for every optimizer file."""
+        dynamic = bool(self.scaler.get("dynamic"))
+        state = {k: v for k, v in self.scaler.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
+        found = Opaque(Global(SCALERS, "DynamicLossScaler" if dynamic else "LossScaler"), ())
+        found.state = state
+        return {"loss_scaler": found, "dynamic_loss_scale": dynamic, "overflow": bool(self.scaler.get("overflow"))}
+
+    def common(self, dtypes: list[str]) -> str:
+        """The dtype of a flat tensor: that of its parts, or one that can hold them all."""
+        kinds = set(dtypes)
+        if len(kinds) < 2:
+            return kinds.pop() if kinds else "float32"
+        if other := sorted(k for k in kinds if "float" not in k):
+            raise Unsupported(
+                f"parameters of one group are {' and '.join(sorted(kinds))}; no flat tensor holds {other[0]} too."
+            )
+        out = "float64" if "float64" in kinds else "float32"
+        text = f"{' and '.join(sorted(kinds))} in one flat tensor are written as {out}, which holds both exactly"
+        if text not in self.notes:
+            self.notes.append(text)
+        return out
+
+    def slot(self, fqn: str, slot: str) -> TensorEntry:
+        """A slot of a parameter, in the dtype to be written."""
+        t = self.state.slots[fqn][slot]
+        return replace(t, dtype=self.cast(joined(t.path), t.dtype))
+
+    def slots_of(self, group: Iterable[str]) -> list[str]:
+        """Names of the slots that every parameter of a group has.
+
+        Raises:
+            Unsupported: parameters have different slots.
+        """
+        found: list[str] | None = None
+        first = ""
+        for n in group:
+            if n in self.state.fresh:
+                continue
+            mine = list(self.state.slots.get(n, {}))
+            if found is None:
+                found, first = mine, n
+            elif set(mine) != set(found):
+                raise Unsupported(
+                    f'"{n}" has the optimizer slots {", ".join(mine) or "none"}, "{first}" has {", ".join(found) or "none"}. '
+                    "DeepSpeed keeps those of a param group in one flat tensor each."
+                )
+        return found or []
+
+    def beside(self, tree: Tree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
+        """Everything in a model file except weights and their shapes."""
+        rest = dict(self.rest)
+        each = rest.get("per_rank")
+        if each_rank and isinstance(each, dict) and self._are_ranks(each, world):
+            del rest["per_rank"]
+            own = each.get(str(rank))
+            rest.update(own if isinstance(own, dict) else {})
+        elif rank:
+            rest.pop("per_rank", None)  # for other ranks than there are now: rank 0 carries them
+        state = self.state
+        out: dict[str, Any] = {k: None for k in MAYBE}
+        if state.scheduler is not None:
+            out["lr_scheduler"] = tree.value(state.scheduler)
+        out.update(self.counters)
+        out.update(
+            dp_world_size=world, mp_world_size=1, checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 1},
+            ds_config=self.ds_config, ds_version=DS_VERSION,
+        )  # fmt: skip
+        out.update({k: tree.value(v) for k, v in rest.items()})
+        return out
+
+    def _are_ranks(self, each: dict[Any, Any], world: int) -> bool:
+        """Whether the keys of `per_rank` are ranks of a job of `world` ranks, and of that job alone."""
+        ranks = [int(k) if str(k).isdigit() else -1 for k in each]
+        return bool(ranks) and min(ranks) >= 0 and max(ranks) < world and world in (self.source_world, max(ranks) + 1)
+
+
+class Models:
+    """The model files: one per rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
+
+    def __init__(self, plan: Plan, groups: list[dict[str, tuple[int, ...]]], world: int) -> None:
+        self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
+        self.tensors: dict[str, TensorEntry] = {}
+        self.sources: dict[str, TensorEntry] = {}
+        self.same = {f"model.{a}": f"model.{o}" for a, o in plan.state.tied.items()}
+
+    def add(self, files: TorchFiles, each_rank: bool) -> None:
+        """Add all files and the places of their tensors; `each_rank`: one file per rank, with its own random state."""
+        plan, state = self.plan, self.plan.state
+        numbers, trees = [], []
+        for rank in range(self.world if self.stage == 3 else 1):
+            tree = Tree(rank)
+            content = self._tree(tree, rank, each_rank)
+            name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
+            numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
+            trees.append(tree)
+        for number, tree in zip(numbers, trees, strict=True):
+            for name, (key, entry, origin) in tree.whole.items():
+                at = files.offset(number, key)
+                self.tensors[name] = replace(
+                    entry, chunks=Chunks.whole(entry.shape, number, at, entry.nbytes), coding="raw"
+                )
+                self.sources[name] = origin
+        for n in state.frozen if self.stage == 3 else ():
+            t = plan.tensors[n]
+            part = -(-t.numel // self.world)
+            cuts = [
+                Cut(r * part, min((r + 1) * part, t.numel), number, files.offset(number, tree.holes[f"frozen {n}"]))
+                for r, (number, tree) in enumerate(zip(numbers, trees, strict=True))
+                if r * part < t.numel
+            ]
+            self.tensors[f"model.{n}"] = from_cuts(t.shape, t.dtype, t.path, cuts)
+            self.sources[f"model.{n}"] = state.tensors[n]
+
+    def _tree(self, tree: Tree, rank: int, each_rank: bool) -> dict[str, Any]:
+        plan, state, stage = self.plan, self.plan.state, self.stage
+        trained = {n for g in self.groups for n in g}
+        module: dict[str, Any] = {}
+        for n, t in plan.tensors.items():
+            if n in state.tied:
+                continue
+            if n in state.buffers or (stage < 3 and n in state.frozen):
+                module[n] = tree.tensor(f"model.{n}", t, state.tensors[n])
+            elif stage == 3:
+                module[n] = tree.placeholder(plan.precision if n in trained else t.dtype)
+            else:  # what the engine computes with: rounded from the masters as they pass
+                low = replace(t, dtype=plan.precision, path=("module", n))
+                module[n] = tree.tensor(f"module.{n}", low, state.tensors[n])
+        module.update({a: module[o] for a, o in state.tied.items()})
+        frozen = {n: size(plan.tensors[n].shape) for n in state.frozen}
+        fragments: Any = {n: module[n] for n in frozen}
+        out = {
+            "module": {**{n: module[n] for n in plan.tensors}, **tree.value(state.extra_states)},
+            "buffer_names": list(state.buffers),
+            "optimizer": None,
+            "param_shapes": [{n: size(s) for n, s in g.items()} for g in self.groups],
+            "frozen_param_shapes": frozen if stage > 1 else None,
+            "shared_params": dict(state.tied) if rank == 0 else {},
+            "frozen_param_fragments": fragments if stage > 1 else None,
+            **plan.beside(tree, rank, self.world, each_rank),
+        }
+        if stage == 3:  # last, so that these records lie in the same order behind those of one rank alone
+            for n in state.frozen:
+                t = plan.tensors[n]
+                fragments[n] = tree.hole(f"frozen {n}", t.dtype, -(-t.numel // self.world))
+        return out
+
+
+def _as_number(x: Any) -> float | int | None:
+    """A step as a number, whether it is one or a 0-dim tensor."""
+    return number_in(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
+
+
+def stage_enum(stage: int) -> Opaque:
+    """ZeroStageEnum(stage), to be pickled by name."""
+    return Opaque(STAGE, (stage,), call=True)
+
+
+def size(shape: tuple[int, ...]) -> Opaque:
+    """torch.Size(shape), to be pickled by name: zero_to_fp32 asks it for its numel()."""
+    return Opaque(Global("torch", "Size"), (shape,), call=True)
+
+
+def fragment(numel: int, start: int) -> Opaque:
+    """fragment_address(numel, start), to be pickled by name."""
+    out = Opaque(Global("deepspeed.utils.tensor_fragment", "fragment_address"), ())
+    out.state = {"numel": numel, "start": start}
+    return out

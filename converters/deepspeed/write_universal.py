@@ -1,0 +1,142 @@
+"""What universal writes: one folder per parameter, and the model file of one rank."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.engine.flat.placed_masters import with_masters_as_weights
+from ckpttool.engine.flat.training import shared_scalars, split_training_state
+from ckpttool.errors import Unsupported
+from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.index.draft import Draft, Dropped
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from ..options import UniversalOptions
+from . import files as ds
+from . import write_common as dw
+
+__all__ = ["prepare", "write"]
+
+_RESTORED = {"exp_avg", "exp_avg_sq"}  # by DeepSpeed at stage 3
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The state with fp32 masters as the weights, where the source has both.
+
+    Raises:
+        Unsupported: a master does not round to its weight.
+    """
+    return with_masters_as_weights(ckpt, source)
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}."""
+    state = split_training_state(ckpt, source, options.like and options.like.optimizer)
+    tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
+    asked = options.of(UniversalOptions)
+    stage = asked.stage or _stage_of(ckpt)
+    plan = dw.Plan(state, tensors, stage, options, asked, ckpt)
+    plan.tag += "" if asked.write_tag else "_universal"
+    groups = [{n: tensors[n].shape for n in g.params} for g in state.groups]
+    ids = [[k] if g else [] for k, g in zip(_numbered(groups), groups, strict=True)]
+    groups = [g for g in groups if g]
+    files = TorchFiles()
+    models = dw.Models(plan, groups, 1)
+    models.add(files, each_rank=False)
+    placed, sources = dict(models.tensors), dict(models.sources)
+    dropped: list[Dropped] = list(state.dropped)
+    scalars: list[dict[str, Any]] = []
+    for group in groups:
+        shared, lost = shared_scalars(
+            state, group, "a universal checkpoint of stage 3 keeps one for a whole param group"
+        )
+        scalars.append(shared)
+        dropped += lost if stage == 3 else []
+        slots = plan.slots_of(group)
+        for n, shape in group.items():
+            if set(n) & set("/\\\0") or n in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(n)) > 255:
+                raise Unsupported(
+                    f"A universal checkpoint keeps each parameter in a folder of its name, and {n[:300]!a} cannot name one. "
+                    "Write another layout, or rename the parameter in the source."
+                )
+            entries: dict[str, tuple[TensorEntry, TensorEntry | None]] = {"fp32": (tensors[n], state.tensors[n])}
+            if n in state.fresh:  # zeros
+                entries.update({s: (replace(tensors[n], dtype="float32"), None) for s in slots})
+            else:
+                entries.update({s: (plan.slot(n, s), t) for s, t in state.slots.get(n, {}).items()})
+            for slot, (t, origin) in entries.items():
+                ref = TensorRef(t.dtype, (t.numel,) if stage == 3 else shape, "0", t.numel)
+                tree = ref if stage == 3 else {"cat_dim": 0, "param": ref}
+                f = files.add(f"{plan.tag}/zero/{n}/{slot}.pt", tree, {"0": t.nbytes})
+                if origin is None:
+                    continue
+                path: Path = ("model", n) if slot == "fp32" else ("optim", "state", n, slot)
+                chunks = Chunks.whole(shape, f, files.offset(f, "0"), t.nbytes)
+                placed[joined(path)] = TensorEntry(t.dtype, shape, path, chunks)
+                sources[joined(path)] = origin
+            own = shared if n in state.fresh else state.scalars.get(n, {})
+            for slot, x in own.items() if stage < 3 else ():
+                files.add(f"{plan.tag}/zero/{n}/{slot}.pt", x, {})
+    found = plan.scaler_keys()
+    found["zero_stage"] = dw.stage_enum(stage)
+    param_groups = [{**g.options, "params": own} for g, own in zip(state.groups, ids, strict=True)]
+    if stage == 3:
+        found["partition_count"] = 1
+        found["optimizer_state_dict"] = {"state": dict(enumerate(scalars)), "param_groups": param_groups}
+    else:
+        found["ds_version"] = dw.DS_VERSION
+    files.add(f"{plan.tag}/{ds.UNIVERSAL}", {**found, "param_groups": param_groups}, {})
+    files.literal("latest_universal", plan.tag.encode())
+    values, changed = plan.values()
+    out = Checkpoint("universal", options.target, None, [], [], placed, values)
+    added = plan.added(groups)
+    return files.draft(
+        out, sources, dropped=dropped, aliases=models.same, notes=plan.notes + _lost(plan), synthesized_tensors=added,
+        synthesized_values=plan.made(), changed=changed,
+    )  # fmt: skip
+
+
+def _stage_of(ckpt: Checkpoint) -> int:
+    """The stage of the engine that wrote the source; 3 if it was not DeepSpeed."""
+    if ckpt.layout in ("zero1", "zero2", "zero3"):
+        return int(ckpt.layout[-1])
+    found = ckpt.values.get("extra.ds_config.zero_optimization.stage")
+    return found.data if found is not None and found.data in (1, 2, 3) else 3
+
+
+def _numbered(groups: list[dict[str, Any]]) -> list[int]:
+    """The number of every group among those that have parameters."""
+    out, k = [], 0
+    for g in groups:
+        out.append(k)
+        k += bool(g)
+    return out
+
+
+def _lost(plan: dw.Plan) -> list[str]:
+    """What DeepSpeed's own loader will not restore from the files."""
+    state, stage, out = plan.state, plan.stage, []
+    names = [*state.buffers, *state.frozen, *state.extra_states]
+    if names:
+        out.append(
+            f"DeepSpeed does not restore buffers, frozen parameters and extra states of modules from a universal checkpoint ({len(names)} here, "
+            f"first {names[0]}): load them yourself, or write zero{stage}"
+        )
+    if stage == 3 and any(g.options != state.groups[0].options for g in state.groups):
+        out.append(
+            "DeepSpeed gives all param groups the hyperparameters of the first; set them after loading, or write zero3"
+        )
+    slots = {n: set(state.slots.get(n, {})) for g in state.groups for n in g.params}
+    others = [n for n, found in slots.items() if found - _RESTORED]
+    if stage == 3 and others:
+        out.append(
+            f"a DeepSpeed engine of stage 3 restores only exp_avg and exp_avg_sq from a universal checkpoint; {len(others)} of "
+            f"{len(slots)} parameters, first {others[0]}, also have {', '.join(sorted(slots[others[0]] - _RESTORED))}, without which "
+            "its first step fails or is another. Write zero3, or for an engine of stage 1 or 2"
+        )
+    return out

@@ -1,0 +1,165 @@
+"""What zero1, zero2 and zero3 write: the optimizer files of all ranks; deepspeed/write_common.py has the model files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpttool.engine.flat.placed_masters import with_masters_as_weights
+from ckpttool.engine.flat.training import shared_scalars, split_training_state
+from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined
+from ckpttool.index.draft import Draft, Dropped
+from ckpttool.index.schedulers import with_whole_scheduler
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from ..options import ZeroOptions
+from . import files as ds
+from . import write_common as dw
+from .files import Cut
+from .geometry import Groups, concatenated, part_of, partitioned, subgroups
+
+__all__ = ["prepare", "write_stage"]
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The state with fp32 masters as the weights, where the source has both.
+
+    Raises:
+        Unsupported: a master does not round to its weight.
+    """
+    return with_masters_as_weights(with_whole_scheduler(ckpt), source)
+
+
+def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) -> Draft:
+    """A save for an engine of `world_size` ranks.
+
+    Raises:
+        UsageError: no world size was given and the source has none. Unsupported: see training.split_training_state.
+    """
+    world = options.ranks(ckpt)
+    state = split_training_state(ckpt, source, options.like and options.like.optimizer)
+    tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
+    plan = dw.Plan(state, tensors, stage, options, options.of(ZeroOptions), ckpt)
+    named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
+    if stage == 3:
+        split = [subgroups(g, world, plan.sub_group_size) for g in named]
+    else:
+        split = [[g] for g in named]
+    groups = [g for parts in split for g in parts]
+    numbers = iter(range(len(groups)))
+    ids = [[next(numbers) for _ in parts] for parts in split]
+    files = TorchFiles()
+    out = _Optimizers(plan, groups, world)
+    models = dw.Models(plan, groups, world)
+    models.add(files, each_rank=stage == 3)
+    out.add(files, ids)
+    placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
+    files.literal("latest", plan.tag.encode())
+    values, changed = plan.values()
+    checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, values)
+    added = plan.added(groups)
+    dropped = [*state.dropped, *out.dropped]
+    return files.draft(
+        checkpoint, sources, dropped=dropped, aliases=models.same, notes=plan.notes, synthesized_tensors=added,
+        synthesized_values=plan.made(), changed=changed,
+    )  # fmt: skip
+
+
+class _Optimizers:
+    """The optimizer files: flat tensors of masters, then of every slot, the same record by record on all ranks."""
+
+    def __init__(self, plan: dw.Plan, groups: Groups, world: int) -> None:
+        self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
+        stage = plan.stage
+        self.dropped: list[Dropped] = []
+        self.tensors: dict[str, TensorEntry] = {}
+        self.sources: dict[str, TensorEntry] = {}
+        if stage == 3:
+            self.flats, self.parts = partitioned(groups, world)
+        else:
+            self.parts = [part_of(sum(map(prod, g.values())), world) for g in groups]
+            self.flats = concatenated(groups, self.parts)
+        # (group, slot or None for the masters, dtype); the order of the records in every file
+        self.columns: list[tuple[int, str | None, str]] = [
+            (g, None, plan.common([plan.tensors[n].dtype for n in group])) for g, group in enumerate(groups)
+        ]
+        slots = [plan.slots_of(group) for group in groups]
+        for slot in dict.fromkeys(s for found in slots for s in found):
+            for g, group in enumerate(groups):
+                if slot in slots[g]:
+                    dtypes = [plan.slot(n, slot).dtype for n in group if n not in plan.state.fresh]
+                    self.columns.append((g, slot, plan.common(dtypes)))
+        what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
+        self.scalars: list[dict[str, Any]] = []
+        for group in groups:
+            scalars, lost = shared_scalars(plan.state, group, what)
+            self.scalars.append(scalars)
+            self.dropped += lost
+
+    def elements(self, rank: int, column: tuple[int, str | None, str]) -> int:
+        """Elements of a flat tensor of a rank. Stages 1 and 2 strip the padding off the masters alone."""
+        g, slot, _ = column
+        if self.stage == 3 or slot is not None:
+            return self.parts[g]
+        return max(0, min(self.parts[g], self._raw(g) - rank * self.parts[g]))
+
+    def _raw(self, g: int) -> int:
+        return sum(map(prod, self.groups[g].values()))
+
+    def add(self, files: TorchFiles, ids: list[list[int]]) -> None:
+        """All files, and the places of the tensors in them."""
+        numbers = []
+        for rank in range(self.world):
+            sizes = {str(k): self.elements(rank, c) * ITEMSIZE[c[2]] for k, c in enumerate(self.columns)}
+            name = f"{self.plan.tag}/{self.plan.prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            numbers.append(files.add(name, self._tree(rank, ids), sizes))
+        for k, (g, slot, dtype) in enumerate(self.columns):
+            at = [files.offset(f, str(k)) for f in numbers]
+            for n in self.groups[g]:
+                if slot is not None and n in self.plan.state.fresh:
+                    continue  # zeros
+                path: Path = ("model", n) if slot is None else ("optim", "state", n, slot)
+                name = joined(path)
+                cuts = [
+                    Cut(first, last, numbers[r], at[r] + inside * ITEMSIZE[dtype])
+                    for r, first, last, inside in self.flats[n].parts
+                ]
+                self.tensors[name] = ds.from_cuts(self.flats[n].shape, dtype, path, cuts)
+                self.sources[name] = self.plan.state.tensors[n] if slot is None else self.plan.state.slots[n][slot]
+
+    def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, Any]:
+        masters: list[Any] = []
+        state: dict[int, dict[str, Any]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
+        for k, column in enumerate(self.columns):
+            n = self.elements(rank, column)
+            ref = TensorRef(column[2], (n,), str(k), n)
+            if column[1] is None:
+                masters.append(ref)
+            else:
+                state.setdefault(column[0], {})[column[1]] = ref
+        groups = [{**g.options, "params": own} for g, own in zip(self.plan.state.groups, ids, strict=True)]
+        base = {"state": state, "param_groups": groups}
+        out = self.plan.scaler_keys()
+        out["zero_stage"] = dw.stage_enum(self.stage)
+        if self.stage == 3:
+            out.update(partition_count=self.world, optimizer_state_dict=base, fp32_flat_groups=masters)
+        else:
+            out.update(
+                base_optimizer_state=base,
+                single_partition_of_fp32_groups=masters,
+                group_paddings=[self.parts[g] - self.elements(rank, (g, None, "")) for g in range(len(self.groups))],
+                param_alignment_paddings=[[0] * len(g) for g in self.groups],
+                partition_count=[self.world] * len(self.groups),
+                ds_version=dw.DS_VERSION,
+                param_slice_mappings=[self._slices(rank, group) for group in self.groups],
+            )
+        return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
+
+    def _slices(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+        return {
+            n: dw.fragment(last - first, at) for n in group for r, first, last, at in self.flats[n].parts if r == rank
+        }

@@ -1,0 +1,433 @@
+"""zero3, zero2, zero1: what DeepSpeed's engine.save_checkpoint writes at each stage of ZeRO; stage 0 is read too.
+
+Files and what they have in common: deepspeed/module_state.py. An optimizer file is {"optimizer_state_dict": ..., "ds_config",
+"ds_version"}. Stage 3, W ranks:
+
+    partition_count W, loss_scaler, zero_stage
+    fp32_flat_groups        [tensor]   one per sub-group: the master weights
+    optimizer_state_dict    state {sub-group: {step, exp_avg, exp_avg_sq}}, param_groups [{lr, ..., params: [sub-groups]}]
+
+A parameter of n elements is cut into W parts of p = ceil(n / W) elements. All ranks have p; elements beyond n are
+padding (uninitialised in the masters, so never compared). A rank's flat tensor consists of its parts of the parameters, in
+the order of param_shapes, without gaps: a parameter has the same offset on all ranks. A sub-group takes whole
+parameters of one param group until the sum of p reaches sub_group_size, so its borders change with W.
+
+Stages 1 and 2: `single_partition_of_fp32_groups` and `base_optimizer_state` per param group. The parameters of a group
+are laid one after the other in the order of param_shapes (round_robin_gradients included; param_slice_mappings has the
+wrong order then and is never used), `param_alignment_paddings` elements after each, the whole is padded to a multiple
+of 2 W and cut into W equal parts. The masters lack the padding at the end, the slots have it (neither do with
+elastic_checkpoint, which also keeps no param_groups; the masters of BF16_Optimizer have it). Stage 0: everything in
+the model file; a bf16 engine has its masters there as `fp32_groups`.
+
+Master weights are model.<fqn>; the low-precision weights of a bf16 or fp16 engine follow from them and are not state.
+The `step` of a flat tensor is that of all its parameters.
+
+Written: as above, with `latest` last. in fp32, or in the dtype of the source's weights and slots (a flat tensor has
+one; if the source mixes them, fp32). The engine casts as it loads. Padding is zeros.
+
+Sources: deepspeed 0.19.8, runtime/zero/stage3.py (_create_fp16_sub_groups, _rigid_state_dict, load_state_dict),
+runtime/zero/partition_parameters.py (_partition_param), runtime/zero/stage_1_and_2.py (state_dict,
+_load_legacy_checkpoint), runtime/bf16_optimizer.py, runtime/fp16/unfused_optimizer.py, utils/zero_to_fp32.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats.pickles import short
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Salvage, TensorEntry, Value
+from ckpttool.layouts import Layout, Place, ReadOptions, late
+
+from ..options import ZeroOptions
+from . import files as ds
+from .files import Cut, File
+from .geometry import Flat, Groups, concatenated, part_of, partitioned
+from .module_state import DERIVED, Reading
+
+__all__ = ["LAYOUTS"]
+
+
+def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
+    source, file = where
+    if file not in (None, "latest"):
+        return False, "a folder, or its latest; this is another file"
+    names = source.list()
+    found = {"": names} if ds.is_save(names) else {}
+    if not found and ("latest" in names or "latest_universal" not in names):
+        found = ds.saves(source)
+    pattern = ds.MODEL3 if stage3 else ds.MODEL
+    for tag, inside in found.items():
+        if "zero" in inside:
+            continue  # universal
+        has = next((n for n in inside if pattern.fullmatch(n)), None)
+        if has is None and stage3 and not any(ds.MODEL.fullmatch(n) or ds.MODEL3.fullmatch(n) for n in inside):
+            has = next(n for n in inside if ds.OPTIM.fullmatch(n))  # its model files are lost: refused when it is read
+        if has is not None:
+            return True, f"has {tag + '/' if tag else ''}{has}"
+    return False, f"no <tag>/{'zero_pp_rank_0_' if stage3 else ''}mp_rank_00_model_states.pt"
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def _read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a save of any stage.
+
+    Raises:
+        Corrupt: files of ranks are missing, duplicated, or of different saves. Unsupported: see _deepspeed.refuse_foreign.
+    """
+    reading = Reading(where, options)
+    if not reading.save.files(ds.MODEL, 1):
+        return _read_stage3(reading)
+    model = reading.file(reading.ranks(ds.MODEL, 1, 1, "model")[0])
+    if reading.save.files(ds.OPTIM, 2) or model.tree.get("param_shapes") is not None:  # at stage 0 there are none
+        return _read_stage12(reading, model)
+    return _read_stage0(reading, model)
+
+
+class _Optim(NamedTuple):
+    """The optimizer file of a rank, its `optimizer_state_dict`, and of that: masters by flat tensor, state of the base
+    optimizer, its param groups."""
+
+    file: File
+    whole: dict[str, Any]
+    masters: list[StoredTensor]
+    state: dict[int, dict[str, Any]]
+    groups: list[dict[str, Any]] | None
+
+
+def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> list[_Optim]:
+    """The optimizer files, each checked by itself and against that of rank 0."""
+    out: list[_Optim] = []
+    for name in reading.ranks(ds.OPTIM, 2, world, "optimizer"):
+        f = reading.file(name)
+        whole = f.get("optimizer_state_dict", dict)
+        if "ds_zero_partition_groups" in whole:
+            raise Unsupported(f"{f.what}: experts are partitioned over other ranks than the rest (AutoEP).")
+        stated = f.get("partition_count", (int, list), whole)
+        if stated not in (world, [world] * count):
+            raise Corrupt(
+                f"{f.what}: partition_count is {short(stated)}, the save is of {world} ranks. The files are of different "
+                "saves."
+            )
+        masters = f.get(flats, list, whole)
+        if len(masters) != count or not all(_is_flat(t) for t in masters):
+            raise Corrupt(f"{f.what}: {flats} are not {count} flat tensors, as param_shapes says.")
+        if out and [t.dtype for t in masters] != [t.dtype for t in out[0].masters]:
+            raise Corrupt(f"{f.what}: {flats} have other dtypes than rank 0's. The files are from different saves.")
+        found = f.get(base, (dict, list), whole)
+        if isinstance(found, list):  # elastic_checkpoint: the state of each group, no param_groups
+            state, groups = dict(enumerate(found)), None
+        else:
+            state, groups = f.get("state", dict, found), f.get("param_groups", list, found)
+        if (
+            any(type(k) is not int for k in state)
+            or not all(isinstance(v, dict) for v in state.values())
+            or not all(isinstance(g, dict) for g in groups or ())
+        ):
+            raise Corrupt(f"{f.what}: its optimizer state is not a state and param groups of a torch optimizer.")
+        if any(k not in range(count) for k in state):
+            raise Corrupt(f"{f.what}: optimizer state for {short(list(state))}, but there are {count} flat tensors.")
+        out.append(_Optim(f, whole, masters, state, groups))
+        if not ds.alike(out[0].groups, groups) or _slots(out[0].state) != _slots(state):
+            what = "param_groups" if _slots(out[0].state) == _slots(state) else "the slots of the optimizer"
+            raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are from different saves.")
+    reading.rest.update(ds.scaler(out[0].whole))
+    return out
+
+
+def _is_flat(x: Any) -> bool:
+    return isinstance(x, StoredTensor) and len(x.shape) == 1 and x.contiguous and "float" in x.dtype
+
+
+def _slots(state: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
+    return {g: set(slots) for g, slots in state.items()}
+
+
+def _sliced(reading: Reading, files: Iterable[File], flats: Sequence[Any], p: Flat, path: Path) -> TensorEntry:
+    """A parameter, or a slot of one, from its parts in the flat tensors of all ranks."""
+    by_rank = list(zip(files, flats, strict=True))
+    dtype = flats[0].dtype
+    item = ITEMSIZE[dtype]
+    cuts = []
+    for rank, first, last, at in p.parts:
+        f, t = by_rank[rank]
+        cuts.append(Cut(first, last, f.number, reading.seen(f, t).extent[0] + at * item))
+    return ds.from_cuts(p.shape, dtype, path, cuts)
+
+
+def _masters(reading: Reading, optims: list[_Optim], flats: dict[str, Flat]) -> None:
+    """The weights of all parameters that are trained."""
+    files = [o.file for o in optims]
+    for name, p in flats.items():
+        reading.masters[name] = _sliced(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
+
+
+def _optimizer(
+    reading: Reading, optims: list[_Optim], flats: dict[str, Flat], members: list[list[str]], lengths: Any
+) -> None:
+    """Leaves of the optimizer: a flat slot is cut like the masters, a step is shared by the parameters of its group.
+
+    `members` are the parameters of each flat tensor, in the order of the optimizer; `lengths(rank, group)` the lengths
+    that a flat slot may have.
+    """
+    files = [o.file for o in optims]
+    for g in sorted(optims[0].state):
+        for slot, found in optims[0].state[g].items():
+            if not isinstance(slot, str):
+                raise Corrupt(
+                    f"{files[0].what}: flat tensor {g} has an optimizer slot {short(slot)}, which is not a name."
+                )
+            everyone = [o.state[g].get(slot) for o in optims]
+            if not isinstance(found, StoredTensor) or not found.shape:
+                entry = _shared(reading, files, everyone, f"{slot} of flat tensor {g}")
+                for name in members[g]:
+                    path: Path = ("optim", "state", name, slot)
+                    reading.optim[path] = (
+                        replace(entry, path=path) if isinstance(entry, TensorEntry) else Value(path, entry)
+                    )
+                continue
+            for rank, (f, t) in enumerate(zip(files, everyone, strict=True)):
+                if not isinstance(t, StoredTensor) or not _is_flat(t) or t.dtype != found.dtype:
+                    raise Corrupt(f"{f.what}: {slot} of flat tensor {g} is {short(t)}, unlike rank 0's.")
+                if t.shape[0] not in lengths(rank, g):
+                    raise Corrupt(
+                        f"{f.what}: {slot} of flat tensor {g} has {t.shape[0]} elements instead of "
+                        f"{' or '.join(map(str, sorted(lengths(rank, g))))}."
+                    )
+            for name in members[g]:
+                path = ("optim", "state", name, slot)
+                reading.optim[path] = _sliced(reading, files, everyone, flats[name], path)
+    groups = optims[0].groups
+    reading.take_groups(files[0], [{"params": [g]} for g in range(len(members))] if groups is None else groups, members)
+    if groups is None:
+        reading.notes.append(
+            "elastic_checkpoint keeps no hyperparameters: learning rate, betas and so on come from the next job's own optimizer"
+        )
+
+
+def _shared(reading: Reading, files: list[File], values: list[Any], what: str) -> Any:
+    """A counter on which all ranks must agree: rank 0's entry if it is a 0-dim tensor, or a number."""
+    first = values[0]
+    if not isinstance(first, (StoredTensor, int, float, str, type(None))):
+        raise Corrupt(f"{files[0].what}: {what} is {short(first)}, neither a tensor nor a number.")
+    seen = [
+        f.scalar(v) if isinstance(v, StoredTensor) and not v.shape else v for f, v in zip(files, values, strict=True)
+    ]
+    for f, value in zip(files, seen, strict=True):
+        if value != seen[0]:
+            raise Corrupt(
+                f"{f.what}: {what} is {short(value)}, rank 0 has {short(seen[0])}. The files are from different saves; "
+                "fetch all of one save again."
+            )
+    return reading.whole(files[0], first, ()) if isinstance(first, StoredTensor) else first
+
+
+def _read_stage3(reading: Reading) -> Checkpoint:
+    models = reading.models3()
+    world = len(models)
+    shapes = ds.shapes_of(models[0])
+    flats, lengths = partitioned(shapes, world)
+    optims = _optims(reading, world, "fp32_flat_groups", "optimizer_state_dict", len(shapes))
+    for o in optims:
+        for g, t in enumerate(o.masters):
+            if t.shape[0] == 0 and lengths[g]:
+                raise Unsupported(
+                    f"{o.file.what}: flat tensor {g} is empty: its optimizer state was on NVMe. Save once with "
+                    "offload_optimizer on cpu, or none."
+                )
+            if t.shape[0] != lengths[g]:
+                raise Corrupt(
+                    f"{o.file.what}: flat tensor {g} has {t.shape[0]} elements; the {len(shapes[g])} parameters that "
+                    f"param_shapes puts into it have {lengths[g]} on each of {world} ranks. The files are of different "
+                    "saves."
+                )
+    _masters(reading, optims, flats)
+    reading.take_module(models)
+    _optimizer(reading, optims, flats, [list(g) for g in shapes], lambda rank, g: {lengths[g]})
+    return reading.done("zero3", world)
+
+
+def _read_stage12(reading: Reading, model: File) -> Checkpoint:
+    world = model.get("dp_world_size", int)
+    if world < 1 or world > 1 << 20:
+        raise Corrupt(f"{model.what}: dp_world_size is {world}.")
+    shapes = ds.shapes_of(model)
+    lost = world - len(reading.save.files(ds.OPTIM, 2))
+    if lost > 0 and reading.options.salvage:
+        return _without_optimizer(reading, model, world, lost)
+    optims = _optims(reading, world, "single_partition_of_fp32_groups", "base_optimizer_state", len(shapes))
+    parts, paddings = _parts(optims, shapes)
+    flats = concatenated(shapes, parts, paddings)
+    raw = [sum(map(prod, s.values())) + sum(paddings[g]) for g, s in enumerate(shapes)]
+
+    def lengths(rank: int, g: int) -> set[int]:
+        return {parts[g], max(0, min(parts[g], raw[g] - rank * parts[g]))}
+
+    for rank, o in enumerate(optims):
+        for g, t in enumerate(o.masters):
+            if t.shape[0] not in lengths(rank, g):
+                raise Corrupt(
+                    f"{o.file.what}: flat tensor {g} has {t.shape[0]} elements; the {len(shapes[g])} parameters that "
+                    f"param_shapes puts into it leave {' or '.join(map(str, sorted(lengths(rank, g))))} for rank {rank} "
+                    f"of {world}. The files are from different saves."
+                )
+    _masters(reading, optims, flats)
+    reading.take_module([model])
+    _optimizer(reading, optims, flats, [_members(reading, optims, g, list(s)) for g, s in enumerate(shapes)], lengths)
+    # BF16_Optimizer states no stage; it is what stage 1 is with fp32 gradients
+    stage = optims[0].whole.get("zero_stage", 1)
+    return reading.done(f"zero{stage if stage in (1, 2) else 1}", world)
+
+
+def _without_optimizer(reading: Reading, model: File, world: int, lost: int) -> Checkpoint:
+    """The weights that the engine computes with, which every rank has whole at stages 1 and 2. Masters and state of the optimizer
+    are in the files of all ranks together, so none of a tensor is left where one of them is lost."""
+    reading.take_module([model])
+    out = reading.done("zero1", world)
+    why = f"{lost} of the {world} optimizer files are lost, and each has a part of everything in it"
+    out.salvage = Salvage([why], {"optim": why})
+    trained = {n for group in ds.shapes_of(model) for n in group}
+    trained |= {alias for alias, owner in ds.tied([model]).items() if owner in trained}
+    for name, t in out.tensors.items():
+        if t.path[0] == "model" and t.path[1] in trained and t.dtype in ("bfloat16", "float16"):
+            out.salvage.rebuilt[name] = f"the {t.dtype} weight that the engine computes with; its fp32 master is lost"
+    return out
+
+
+def _members(reading: Reading, optims: list[_Optim], g: int, shapes: list[str]) -> list[str]:
+    """The parameters of a group in the order of the optimizer.
+
+    round_robin_gradients shuffles them in the flat tensor, and param_shapes with them; param_slice_mappings keep the
+    order the optimizer was given, which is what the next engine will have.
+    """
+    listed: dict[str, None] = {}
+    for o in optims:
+        found = o.whole.get("param_slice_mappings")
+        own = found[g] if isinstance(found, list) and len(found) > g else None
+        listed.update(dict.fromkeys(own if isinstance(own, dict) else ()))
+    known = listed.keys() == set(shapes)
+    if list(listed) == shapes or not (
+        known or ds.setting(optims[0].file.tree.get("ds_config"), "round_robin_gradients")
+    ):
+        return shapes
+    reading.notes.append(
+        f"the parameters of group {g} lie shuffled (round_robin_gradients); their order is taken from "
+        + ("param_slice_mappings" if known else "the module")
+    )
+    return list(listed) if known else [n for n in reading.model if n in set(shapes)]
+
+
+def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[int]]]:
+    """Elements of a rank's part by group, and the padding after each parameter.
+
+    Raises:
+        Corrupt: they are too short for the parameters, or too long.
+    """
+    world = len(optims)
+    whole = optims[0].whole
+    key = "param_alignment_paddings"
+    stated = whole.get(key) or [[0] * len(s) for s in shapes]
+    if any(o.whole.get(key) != whole.get(key) for o in optims):
+        raise Corrupt(f"{optims[0].file.what}: {key} differs between ranks. The files are from different saves.")
+    if not isinstance(stated, list) or not all(isinstance(p, list) and all(type(k) is int for k in p) for p in stated):
+        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.")
+    if [len(p) for p in stated] != [len(s) for s in shapes] or any(k < 0 for p in stated for k in p):
+        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.")
+    parts = []
+    for g, group in enumerate(shapes):
+        raw = sum(map(prod, group.values())) + sum(stated[g])
+        part = part_of(raw, world)
+        have = max(o.masters[g].shape[0] for o in optims)
+        if have > part:
+            raise Corrupt(
+                f"{optims[0].file.what}: a rank holds {have} elements of flat tensor {g}, but the {len(group)} parameters "
+                f"that param_shapes puts into it are {raw}, {part} a rank. The files are from different saves."
+            )
+        parts.append(part)
+    return parts, stated
+
+
+def _read_stage0(reading: Reading, model: File) -> Checkpoint:
+    if "optimizer" not in model.tree:
+        raise Corrupt(
+            f'{model.what} has no "optimizer", which DeepSpeed writes into every file of model states and its engine asks for. The file is damaged, '
+            "or another program changed it; fetch it again."
+        )
+    found = model.tree["optimizer"]
+    reading.take_module([model])
+    if found is None:
+        return reading.done("zero0", None)
+    state = model.get("optimizer", dict)
+    inner = model.get("optimizer_state_dict", dict, state) if "optimizer_state_dict" in state else state
+    model.get("state", dict, inner)  # there, or the file is damaged
+    reading.take(("optim",), inner, model)
+    masters = state.get("fp32_groups")
+    if masters is None and "fp32_groups_flat" in state:
+        raise Unsupported(f"{model.what}: flat masters of a fused fp16 optimizer, whose order the file does not hold.")
+    if masters is None and "optimizer_state_dict" in state:  # deepspeed/runtime/fp16/unfused_optimizer.py, state_dict
+        raise Corrupt(
+            f"{model.what}: the optimizer has no fp32_groups, the masters that DeepSpeed writes beside its optimizer_state_dict. The file is damaged, or "
+            "another program changed it; fetch it again."
+        )
+    aliases = ds.tied([model])
+    own = [n for n in reading.model if n not in set(model.tree.get("buffer_names") or ()) | aliases.keys()]
+    groups = model.get("param_groups", list, inner)
+    if not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups) or any(
+        type(k) is not int for g in groups for k in g["params"]
+    ):
+        raise Corrupt(f"{model.what}: its param_groups are not those of a torch optimizer.")
+    numbered = [k for g in groups for k in g["params"]]
+    # one group of all parameters is in the order of the module; several are told apart by shapes
+    like = tuple(own) if len(groups) == 1 and len(numbered) == len(own) else None
+    if state.get("dynamic_loss_scale") or state.get("cur_scale", 1) != 1:
+        for key in set(state) - {"optimizer_state_dict", "fp32_groups"}:
+            reading.take(("scaler", key), state[key], model)
+    out = reading.done("zero0", model.get("dp_world_size", int), like)
+    if masters is not None:
+        _replace_masters(out, reading, model, masters)
+    return out
+
+
+def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: Any) -> None:
+    """The weights of a stage 0 bf16 engine are those in its optimizer, [[tensor]] in the order of its groups."""
+    params = [
+        v.data for v in out.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
+    ]
+    lists = isinstance(masters, list) and all(isinstance(m, list) for m in masters)
+    if not lists or [len(m) for m in masters] != [len(p) for p in params]:
+        raise Corrupt(f"{model.what}: fp32_groups does not fit the param groups.")
+    for names, tensors in zip(params, masters, strict=True):
+        for name, t in zip(names, tensors, strict=True):
+            old = out.tensors.get(f"model.{name}")
+            if old is None or not isinstance(t, StoredTensor) or t.shape != old.shape:
+                raise Corrupt(f'{model.what}: the master of "{name}" in fp32_groups has another shape than its weight.')
+            out.tensors[f"model.{name}"] = reading.whole(model, t, old.path)
+            out.rounded[f"model.{name}"] = old
+    for alias, owner in ds.tied([model]).items():
+        if f"model.{owner}" in out.tensors:
+            out.tensors[f"model.{alias}"] = replace(out.tensors[f"model.{owner}"], path=("model", alias))
+    out.records = list(reading.records.values())
+    out.notes.append(DERIVED)
+
+
+def _layout(stage: int, title: str, detect: Any) -> Layout:
+    aliases = ("deepspeed", "zero") if stage == 3 else ()
+    return Layout(
+        name=f"zero{stage}", title=title, detect=detect, read=_read, write=partial(late("ckpttool.converters.deepspeed.write_zero:write_stage"), stage=stage),
+        prepare=late("ckpttool.converters.deepspeed.write_zero:prepare"), options=ZeroOptions, aliases=aliases,
+        needs_named_optimizer=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
+    )  # fmt: skip
+
+
+LAYOUTS = (
+    _layout(3, "DeepSpeed ZeRO-3", lambda where: _detect(where, True)),
+    _layout(2, "DeepSpeed ZeRO-2; reads stages 0, 1 and 2", lambda where: _detect(where, False)),
+    _layout(1, "DeepSpeed ZeRO-1; read as zero2", lambda where: (False, "see zero2, which reads it")),
+)

@@ -1,0 +1,267 @@
+"""fsdp1: a folder with one torch.save file a rank, as jobs of FSDP1 write with LOCAL_STATE_DICT or SHARDED_STATE_DICT.
+
+    local_rank{r}.pt          model.state_dict()       any names do that end in rank{r} or rank_{r} before the suffix:
+    local_optim_rank{r}.pt    optimizer.state_dict()   model_world_size_4_rank_0.pt (verl), pytorch_model_fsdp_rank0.bin
+    flat_layout.json          see flat_layout.py       (accelerate), checkpoint-shard0.pt (FairScale)
+
+or one file a rank with everything in it: {"model": ..., "optim": ..., "step": ...}. Files are identified by their content:
+
+    model       "<wrapped module>._flat_param" -> ShardedTensor, 1-D, padding of the last slices removed; buffers under
+                their FQN; with use_orig_params=True also each FQN as the 1-D slice this rank has, a view of the former
+                (torch/distributed/fsdp/_state_dict_utils.py, _local_post_state_dict_hook)
+                "<fqn>" -> ShardedTensor or DTensor, dim-0 shards (SHARDED_STATE_DICT), any mesh
+                "<fqn>" -> whole tensor (NO_SHARD, and every job of one rank)
+    optimizer   raw `optimizer.state_dict()`: numbers, slots as 1-D slices, those of use_orig_params=False with the
+                zeros that pad the last ones; parameters of which a rank has no part are missing
+                `FSDP.optim_state_dict`: FQNs, ShardedTensor or DTensor, whatever the type (also LOCAL_STATE_DICT)
+
+A ShardedTensor is pickled as (local shards, metadata, process group state, ...), a DTensor as its local tensor and a
+spec with mesh and placements; both carry the rank that wrote them, which reveals exchanged files. Neither is
+ever built. Flat parameters do not say which parameters they contain: see `flat_layout`.
+
+FairScale's shards (`flat_param_0`, `shard_metadata`) have padding in the model, too, and describe their own content.
+
+Sources: torch/distributed/fsdp, torch/distributed/_shard/sharded_tensor/api.py, torch/distributed/tensor; fairscale
+nn/data_parallel/fully_sharded_data_parallel.py; files of torch 2.10 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckpttool.bounded_json import parse
+from ckpttool.engine.flat.flat_layout import FLAT
+from ckpttool.errors import Corrupt, UsageError
+from ckpttool.formats import stored_tensors
+from ckpttool.formats.sharded import is_sharded
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.huggingface import model_names
+from ckpttool.huggingface.model_names import ModelNames
+from ckpttool.index.checkpoint import Checkpoint, Path, Salvage, TensorEntry, same_bytes, tied_weights
+from ckpttool.index.composites import shape_of
+from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
+from ckpttool.index.names import canonical, with_canonical_keys
+from ckpttool.layouts import Layout, ModelHints, Place, ReadOptions, checkpoint_of, late
+from ckpttool.storage.source import Source
+
+from ..options import Fsdp1Options
+from ..rank_files import (
+    SIDE,
+    Files,
+    Rank,
+    assembled,
+    column_of,
+    groups_of,
+    hold_a_state,
+    keep_first,
+    parts_of,
+    replicated,
+    rest_of,
+)
+from . import fairscale
+from .flat_params import ModelInfo, RankSlices, Spans, layout_of, model_names_of
+from .optimizer import read_optimizer
+
+__all__ = ["LAYOUTS"]
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with files of ranks and without `.metadata`."""
+    source, name = where
+    if name is not None:
+        return False, "a folder with one torch.save file a rank; this is a file"
+    names = source.list()
+    if ".metadata" in names:
+        return False, "has .metadata, so that files of ranks are not all of it"
+    try:
+        groups = [g for g in groups_of(names) if not SIDE.match(g.pattern)]
+    except Corrupt:
+        return True, "has files of ranks"
+    if not groups:
+        return False, "no torch.save files of ranks (local_rank0.pt, model_world_size_2_rank_0.pt, ...)"
+    if not hold_a_state(source, groups):
+        return False, f"has {groups[0].pattern}, which hold neither weights nor an optimizer"
+    return True, f"has {groups[0].pattern} of {len(groups[0].ranks)} ranks"
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a folder of per-rank files.
+
+    Raises:
+        Corrupt: a rank is missing, exchanged, or of another step. Unsupported: the files do not tell, and neither do
+        the options, what lies in a flat parameter.
+    """
+    try:
+        return _read(where.source, options)
+    except UsageError:  # a ValueError too, and no fault of the files
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        raise Corrupt(
+            f"{where.source.root}: the files of ranks are inconsistent ({type(e).__name__}: {e}); no release of FSDP1 "
+            "writes such files."
+        ) from e
+
+
+def _read(source: Source, options: ReadOptions) -> Checkpoint:
+    files = Files(source)
+    lost: list[str] = []
+    parts, world = parts_of(
+        files, source, groups_of(source.list()), lost if options.salvage else None, options.allow_equal_ranks
+    )
+    config = model_names.config_of(options.config) if options.config is not None else _own_config(source)
+    model: dict[str, Any] = {}
+    known = ModelInfo(None, {}, {}, RankSlices([], {}))
+    if parts["model"] and "shard_metadata" in parts["model"][0].tree:
+        model, known = fairscale.read_model(files, parts["model"])
+    elif parts["model"]:
+        model, known = _model(
+            files, parts["model"], lambda: model_names_of(files, options, config, parts["optim"]), options
+        )
+    leaves: dict[Path, Any] = {("model", name): leaf for name, leaf in model.items()}
+    if parts["model"]:
+        extra_states = _extra_states(files, parts["model"][0])
+        leaves = {p: leaf for p, leaf in leaves.items() if p not in {q[:2] for q in extra_states}} | extra_states
+    if parts["optim"] and (options.only is None or "optim" in options.only):
+        leaves.update(read_optimizer(files, parts["optim"], known, options, config))
+    leaves.update(rest_of(files, parts["rest"], leaves))
+    like = options.like.optimizer if options.like else None
+    named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, options.only))
+    out = checkpoint_of(named, "fsdp1", source.root, world, files.names, source)
+    out.notes = [*parts["notes"], *out.notes]
+    out.records, out.config = list(files.records.values()), config
+    out.ranks = {r.file: r.rank for ranks in (parts["model"], *parts["optim"]) for r in ranks}
+    if out.trainer is None and any(n.startswith("model_world_size_") for n in files.names):
+        out.trainer = "verl"
+    out.notes = [*out.notes, *dict.fromkeys(files.notes)]
+    if lost:
+        out.salvage = Salvage([f"{name} is missing; other ranks have copies of all its parts" for name in lost])
+    keep_first(files.unlike, out)
+    return out
+
+
+def _extra_states(files: Files, rank: Rank) -> dict[Path, Any]:
+    """What `get_extra_state()` of modules gave, taken apart; one that is a tensor is read like a buffer."""
+    out: dict[Path, Any] = {}
+    clean = strip_wrappers(str(k) for k in rank.tree)
+    for key, x in rank.tree.items():
+        name = clean[str(key)]
+        if name.rpartition(".")[2] == EXTRA_STATE and not isinstance(x, StoredTensor):
+            found, records = stored_tensors.leaves(
+                x, ("model", name), rank.file, files.reader(rank.file), files.path(rank.file)
+            )
+            out |= found
+            files.records.update(((rank.file, r.extent.offset), r) for r in records)
+    return out
+
+
+def _own_config(source: Source) -> dict[str, Any] | None:
+    """The model's config.json in the folder."""
+    for name in ("config.json", "huggingface/config.json"):
+        if source.exists(name):
+            found = parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
+            if isinstance(found, dict) and "model_type" in found:
+                return found
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------- model
+
+
+def _model(
+    files: Files,
+    ranks: list[Rank],
+    names: Callable[[], tuple[ModelNames, str] | None],
+    options: ModelHints,
+) -> tuple[dict[str, TensorEntry], ModelInfo]:
+    keys = list(dict.fromkeys(k for r in ranks for k in r.tree))
+    clean = strip_wrappers(str(k) for k in keys)
+    columns = {clean[str(k)]: column_of(files, ranks, k) for k in keys}
+    places = _places(files, ranks)
+    if any(n.rpartition(".")[2] == FLAT for n in columns):
+        return _local(files, ranks, columns, places, names, options)
+    out = {n: assembled(files, ranks, n, column) for n, column in columns.items()}
+    tensors = {n: t for n, t in out.items() if isinstance(t, TensorEntry)}
+    sharded = {n for n, column in columns.items() if is_sharded(column[0])}
+    params = {n: t.shape for n, t in tensors.items() if n in sharded or (not sharded and "float" in t.dtype)}
+    own = [places[r.rank] if sharded else (0, 1) for r in ranks]
+    return out, ModelInfo(None, params, tied_weights(tensors), RankSlices(own, {}))
+
+
+def _places(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:
+    """Which slice of a flat parameter each rank holds: its place in the sharding group, if tensors tell it."""
+    out = {}
+    for r in ranks:
+        place = next((files.shards(r.file, str(k), x).place for k, x in r.tree.items() if is_sharded(x)), None)
+        out[r.rank] = place or (r.rank, len(ranks))
+    return out
+
+
+def _local(
+    files: Files,
+    ranks: list[Rank],
+    columns: dict[str, list[Any]],
+    places: dict[int, tuple[int, int]],
+    names: Callable[[], tuple[ModelNames, str] | None],
+    options: ModelHints,
+) -> tuple[dict[str, TensorEntry], ModelInfo]:
+    """The parameters of a LOCAL_STATE_DICT, cut out of its flat parameters."""
+    plain = {n: c for n, c in columns.items() if n.rpartition(".")[2] != FLAT}
+    flats: dict[str, TensorEntry] = {}
+    pieces: dict[str, list[tuple[int, StoredTensor] | None]] = {}
+    for name, column in columns.items():
+        if name in plain:
+            continue
+        module, t = name.rpartition(".")[0], assembled(files, ranks, name, column)
+        if not isinstance(t, TensorEntry) or len(t.shape) != 1 or "float" not in t.dtype:
+            raise Corrupt(
+                f'{files.source.root}: the flat parameter of module "{module}" is not a 1-D tensor of floats.'
+            )
+        flats[module] = t
+        had = [files.shards(r.file, name, x).pieces for r, x in zip(ranks, column, strict=True) if is_sharded(x)]
+        pieces[module] = [(p[0][0][0], p[0][1]) if p else None for p in had]
+    own = RankSlices([places[r.rank] for r in ranks], pieces)
+    layout, slices = layout_of(files, plain, flats, own, names, options)
+    out: dict[str, TensorEntry] = {}
+    for flat in layout.flats:
+        whole = Spans.of(flats[flat.module])
+        for part in flat.parts:
+            # a parameter's own slices are more certain than the flat parameter: they do not depend on the alignment
+            spans = whole
+            if part.name in slices:
+                spans = Spans.joined(files, part.first, [(ranks[i], plain[part.name][i]) for i in own.firsts()])
+            out[part.name] = TensorEntry(whole.dtype, part.shape, (), spans.chunks(part))
+        for alias, owner in flat.shared:
+            out[alias] = out[owner]
+    lost = [n for n in slices if n not in out]
+    if lost:
+        raise Corrupt(
+            f'{files.source.root}: "{lost[0]}" is in the files, but not in a flat parameter of the layout given.'
+        )
+    for name, column in plain.items():
+        if name not in out:
+            out[name] = replicated(files, ranks, name, column)
+    listed = [n for n in layout.names or () if n in out]
+    out = {n: out[n] for n in dict.fromkeys((*listed, *out))}
+    params = {p.name: p.shape for f in layout.flats for p in f.parts}
+    tied = {a: b for f in layout.flats for a, b in f.shared}
+    return out, ModelInfo(layout, {n: params[n] for n in out if n in params}, tied, own)
+
+
+LAYOUTS = (
+    Layout(
+        name="fsdp1",
+        title="FSDP1: one torch.save file a rank",
+        detect=detect,
+        read=read,
+        write=late("ckpttool.converters.fsdp1.write:write"),
+        prepare=late("ckpttool.converters.fsdp1.write:prepare"),
+        options=Fsdp1Options,
+        aliases=("local", "local_state_dict"),
+        reader_uses=("config", "like", "flat_layout", "wrap"),
+        needs_named_optimizer=True,
+    ),
+)

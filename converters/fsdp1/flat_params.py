@@ -1,0 +1,314 @@
+"""The content of the flat parameters in FSDP1's files.
+
+The files do not describe it. `layout_of` takes it from flat_layout.json, --flat-layout, --like or --config, or from the names in
+the optimizer, and proves it against the lengths and places of the slices in the files.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
+from ckpttool.errors import Unsupported, argument
+from ckpttool.formats.sharded import is_sharded
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.huggingface import model_names
+from ckpttool.huggingface.model_names import ModelNames
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
+from ckpttool.index.fqns import strip_wrappers
+from ckpttool.layouts import ModelHints
+from ckpttool.printable import printable
+
+from ..rank_files import Files, Rank
+
+__all__ = ["ModelInfo", "RankSlices", "Spans", "given_layout", "layout_of", "model_names_of"]
+
+
+class ModelInfo(NamedTuple):
+    """What reading the optimizer needs to know about the model.
+
+    `layout` is None if there is no flat parameter; `params` are names that may be parameters, in order, with their
+    shapes; `own` tells which ranks hold copies of the same slice.
+    """
+
+    layout: FlatLayout | None
+    params: dict[str, tuple[int, ...]]
+    tied: dict[str, str]
+    own: RankSlices
+
+
+class Spans(NamedTuple):
+    """The places of the slices of a flat tensor: columns (first element, end, file, byte of the first), ascending."""
+
+    first: list[int]
+    end: list[int]
+    file: list[int]
+    offset: list[int]
+    dtype: str
+
+    @classmethod
+    def of(cls, t: TensorEntry) -> Spans:
+        """The spans of a 1-D tensor."""
+        c = t.chunks
+        rows = sorted(r for r in zip(c.start, c.shape, c.file, c.offset, strict=True) if r[1])
+        return cls(
+            [r[0] for r in rows], [r[0] + r[1] for r in rows], [r[2] for r in rows], [r[3] for r in rows], t.dtype
+        )
+
+    @classmethod
+    def joined(cls, files: Files, first: int, slices: Iterable[tuple[Rank, StoredTensor]]) -> Spans:
+        """The spans of slices that follow one another from element `first` on."""
+        out = cls([], [], [], [], "")
+        for r, t in slices:
+            out = out._replace(dtype=t.dtype)
+            if not t.contiguous:
+                raise Unsupported(f"{files.path(r.file)}: a slice of a flat parameter is not contiguous.")
+            if t.shape[0]:
+                files.keep(r.file, t)
+                for column, x in zip(out[:4], (first, first + t.shape[0], r.file, t.extent[0]), strict=True):
+                    column.append(x)
+                first += t.shape[0]
+        return out
+
+    def chunks(self, part: Part) -> Chunks:
+        """The boxes of a parameter."""
+        out, item = Chunks(len(part.shape)), ITEMSIZE[self.dtype]
+        k = bisect_right(self.end, part.first)
+        while k < len(self.first) and self.first[k] < part.first + part.numel:
+            a = self.first[k]
+            for start, size, steps, at in flat_layout.pieces(part, a, self.end[k]):
+                out.add(start, size, self.file[k], self.offset[k] + (at - a) * item, prod(size) * item, steps)
+            k += 1
+        if not part.numel:
+            out.add((0,) * len(part.shape), part.shape, 0, 0, 0)
+        return out
+
+
+def layout_of(
+    files: Files,
+    plain: dict[str, list[Any]],
+    flats: dict[str, TensorEntry],
+    own: RankSlices,
+    names: Callable[[], tuple[ModelNames, str] | None],
+    options: ModelHints,
+) -> tuple[FlatLayout, set[str]]:
+    """(the layout of the flat parameters, names whose slices the files have).
+
+    Raises:
+        Unsupported: the layout is unknown, or does not fit the files.
+    """
+    given = given_layout(files, options)
+    if given is not None:
+        layout, where = given
+        shapes = {p.name: p.shape for f in layout.flats for p in f.parts}
+        slices = _slices(plain, own, shapes)
+        _prove(files, layout, where, flats, plain, own, slices)
+        return layout, slices
+    asked = names()
+    if asked is None:
+        raise _undescribed(files, flats)
+    known, where = asked
+    slices = _slices(plain, own, known.shapes)
+    uop = bool(slices)
+    tied = _tied_slices(plain, slices) if uop else dict(known.tied)
+    if where == _OPTIMIZER:  # it knows neither the order of modules nor what is frozen or tied, the slices do
+        known = known._replace(
+            shapes={**known.shapes, **{a: known.shapes[b] for a, b in tied.items() if b in known.shapes}}
+        )
+        if not uop or not slices <= known.shapes.keys():
+            raise _undescribed(files, flats)
+    order = list(plain) if uop else [n for n in known.shapes if n not in plain]
+    unknown = [n for n in slices if n not in known.shapes]
+    if unknown:
+        raise Unsupported(
+            f'{files.source.root}: "{unknown[0]}" is not among the {len(known.shapes)} names of {where}. {flat_layout.OTHER}'
+        )
+    if not uop:
+        flat_layout.refuse_alphabet(order, where)
+    params = [n for n in order if n not in known.buffers and (n in slices or not uop)]
+    inside = flat_layout.assigned(params, flats)
+    homeless = [m for m in inside if m not in flats]
+    if homeless:
+        raise Unsupported(
+            f'{files.source.root}: "{inside[homeless[0]][0]}" of {where} lies in no wrapped module; the files have flat '
+            f"parameters of {flat_layout.listed(flats)}. {flat_layout.OTHER}"
+        )
+    made = []
+    for module in (*inside, *(m for m in flats if m not in inside)):
+        whole, members = flats[module], [(n, known.shapes[n]) for n in inside.get(module, ())]
+        aligns = flat_layout.aligned(whole.dtype) if uop else (0,)
+
+        def fits(flat: Flat, size: int = whole.shape[0]) -> bool:
+            return flat.numel == size and all(
+                own.agrees(flat, p, plain[p.name]) for p in flat.parts if p.name in slices
+            )
+
+        flat = flat_layout.fitting(module, members, fits, aligns, own.shards, whole.dtype, tied)
+        if flat is None:
+            raise Unsupported(_no_fit(files, module, whole.shape[0], members, aligns, where, own.shards, uop))
+        made.append(flat)
+    return FlatLayout(uop, own.shards, tuple(made), tuple(plain if uop else known.shapes)), slices
+
+
+class RankSlices(NamedTuple):
+    """Which slice of every flat parameter each rank has: `places` (slice, slices) by rank, `pieces` {module: (first
+    element, tensor) by rank}."""
+
+    places: list[tuple[int, int]]
+    pieces: dict[str, list[tuple[int, StoredTensor] | None]]
+
+    @property
+    def shards(self) -> int:
+        """Into how many slices flat parameters are cut."""
+        return max((n for _, n in self.places), default=1)
+
+    def firsts(self) -> list[int]:
+        """The first rank, by its position, of each slice."""
+        seen: dict[int, int] = {}
+        for i, (k, _) in enumerate(self.places):
+            seen.setdefault(k, i)
+        return [i for _, i in sorted(seen.items())]
+
+    def agrees(self, flat: Flat, part: Part, column: list[Any]) -> bool:
+        """Whether the slices of a parameter in the files have the lengths and places that follow from the flat parameter."""
+        for i, t in enumerate(column):
+            a, b = flat_layout.slice_of(flat.numel, self.shards, self.places[i][0])
+            a, b = max(a, part.first), min(b, part.first + part.numel)
+            if prod(t.shape) != max(0, b - a):
+                return False
+            piece = self.pieces[flat.module][i]
+            same = a < b and piece is not None and piece[1].storage == t.storage
+            if same and piece is not None and piece[0] + (t.at - piece[1].at) // ITEMSIZE[t.dtype] != a:
+                return False
+        return True
+
+
+def _slices(plain: dict[str, list[Any]], own: RankSlices, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Names that stand for the 1-D slices of a parameter (use_orig_params), not for buffers, which every rank has whole:
+    views of the flat parameter, or as long together as the parameter."""
+    out = set()
+    firsts = own.firsts()
+    storages = [{x[1].storage for p in own.pieces.values() if (x := p[i])} for i in range(len(own.places))]
+    for name, column in plain.items():
+        if not all(isinstance(t, StoredTensor) and len(t.shape) == 1 and "float" in t.dtype for t in column):
+            continue
+        views = any(t.shape[0] and t.storage in storages[i] for i, t in enumerate(column))
+        size = prod(shapes[name]) if name in shapes else -1
+        total = sum(column[i].shape[0] for i in firsts)
+        if views or (total == size and any(column[i].shape[0] != size for i in firsts)):
+            out.add(name)
+    return out
+
+
+def _tied_slices(plain: dict[str, list[Any]], slices: set[str]) -> dict[str, str]:
+    """{name: the one before whose slices are the same bytes on every rank}."""
+    first: dict[Any, str] = {}
+    out = {}
+    for name in plain:
+        if name in slices:
+            place = tuple((t.storage.offset, t.at, t.shape) if prod(t.shape) else None for t in plain[name])
+            if any(place) and first.setdefault(place, name) != name:
+                out[name] = first[place]
+    return out
+
+
+def given_layout(files: Files, options: ModelHints) -> tuple[FlatLayout, str] | None:
+    """The flat layout next to the files, or that of --flat-layout."""
+    if files.source.exists(flat_layout.RECORD):
+        what = f"{files.source.root}/{flat_layout.RECORD}"
+        return flat_layout.from_json(files.source.read_all(flat_layout.RECORD, 256 << 20), what), flat_layout.RECORD
+    if options.flat_layout is None:
+        return None
+    return flat_layout.read_file(options.flat_layout), argument("flat_layout", options.flat_layout)
+
+
+def _prove(
+    files: Files,
+    layout: FlatLayout,
+    where: str,
+    flats: dict[str, TensorEntry],
+    plain: dict[str, list[Any]],
+    own: RankSlices,
+    slices: set[str],
+) -> None:
+    """Compare a layout that was given with the files.
+
+    Raises:
+        Unsupported: with the module and the numbers.
+    """
+    known = {f.module: f for f in layout.flats}
+    if known.keys() != flats.keys():
+        raise Unsupported(
+            f"{files.source.root}: {where} knows flat parameters of {flat_layout.listed(known)}, the files have those of "
+            f"{flat_layout.listed(flats)}. They are of jobs that wrapped different modules."
+        )
+    for module, t in flats.items():
+        flat = known[module]
+        if flat.numel != t.shape[0]:
+            raise Unsupported(
+                f'{files.source.root}: the flat parameter of module "{module}" has {t.shape[0]} elements, by {where} it '
+                f"has {flat.numel}: another model, another world size, or other mixed precision with use_orig_params."
+            )
+        for p in flat.parts:
+            if p.name in slices and not own.agrees(flat, p, plain[p.name]):
+                raise Unsupported(f'{files.source.root}: the slices of "{p.name}" are not where {where} says.')
+
+
+_OPTIMIZER = "the optimizer's state"
+
+
+def model_names_of(
+    files: Files, options: ModelHints, config: dict[str, Any] | None, optim: list[list[Rank]]
+) -> tuple[ModelNames, str] | None:
+    """Names and shapes of the model in its order, and their source."""
+    if options.like is not None and options.like.shapes:
+        like = options.like
+        buffers = frozenset(n for n, (_, dtype) in like.shapes.items() if "float" not in dtype)
+        return ModelNames({n: s for n, (s, _) in like.shapes.items()}, like.tied, buffers, ()), argument("like")
+    if config is not None:
+        return model_names.names_of(config), "the config"
+    for ranks in optim:
+        shapes = {}
+        for name, slots in ranks[0].tree.get("state", {}).items():
+            found = [files.shards(ranks[0].file, name, x).shape for x in slots.values() if is_sharded(x)]
+            if isinstance(name, str) and found:
+                shapes[name] = found[0]
+        if shapes:
+            clean = strip_wrappers(shapes)
+            return ModelNames({clean[n]: s for n, s in shapes.items()}, {}, frozenset(), ()), _OPTIMIZER
+    return None
+
+
+def _undescribed(files: Files, flats: Iterable[str]) -> Unsupported:
+    name = printable(os.path.basename(files.source.root))
+    return Unsupported(
+        f"{files.source.root} holds flat parameters of {flat_layout.listed(flats)}, but does not say which parameters they contain. "
+        "Describe them in one of three ways:",
+        listing=f"  ckpttool convert {name} OUT --to dcp --like model.pt           any other checkpoint of the same model\n"
+        f"  ckpttool convert {name} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n"
+        f"  ckpttool convert {name} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in the job",
+    )
+
+
+def _no_fit(
+    files: Files,
+    module: str,
+    numel: int,
+    members: list[tuple[str, tuple[int, ...]]],
+    aligns: Sequence[int],
+    where: str,
+    shards: int,
+    uop: bool,
+) -> str:
+    sizes = [flat_layout.lay_out(module, members, a, shards).numel for a in aligns]
+    text = f"{sizes[0]}" if not uop else ", ".join(f"{n} aligned to {a}" for a, n in zip(aligns, sizes, strict=True))
+    return (
+        f'{files.source.root}: the flat parameter of module "{module}" has {numel} elements, but the {len(members)} '
+        f"parameters of {where} that lie in it have {text}. {where[:1].upper()}{where[1:]} is of another model, or the job "
+        "wrapped modules that are not in the files."
+    )

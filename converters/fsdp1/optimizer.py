@@ -1,0 +1,411 @@
+"""The optimizer in FSDP1's files: by FQN, or by number with slots that are 1-D slices of flat parameters.
+
+Numbers are named only if the lengths of the slices leave exactly one way to do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
+from ckpttool.errors import Corrupt, Unsupported, argument
+from ckpttool.formats import stored_tensors
+from ckpttool.formats.sharded import is_sharded
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.huggingface import model_names
+from ckpttool.index.checkpoint import Path, TensorEntry
+from ckpttool.index.optimizer_names import name_order
+from ckpttool.layouts import ReadOptions
+
+from ..rank_files import Files, Rank, compare_replicas, scalar, shown, slot_of
+from .flat_params import ModelInfo, RankSlices, Spans, given_layout
+
+__all__ = ["read_optimizer"]
+
+
+def read_optimizer(
+    files: Files, saved: list[list[Rank]], known: ModelInfo, options: ReadOptions, config: dict[str, Any] | None
+) -> dict[Path, Any]:
+    """{("optim", ...): leaf} of the optimizer, which may be saved twice: with FQNs and as numbered slices."""
+    named = [r for r in saved if not _numbered(r[0].tree)]
+    raw = [r for r in saved if _numbered(r[0].tree)]
+    for kind in (named, raw):
+        if len(kind) > 1:
+            a, b = (files.names[k[0].file] for k in kind[:2])
+            raise Unsupported(
+                f"{files.source.root} holds more than one optimizer: {a} and {b}. Move one to a folder of its own."
+            )
+    chosen = (named or raw)[0]
+    groups = _param_groups(files, chosen)
+    if named and raw:
+        _same_save(files, named[0], raw[0])
+        files.notes.append(
+            f"the optimizer is there twice; {files.names[chosen[0].file]} and its like are read, which name parameters, "
+            f"{files.names[raw[0][0].file]} and its like say the same step and hyperparameters"
+        )
+    out: dict[Path, Any] = {}
+    for i, group in enumerate(groups):
+        for k, v in group.items():
+            raw, path = chosen[0].tree["param_groups"][i][k], ("optim", "param_groups", i, str(k))
+            out.update(_with_tensors(files, chosen[0], path, raw) or {path: v})
+    columns = _slots(chosen)
+    if named:
+        return {**out, **_whole_slots(files, chosen, columns)}
+    if _flat_numbers(columns) or (not columns and known.layout is not None):
+        return {**out, **_unflattened(files, chosen, columns, groups, known, options, config)}
+    out.update(_whole_slots(files, chosen, columns))
+    given = given_layout(files, options)
+    if given is not None and given[0].use_orig_params and given[0].optimizer is not None:
+        numbers = [list(g.get("params") or ()) for g in groups]
+        if [len(g) for g in numbers] == [len(g) for g in given[0].optimizer]:
+            names = {
+                str(x): n for g, h in zip(numbers, given[0].optimizer, strict=True) for x, n in zip(g, h, strict=True)
+            }
+            out = {(*p[:2], names[str(p[2])], *p[3:]) if p[1] == "state" else p: x for p, x in out.items()}
+            out.update({("optim", "param_groups", i, "params"): list(g) for i, g in enumerate(given[0].optimizer)})
+    return out
+
+
+def _numbered(tree: dict[Any, Any]) -> bool:
+    ids = [x for g in tree.get("param_groups") or () if isinstance(g, dict) for x in g.get("params") or ()]
+    return any(type(x) is int for x in ids or tree.get("state") or ())
+
+
+def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
+    """The param groups, which must be equal on all ranks.
+
+    Raises:
+        Corrupt: they differ.
+    """
+    out: list[dict[Any, Any]] = []
+    for r in ranks:
+        groups = r.tree.get("param_groups")
+        if (
+            not isinstance(groups, list)
+            or not all(isinstance(g, dict) for g in groups)
+            or not isinstance(r.tree["state"], dict)
+        ):
+            raise Corrupt(f"{files.path(r.file)}: an optimizer without param_groups.")
+        groups = stored_tensors.inlined(groups, files.reader(r.file), files.path(r.file))
+        if r is ranks[0]:
+            out = groups
+        elif groups != out:
+            key = next(
+                (k for a, b in zip(out, groups, strict=False) for k in {**a, **b} if a.get(k) != b.get(k)), "params"
+            )
+            raise Corrupt(
+                f'{files.path(r.file)}: its param groups differ from those in {files.names[ranks[0].file]}, first in "{key}". '
+                "The files are from different saves; fetch the files of one save."
+            )
+    return out
+
+
+def _with_tensors(files: Files, r: Rank, path: Path, x: Any) -> dict[Path, Any]:
+    """The leaves of an option of a param group that holds tensors, such as a learning rate or Prodigy's `d_numerator`; none of
+    another."""
+    if next(stored_tensors.tensors_in(x), None) is None:
+        return {}
+    leaves, records = stored_tensors.leaves(x, path, r.file, files.reader(r.file), files.path(r.file))
+    files.records.update(((r.file, found.extent.offset), found) for found in records)
+    return leaves
+
+
+def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
+    """{(parameter, slot): what each rank has, None where nothing}. A rank without elements of a parameter has no slot of it.
+
+    Raises:
+        Corrupt: a rank has only some of the slots of a parameter.
+    """
+    out: dict[tuple[Any, Any], list[Any]] = {}
+    first: dict[Any, tuple[Rank, dict[Any, Any]]] = {}
+    for i, r in enumerate(ranks):
+        for name, slots in r.tree["state"].items():
+            if isinstance(slots, dict) and slots:
+                other, has = first.setdefault(name, (r, slots))
+                if odd := sorted(map(str, slots.keys() ^ has.keys())):
+                    raise Corrupt(
+                        f'The optimizer state of parameter {name} has a slot "{odd[0]}" in the file of rank '
+                        f"{(r if odd[0] in map(str, slots) else other).rank} and not in that of rank "
+                        f"{(other if odd[0] in map(str, slots) else r).rank}. The files are from different jobs, or one was changed."
+                    )
+                for slot, x in slots.items():
+                    out.setdefault((name, slot), [None] * len(ranks))[i] = x
+    return out
+
+
+def _same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
+    """Compare the two forms of one optimizer: hyperparameters and steps.
+
+    Raises:
+        Corrupt: they are from different saves.
+    """
+
+    def summary(ranks: list[Rank]) -> tuple[Any, Any]:
+        groups = [
+            {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in _param_groups(files, ranks)
+        ]
+        steps = [
+            scalar(files, ranks[0].file, x) for (_, slot), c in _slots(ranks[:1]).items() if slot == "step" for x in c
+        ]
+        return groups, {shown(x) for x in steps}
+
+    one, two = summary(a), summary(b)
+    if one[1] and two[1] and one[1].isdisjoint(two[1]):
+        raise Corrupt(
+            f"{files.path(a[0].file)} is of step {', '.join(sorted(one[1]))}, {files.names[b[0].file]} of step "
+            f"{', '.join(sorted(two[1]))}. They are from different saves; fetch the files of one save."
+        )
+    if one[0] != two[0]:
+        raise Corrupt(
+            f"{files.path(a[0].file)} and {files.names[b[0].file]} have other hyperparameters. Fetch all files of one save."
+        )
+
+
+def _flat_numbers(columns: dict[tuple[Any, Any], list[Any]]) -> bool:
+    """Whether numbered slots are slices of flat parameters: 1-D, all of them."""
+    wide = [x for c in columns.values() for x in c if is_sharded(x) or (isinstance(x, StoredTensor) and x.shape)]
+    return bool(wide) and all(isinstance(x, StoredTensor) and len(x.shape) == 1 for x in wide)
+
+
+def _unflattened(
+    files: Files,
+    ranks: list[Rank],
+    columns: dict[tuple[Any, Any], list[Any]],
+    groups: list[dict[Any, Any]],
+    known: ModelInfo,
+    options: ReadOptions,
+    config: dict[str, Any] | None,
+) -> dict[Path, Any]:
+    """State and groups by FQN of an optimizer whose slots are 1-D slices.
+
+    Raises:
+        Unsupported: the numbers cannot be named with certainty. Corrupt: slots of one parameter are not equally long.
+    """
+    ids = [list(g.get("params") or ()) for g in groups]
+    lengths = _lengths(files, ranks, columns)
+    expected = [[lengths.get(x) for x in group] for group in ids]
+    own = known.own if known.own.places else RankSlices([(i, len(ranks)) for i in range(len(ranks))], {})
+    layout = known.layout
+    resolved: list[list[str]] | None = None
+    if layout is not None:
+        resolved = _resolved(layout, own, expected)
+    else:
+        for guess in _guesses(files, known, own, expected, options, config):
+            resolved = _resolved(guess, own, expected)
+            if resolved is not None:
+                layout = guess
+                break
+        if resolved is None and own.shards == 1:  # use_orig_params, and all parameters have one dimension
+            return _whole_slots(files, ranks, columns)
+    if layout is None or resolved is None:
+        raise Unsupported(_unresolved(files, ranks, ids, lengths, layout, known))
+    by_key = {f.key: f for f in layout.flats}
+    by_name = {p.name: (f, p) for f in layout.flats for p in f.parts}
+    copies = dict(layout.copies)
+    by_number: dict[Any, list[tuple[str, list[Any]]]] = {}
+    for (x, slot), column in columns.items():
+        by_number.setdefault(x, []).append((str(slot), column))
+    out: dict[Path, Any] = {}
+    for i, (numbers, names) in enumerate(zip(ids, resolved, strict=True)):
+        for x, name in zip(numbers, names, strict=True):
+            parts = [by_name[name]] if layout.use_orig_params else [(by_key[name], p) for p in by_key[name].parts]
+            for slot, column in by_number.get(x, ()):
+                whole = _elements(column) != lengths.get(x)
+                out.update(_parted(files, ranks, own, layout, parts, slot, f"{name}.{slot}", column, whole))
+        out["optim", "param_groups", i, "params"] = flat_layout.members(layout, names)
+    return {path: leaf for path, leaf in out.items() if path[1] != "state" or path[2] not in copies}
+
+
+def _whole_slots(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], list[Any]]) -> dict[Path, Any]:
+    """Slots of parameters by name or number, whole or as ShardedTensor or DTensor."""
+    out: dict[Path, Any] = {}
+    for (x, slot), column in columns.items():
+        out["optim", "state", str(x), str(slot)] = slot_of(files, ranks, f"{x}.{slot}", column)
+    return out
+
+
+def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], list[Any]]) -> dict[Any, tuple[int, ...]]:
+    """{number of a parameter: elements that each rank has of it}. If a slot has one element on every rank and
+    other slots have more, it is one number for the whole parameter.
+
+    Raises:
+        Corrupt: two slots of one parameter differ, or the ranks differ in dtype.
+    """
+    out: dict[Any, tuple[int, ...]] = {}
+    slots: dict[Any, str] = {}
+    for (x, slot), column in columns.items():
+        n = _elements(column)
+        if sum(n) > sum(out.get(x, ())):
+            out[x], slots[x] = n, str(slot)
+    for (x, slot), column in columns.items():
+        n = _elements(column)
+        if n == out.get(x) or _is_number(column):
+            continue
+        k = next(i for i in range(len(n)) if n[i] != out[x][i])
+        raise Corrupt(
+            f'{files.path(ranks[k].file)}: "{slot}" of parameter {x} has {n[k]} elements, its "{slots[x]}" has '
+            f"{out[x][k]}. The file is damaged or was changed."
+        )
+    for (x, slot), column in columns.items():
+        kinds: dict[str, list[Rank]] = {}
+        for r, t in zip(ranks, column, strict=True):
+            if isinstance(t, StoredTensor):
+                kinds.setdefault(t.dtype, []).append(r)
+        if len(kinds) > 1:
+            (a, most), (b, odd) = sorted(kinds.items(), key=lambda kv: -len(kv[1]))[:2]
+            raise Corrupt(
+                f'{files.path(odd[0].file)}: "{slot}" of parameter {x} is {b}, in {files.names[most[0].file]} it is {a}. '
+                "The files are from different runs, or one was changed."
+            )
+    return out
+
+
+def _elements(column: list[Any]) -> tuple[int, ...]:
+    """How many elements each rank has; 0 if it is missing, or a number."""
+    return tuple(prod(t.shape) if isinstance(t, StoredTensor) and t.shape else 0 for t in column)
+
+
+def _is_number(column: list[Any]) -> bool:
+    """Whether a slot is one number for all of a parameter."""
+    return all(not isinstance(t, StoredTensor) or prod(t.shape) == 1 for t in column)
+
+
+def _expected(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, elements that each rank has) of everything that the optimizer numbers."""
+    out = []
+    for flat in layout.flats:
+        if not layout.use_orig_params:
+            step = -(-flat.numel // own.shards)
+            out.append((flat.key, (step,) * len(own.places)))
+            continue
+        for p in flat.parts:
+            cut = [flat_layout.slice_of(flat.numel, own.shards, k) for k, _ in own.places]
+            out.append((p.name, tuple(max(0, min(b, p.first + p.numel) - max(a, p.first)) for a, b in cut)))
+    if layout.use_orig_params and layout.names is not None:
+        place = {n: i for i, n in enumerate(layout.names)}
+        out.sort(key=lambda x: place.get(x[0], len(place)))
+    return out
+
+
+def _resolved(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) -> list[list[str]] | None:
+    """The name of every number, group by group, if the lengths leave exactly one way."""
+    names = _expected(layout, own)
+    if layout.optimizer is not None and [len(g) for g in layout.optimizer] == [len(g) for g in expected]:
+        lengths = dict(names)
+        if all(
+            n in lengths and e in (lengths[n], None)
+            for g, h in zip(layout.optimizer, expected, strict=True)
+            for n, e in zip(g, h, strict=True)
+        ):
+            return [list(g) for g in layout.optimizer]
+    return name_order(names, expected)[0]
+
+
+def _guesses(
+    files: Files,
+    known: ModelInfo,
+    own: RankSlices,
+    expected: list[list[Any]],
+    options: ReadOptions,
+    config: dict[str, Any] | None,
+) -> Iterable[FlatLayout]:
+    """Flat layouts to try, if the model's own files give names and shapes."""
+    given = given_layout(files, options)
+    if given is not None:
+        yield given[0]
+        return
+    names, shapes = list(known.params), known.params
+    paths = flat_layout.module_paths(names)
+    wraps: list[list[str]] = []
+    if options.wrap is not None:
+        wraps.append(flat_layout.matching(paths, options.wrap))
+    else:
+        if config is not None:
+            wraps.append([b for b in model_names.names_of(config).blocks if b in paths])
+        wraps.append(flat_layout.matching(paths, flat_layout.blocks(names)))
+        wraps.append([])
+    wanted = {n for group in expected for n in group}
+    tied = dict(options.like.tied) if options.like else {}
+    tied = {**known.tied, **tied}
+    if config is not None:
+        tied = {**model_names.names_of(config).tied, **tied}
+    for modules in wraps:
+        inside = flat_layout.assigned(names, modules)
+        for aligns in ((0,), *((a,) for a in (4, 8, 2, 16))):
+            uop = aligns != (0,)
+            made = []
+            for module, members in inside.items():
+
+                def fits(flat: Flat, uop: bool = uop) -> bool:
+                    found = _expected(FlatLayout(uop, own.shards, (flat,)), own)
+                    return all(n in wanted or None in wanted for _, n in found)
+
+                flat = flat_layout.fitting(
+                    module, [(n, shapes[n]) for n in members], fits, aligns, own.shards, None, tied
+                )
+                if flat is None:
+                    break
+                made.append(flat)
+            else:
+                yield FlatLayout(uop, own.shards, tuple(made), tuple(names))
+
+
+def _unresolved(
+    files: Files,
+    ranks: list[Rank],
+    ids: list[list[Any]],
+    lengths: dict[Any, tuple[int, ...]],
+    layout: FlatLayout | None,
+    known: ModelInfo,
+) -> str:
+    count = sum(map(len, ids))
+    first = next(iter(lengths.items()), (0, ()))
+    text = (
+        f"{files.path(ranks[0].file)}: the optimizer numbers its {count} parameters, and their state is flat: number "
+        f"{first[0]} has {', '.join(map(str, first[1][:8]))} elements on the ranks. "
+    )
+    if layout is not None:
+        has = len(_expected(layout, known.own))
+        return text + (
+            f"That fits no order of the {has} flat parameters of the model, or more than one. Give {argument('flat_layout')} with the "
+            f"optimizer's order, ckpttool.describe_fsdp1(model, optimizer) in the job, or {argument('only', ['model'])}."
+        )
+    return text + (
+        f"No wrapping that was tried gives such lengths. Name the modules that FSDP1 wrapped, such as "
+        f"{argument('wrap', ['**.layers.*'])}, or give "
+        f"{argument('flat_layout')} (ckpttool.describe_fsdp1(model, optimizer) in the job), or {argument('only', ['model'])}."
+    )
+
+
+def _parted(
+    files: Files,
+    ranks: list[Rank],
+    own: RankSlices,
+    layout: FlatLayout,
+    parts: list[tuple[Flat, Part]],
+    slot: str,
+    name: str,
+    column: list[Any],
+    whole: bool,
+) -> dict[Path, Any]:
+    """One slot of one numbered parameter, cut into what it is for each FQN in it, or `whole` the same for all."""
+    if whole:
+        leaf = slot_of(files, ranks, name, column)
+        return {("optim", "state", p.name, slot): leaf for _, p in parts}
+    kept = {own.places[i][0]: i for i in own.firsts()}
+    for i, t in enumerate(column):
+        k = kept[own.places[i][0]]
+        if i != k and isinstance(t, StoredTensor) and isinstance(column[k], StoredTensor):  # of HYBRID_SHARD
+            compare_replicas(files, name, (ranks[k].file, column[k]), (ranks[i].file, t))
+    flat, first = parts[0]
+    at = first.first if layout.use_orig_params else 0
+    found = [(ranks[i], column[i], own.places[i][0]) for i in own.firsts() if isinstance(column[i], StoredTensor)]
+    if layout.use_orig_params:
+        spans = Spans.joined(files, at, [(r, t) for r, t, _ in found])
+    else:
+        cut = [(r, t, flat_layout.slice_of(flat.numel, own.shards, k)) for r, t, k in found]
+        spans = Spans.joined(files, at, [(r, t._replace(shape=(b - a,))) for r, t, (a, b) in cut])
+    return {("optim", "state", p.name, slot): TensorEntry(spans.dtype, p.shape, (), spans.chunks(p)) for _, p in parts}

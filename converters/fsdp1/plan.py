@@ -1,0 +1,277 @@
+"""Plans the flat parameters of the written files, and what their optimizer lists: the wrapping, and the order of names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
+from ckpttool.engine.flat.training import Training
+from ckpttool.errors import Unsupported, argument
+from ckpttool.huggingface import encodings, model_names
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, floating_dtype
+from ckpttool.layouts import WriteOptions
+
+from ..options import Fsdp1Options
+
+__all__ = ["Plan", "plan_flats"]
+
+
+@dataclass
+class Plan:
+    """`groups` are (what the optimizer lists, hyperparameters); None where there is no optimizer."""
+
+    layout: FlatLayout
+    groups: list[tuple[list[str], dict[str, Any]]] | None
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> Plan:
+    """The flat parameters to write, and what the optimizer lists."""
+    notes: list[str] = []
+    own = options.of(Fsdp1Options)
+    groups = _listed_by_group(ckpt, state)
+    group_of = {n: i for i, (names, _) in enumerate(groups) for n in names}
+    params = {*group_of, *state.frozen, *state.tied, *(n for g in state.groups for n in g.params)}
+    given = flat_layout.read_file(options.flat_layout) if options.flat_layout is not None else None
+    if given is not None:
+        flats = _flats_given(given, state, params, options, world)
+        names = given.names or tuple(state.tensors)
+        why = _mixed(flats, state, group_of)
+        if not given.use_orig_params and (why or own.use_orig_params):
+            raise Unsupported(
+                f"{argument('flat_layout', options.flat_layout)} is of a job with use_orig_params=False; "
+                + (why or f"{argument('use_orig_params', True, 'Fsdp1Options')} contradicts it.")
+            )
+        uop = given.use_orig_params
+    else:
+        names = _model_order(ckpt, state, options)
+        ordered = [n for n in names if n in params]
+        modules = _wrapped(ckpt, ordered, options, notes)
+        if ignored := _ignored(ordered, modules, state, options):
+            ordered = [n for n in ordered if n not in ignored]
+            notes.append(
+                f"{len(ignored)} frozen parameters have another dtype than the trained ones of their module, which FSDP1 does "
+                f"not flatten together; they are whole in every file, for FSDP(ignored_states=...): {', '.join(sorted(ignored)[:4])}"
+                + (", ..." if len(ignored) > 4 else "")
+            )
+        flats = _flats(ordered, modules, state, options, 0, world, notes)
+        why = _mixed(flats, state, group_of)
+        uop = own.use_orig_params or why is not None
+        if uop:
+            precision = None if own.precision is None else floating_dtype(own.precision)
+            flats = _flats(
+                ordered, modules, state, options, 16 // ITEMSIZE[precision] if precision else None, world, []
+            )
+        if why and not own.use_orig_params:
+            notes.append(f"written for FSDP1(use_orig_params=True): {why}")
+        elif not uop:
+            notes.append(
+                f"written for FSDP1(use_orig_params=False), its default; {argument('use_orig_params', True, 'Fsdp1Options')} for the other"
+            )
+    in_flats = {p.name for f in flats for p in f.parts}
+    copies = tuple((a, b) for a, b in state.tied.items() if a in in_flats)
+    for a, b in copies:
+        notes.append(
+            f'"{a}" and "{b}" are tied and lie in two wrapped modules, where FSDP1 makes two parameters of them'
+        )
+    listed: list[tuple[list[str], dict[str, Any]]] | None = None
+    if any(path[0] == "optim" for path in (x.path for c in (ckpt.tensors, ckpt.values) for x in c.values())):
+        owners = dict(copies)
+        group = {n: group_of.get(owners.get(n, n)) for n in names if n in in_flats}
+        inside: dict[int | None, list[str]] = {}
+        if uop:
+            for n, i in group.items():
+                inside.setdefault(i, []).append(n)
+        else:
+            for f in flats:
+                for i in dict.fromkeys(group[p.name] for p in f.parts if p.name in group):
+                    inside.setdefault(i, []).append(f.key)
+        listed = [(inside.get(i, []), hyper) for i, (_, hyper) in enumerate(groups)]
+        if given is not None and given.optimizer is not None:
+            listed = _as_given(given.optimizer, listed, notes)
+    optimizer = None if listed is None else tuple(tuple(g) for g, _ in listed)
+    return Plan(FlatLayout(uop, world, tuple(flats), tuple(names), optimizer, copies), listed, notes)
+
+
+def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[tuple[list[str], dict[str, Any]]]:
+    """(FQNs that the source lists, hyperparameters) of every param group, those without state too; owners of tied ones."""
+    out = []
+    for i, g in enumerate(state.groups):
+        value = ckpt.values.get(f"optim.param_groups.{i}.params")
+        names = list(value.data) if value is not None else list(g.params)
+        out.append((list(dict.fromkeys(state.tied.get(n, n) for n in names if n in state.tensors)), g.options))
+    return out
+
+
+def _as_given(
+    given: tuple[tuple[str, ...], ...], made: list[tuple[list[str], dict[str, Any]]], notes: list[str]
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """The order of the job's own optimizer, where it lists the same."""
+    if [set(g) for g in given] == [set(g) for g, _ in made]:
+        return [(list(g), hyper) for g, (_, hyper) in zip(given, made, strict=True)]
+    notes.append(
+        "the optimizer of the flat layout lists other parameters than the source's; the order is that of the model"
+    )
+    return made
+
+
+def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tuple[str, ...]:
+    """All names of the model in the order in which FSDP1 meets them.
+
+    Raises:
+        Unsupported: no source of names keeps that order.
+    """
+    own = list(state.tensors)
+    order: list[str] | None = None
+    if options.like is not None and options.like.shapes:
+        order, where = list(options.like.shapes), argument("like")
+    elif options.config is not None or (own == sorted(own) and ckpt.config is not None):
+        config = model_names.config_of(options.config) if options.config is not None else ckpt.config
+        order, where = (list(model_names.names_of(config).shapes), "the config") if config else (None, "")
+    if order is not None:
+        flat_layout.refuse_alphabet(order, where)
+        if missing := [n for n in own if n not in set(order)]:
+            raise Unsupported(
+                f'"{missing[0]}" and {len(missing) - 1} other tensors are not among the names of {where}. {flat_layout.OTHER}'
+            )
+        return tuple(n for n in order if n in state.tensors)
+    flat_layout.refuse_alphabet(own, f"{ckpt.layout} sources")
+    return tuple(own)
+
+
+def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
+    """The modules that the job wraps."""
+    paths = flat_layout.module_paths(names)
+    if options.wrap is not None:
+        found = flat_layout.matching(paths, options.wrap)
+        if not found and options.wrap:
+            notes.append(
+                f"{argument('wrap', options.wrap)} names no module, so only the root is wrapped; there are "
+                f"{flat_layout.listed(paths[1:])}. * is one component of the path, ** any number"
+            )
+        return found
+    patterns = flat_layout.blocks(names)
+    if options.config is not None:
+        config = model_names.config_of(options.config)
+        inside = set(paths)
+        if found := [b for b in model_names.names_of(config).blocks if b in inside]:
+            notes.append(f"wrapped modules, by the config: {flat_layout.listed(found)}, and the root")
+            return found
+    found = flat_layout.matching(paths, patterns)
+    if found:
+        notes.append(
+            f"wrapped modules, by the repeated blocks of the model: {', '.join(patterns)}, and the root; {argument('wrap')} names others"
+        )
+    else:
+        notes.append(f"only the root is wrapped, since no repeated blocks were found; {argument('wrap')} names modules")
+    return found
+
+
+def _ignored(names: list[str], modules: list[str], state: Training, options: WriteOptions) -> set[str]:
+    """Frozen parameters of another dtype than the trained ones beside them: what FSDP1 must be told to leave alone."""
+    trained = {n for g in state.groups for n in g.params}
+    out: set[str] = set()
+    for members in flat_layout.assigned(names, modules).values():
+        kinds = {n: options.cast(f"model.{n}", state.tensors[n].dtype) for n in members}
+        floats = {kinds[n] for n in members if state.tied.get(n, n) in trained}
+        if len(floats) == 1:
+            out |= {n for n in members if kinds[n] not in floats and state.tied.get(n, n) not in trained}
+    return out
+
+
+def _flats(
+    names: list[str],
+    modules: list[str],
+    state: Training,
+    options: WriteOptions,
+    align: int | None,
+    world: int,
+    notes: list[str],
+) -> list[Flat]:
+    """The flat parameters of a wrapping. `align` None is the alignment of the parameters' own dtype."""
+    out = []
+    for module, members in flat_layout.assigned(names, modules).items():
+        owners = [n for n in members if state.tied.get(n) not in members]
+        shared = [(n, state.tied[n]) for n in members if state.tied.get(n) in members]
+        kinds = {options.cast(f"model.{n}", state.tensors[n].dtype): n for n in owners}
+        if len(kinds) > 1:
+            (a, one), (b, two) = list(kinds.items())[:2]
+            codes = encodings.find(state.tensors)
+            if said := codes.said_of(one) or codes.said_of(two):
+                raise Unsupported(f"{said}, and FSDP1 flattens numbers that it trains, not codes. {encodings.ADVICE}")
+            raise Unsupported(
+                f'"{one}" is {a} and "{two}" is {b}, and FSDP1 flattens parameters of one dtype only; both lie in module '
+                f'"{module}". Wrap them apart with {argument("wrap")}, or cast one with {argument("cast")}.'
+            )
+        dtype = next(iter(kinds))
+        if "float" not in dtype:
+            raise Unsupported(f'"{owners[0]}" is {dtype}; FSDP1 flattens floating-point parameters only.')
+        if world > 1 and not any(state.tensors[n].numel for n in owners):
+            raise Unsupported(
+                f'No parameter of module "{module}" has an element (first "{owners[0]}"), so that no rank has a shard of its '
+                f"flat parameter. Wrap it together with its parent with {argument('wrap')}."
+            )
+        step = 16 // ITEMSIZE[dtype] if align is None else align
+        sized = [(n, state.tensors[n].shape) for n in owners]
+        out.append(flat_layout.lay_out(module, sized, step, world, dtype, shared))
+    return out
+
+
+def _flats_given(given: FlatLayout, state: Training, params: set[str], options: WriteOptions, world: int) -> list[Flat]:
+    """Those of --flat-layout, after comparing them with the model; the pads at the end are for another world size.
+
+    Raises:
+        Unsupported: it is of another model.
+    """
+    where = argument("flat_layout", options.flat_layout)
+    out = []
+    for flat in given.flats:
+        for p in flat.parts:
+            if p.strides is not None:
+                raise Unsupported(
+                    f'{where}: "{p.name}" is not contiguous in memory (strides {p.strides}); ckpttool reads such flat '
+                    "parameters, it does not write them. Call .contiguous() on it before FSDP wraps the model."
+                )
+            t = state.tensors.get(p.name)
+            if t is None or t.shape != p.shape:
+                raise Unsupported(
+                    f'{where} has "{p.name}" {p.shape}, the source has {t.shape if t else "no such tensor"}. {flat_layout.OTHER}'
+                )
+        end = max((p.first + p.numel for p in flat.parts), default=0)
+        dtype = (
+            options.cast(f"model.{flat.parts[0].name}", state.tensors[flat.parts[0].name].dtype) if flat.parts else None
+        )
+        out.append(flat._replace(numel=end + (-end % world if given.use_orig_params else 0), dtype=dtype))
+    inside = {n for f in out for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
+    if missing := sorted(params - inside):
+        raise Unsupported(
+            f'{where} lacks "{missing[0]}" and {len(missing) - 1} other parameters of the source. {flat_layout.OTHER}'
+        )
+    return out
+
+
+def _mixed(flats: list[Flat], state: Training, group_of: Mapping[str, int]) -> str | None:
+    """Why use_orig_params=False, one tensor for all of a module, cannot hold a state; None where it can."""
+    for flat in flats:
+        names = [state.tied.get(p.name, p.name) for p in flat.parts]
+        first = names[0] if names else ""
+        where = f'module "{flat.module}"' if flat.module else "the root module"
+        for n in names[1:]:
+            if group_of.get(n) != group_of.get(first):
+                a, b = (
+                    f"in param group {group_of[x]}" if x in group_of else "not in the optimizer" for x in (first, n)
+                )
+                return f'in {where} "{first}" is {a}, "{n}" {b}, and one flat parameter is in one group and trained as a whole'
+            one, two = state.slots.get(first, {}), state.slots.get(n, {})
+            if {k: t.dtype for k, t in one.items()} != {k: t.dtype for k, t in two.items()}:
+                return f'in {where} "{first}" and "{n}" have not the same optimizer state ({_slot_names(one)}; {_slot_names(two)})'
+            if state.scalars.get(first, {}) != state.scalars.get(n, {}):
+                return f'in {where} "{first}" and "{n}" are at different steps, and one flat parameter has one'
+    return None
+
+
+def _slot_names(slots: Mapping[str, TensorEntry]) -> str:
+    return ", ".join(f"{k} {t.dtype}" for k, t in slots.items()) or "none"

@@ -1,0 +1,286 @@
+"""What fsdp1 writes: local_rank{r}.pt, local_optim_rank{r}.pt, extra_rank0.pt, and flat_layout.json last.
+
+The first two are what `model.state_dict()` under LOCAL_STATE_DICT and `optimizer.state_dict()` give on rank r of a job
+with as many ranks and the same wrapped modules, so that they load there:
+
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        model.load_state_dict(torch.load(f"local_rank{r}.pt", weights_only=False), strict=not use_orig_params)
+    optimizer.load_state_dict(torch.load(f"local_optim_rank{r}.pt"))
+
+With use_orig_params=True FSDP1 does not know its own key "_flat_param" again, hence `strict`. One rank does not shard, so
+its files hold whole tensors. extra_rank0.pt has everything else, under canonical names. Pads between parameters are
+zeros; FSDP1 fills them with 42 and looks at neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool import bounded_json
+from ckpttool.engine.conservation import changed_values
+from ckpttool.engine.flat import flat_layout
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
+from ckpttool.engine.flat.placed_masters import with_masters_as_weights
+from ckpttool.engine.flat.training import TRAINED_ALONE, Group, Training, group_values, split_training_state, tensors_of
+from ckpttool.errors import UsageError, argument
+from ckpttool.formats.sharded import Table, sharded_tensor
+from ckpttool.formats.stored_tensors import Inline
+from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ckpttool.index.draft import Draft
+from ckpttool.index.trees import nest
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from .plan import Plan, plan_flats
+
+__all__ = ["prepare", "write"]
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The state with fp32 masters as the weights, where the source has both.
+
+    Raises:
+        Unsupported: a master does not round to its weight.
+    """
+    return with_masters_as_weights(ckpt, source)
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """Files that a job of `world_size` ranks loads with LOCAL_STATE_DICT and `optimizer.load_state_dict`.
+
+    Raises:
+        UsageError: no world size. Unsupported: FSDP1 cannot hold the state in such flat parameters.
+    """
+    state = split_training_state(ckpt, source)
+    world = options.world_size or ckpt.world_size
+    if world is None or world < 1:
+        raise UsageError(f"{argument('world_size')} is needed: every rank has a file of its own.")
+    plan = plan_flats(ckpt, state, options, world)
+    out = _Writing(ckpt, options, plan.layout, TorchFiles(), Table(world), {}, {}, {})
+    rest = {t.path: t for t in ckpt.tensors.values() if t.path[0] not in ("model", "optim")}
+    values = {v.path: v.data for v in ckpt.values.values() if v.path[0] not in ("model", "optim")}
+    if rest or values:
+        _write_rest(out, rest, values)
+    _write_model(out, state)
+    if plan.groups is not None:
+        _write_optimizer(out, state, plan)
+    out.files.literal(flat_layout.RECORD, bounded_json.encode(flat_layout.as_json(plan.layout), indent=1) + b"\n")
+    gone = {d.name for d in state.dropped}
+    after = {n: v for n, v in _groups_to_be(plan).items() if n not in state.inlined}
+    before = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
+    kept = {n: v for n, v in ckpt.values.items() if n not in before and n not in gone} | after | state.inlined
+    draft = out.files.draft(
+        Checkpoint("fsdp1", options.target, world, [], [], out.tensors, kept), out.sources,
+        dropped=state.dropped, aliases=out.same, changed=changed_values(before, after, TRAINED_ALONE) if before else {},
+        notes=[n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
+    )  # fmt: skip
+    return draft
+
+
+def _groups_to_be(plan: Plan) -> dict[str, Value]:
+    """The param groups as a reader finds them: parameters instead of flat parameters."""
+    listed = plan.groups or ()
+    return group_values([Group(tuple(flat_layout.members(plan.layout, names)), hyper) for names, hyper in listed])
+
+
+@dataclass
+class _Writing:
+    """A draft while its files are laid out."""
+
+    ckpt: Checkpoint
+    options: WriteOptions
+    layout: FlatLayout
+    files: TorchFiles
+    table: Table
+    tensors: dict[str, TensorEntry]
+    sources: dict[str, TensorEntry]
+    same: dict[str, str]
+
+    def dtype(self, name: str) -> str:
+        """What a tensor of the source is written as."""
+        return self.options.cast(name, self.ckpt.tensors[name].dtype)
+
+    def put(self, name: str, of: str, chunks: Chunks) -> None:
+        """A tensor of the draft, filled from one of the source."""
+        t = self.ckpt.tensors[of]
+        path = t.path if name == of else (name.partition(".")[0], name.partition(".")[2])
+        self.tensors[name] = TensorEntry(self.dtype(of), t.shape, path, chunks)
+        self.sources[name] = t
+
+    def slices(self, flat: Flat) -> list[tuple[int, int]]:
+        """What each rank has of a flat parameter."""
+        return [flat_layout.slice_of(flat.numel, self.layout.shards, r) for r in range(self.layout.shards)]
+
+
+def _write_rest(out: _Writing, tensors: dict[Path, TensorEntry], values: dict[Path, Any]) -> None:
+    """All that is neither model nor optimizer, in one file, under canonical names."""
+    leaves: dict[Path, Any] = dict(values)
+    sizes: dict[str, int] = {}
+    for k, (path, t) in enumerate(tensors.items()):
+        dtype = out.dtype(joined(path))
+        leaves[path] = TensorRef(dtype, t.shape, str(k), t.numel)
+        sizes[str(k)] = t.numel * ITEMSIZE[dtype]
+    file = out.files.add("extra_rank0.pt", nest(leaves), sizes)
+    for k, (path, t) in enumerate(tensors.items()):
+        where = out.files.offset(file, str(k))
+        out.put(joined(path), joined(path), Chunks.whole(t.shape, file, where, sizes[str(k)]))
+
+
+def _write_model(out: _Writing, state: Training) -> None:
+    layout, world = out.layout, out.layout.shards
+    flattened = {n for f in layout.flats for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
+    # tensors that every rank has whole: buffers, and those inside extra states of modules
+    whole = {n: t for n, t in state.tensors.items() if n not in flattened}
+    replicated = {**whole, **{joined(t.path[1:]): t for t in tensors_of(state.extra_states)}}
+    buffers = list(replicated)
+    numbers: list[int] = []
+    places: list[list[int]] = []  # by flat parameter, where each rank's slice begins in its file
+    cut = [out.slices(f) for f in layout.flats]
+    for r in range(world):
+        tree: dict[str, Any] = {}
+        sizes: dict[str, int] = {}
+        views: dict[str, Any] = {}
+        for flat, bounds in zip(layout.flats, cut, strict=True):
+            a, b = bounds[r]
+            dtype = flat.dtype or "float32"
+            key = str(len(sizes))
+            if world == 1:  # one rank does not shard: the model's own tensors
+                for p in flat.parts:
+                    key = str(len(sizes))
+                    views[p.name] = TensorRef(dtype, p.shape, key, p.numel)
+                    sizes[key] = p.numel * ITEMSIZE[dtype]
+            else:
+                if a < b:
+                    sizes[key] = (b - a) * ITEMSIZE[dtype]
+                for p in flat.parts:
+                    x, y = max(a, p.first), min(b, p.first + p.numel)
+                    part = TensorRef(dtype, (y - x,), key, b - a, x - a) if x < y else Inline(dtype, (0,), b"")
+                    views[p.name] = part
+                own = TensorRef(dtype, (b - a,), key, b - a) if a < b else None
+                tree[flat.key] = sharded_tensor(out.table, tuple(bounds), r, own, dtype)
+            views.update((alias, views[owner]) for alias, owner in flat.shared)
+        for n in buffers:
+            key, t, dtype = str(len(sizes)), replicated[n], out.dtype(f"model.{n}")
+            views[n] = TensorRef(dtype, t.shape, key, t.numel)
+            sizes[key] = t.numel * ITEMSIZE[dtype]
+        listed = state.tensors if layout.use_orig_params or world == 1 else whole
+        tree = {**{n: views[n] for n in layout.names or listed if n in listed and n in views}, **tree}
+        tree |= {n: _with_views(x, views) for n, x in state.extra_states.items()}
+        numbers.append(out.files.add(f"local_rank{r}.pt", tree, sizes))
+        places.append([out.files.offset(numbers[r], k) for k in sizes])
+    _place_model(out, buffers, numbers, places, cut)
+
+
+def _with_views(tree: Any, views: dict[str, Any]) -> Any:
+    """The same tree with what the file has for its tensors."""
+    if isinstance(tree, TensorEntry):
+        return views[joined(tree.path[1:])]
+    if isinstance(tree, dict):
+        return {k: _with_views(x, views) for k, x in tree.items()}
+    return [_with_views(x, views) for x in tree] if isinstance(tree, list) else tree
+
+
+def _place_model(
+    out: _Writing, buffers: list[str], numbers: list[int], places: list[list[int]], cut: list[list[tuple[int, int]]]
+) -> None:
+    """The chunks of the model, in the order of the storages."""
+    world = out.layout.shards
+    at = [iter(p) for p in places]
+    for flat, bounds in zip(out.layout.flats, cut, strict=True):
+        item = ITEMSIZE[flat.dtype or "float32"]
+        starts = [next(at[r]) if world > 1 and a < b else 0 for r, (a, b) in enumerate(bounds)]
+        for p in flat.parts:
+            if world == 1:
+                chunks = Chunks.whole(p.shape, numbers[0], next(at[0]), p.numel * item)
+            else:
+                chunks = _cut_up(p, bounds, numbers, starts, item)
+            out.put(f"model.{p.name}", f"model.{p.name}", chunks)
+        for alias, owner in flat.shared:
+            out.put(f"model.{alias}", f"model.{alias}", out.tensors[f"model.{owner}"].chunks)
+            out.same[f"model.{alias}"] = f"model.{owner}"
+    for n in buffers:
+        name = f"model.{n}"
+        nbytes = out.ckpt.tensors[name].numel * ITEMSIZE[out.dtype(name)]
+        for r in range(world):
+            chunks = Chunks.whole(out.ckpt.tensors[name].shape, numbers[r], next(at[r]), nbytes)
+            out.put(name if r == 0 else f"replica.{r}.{n}", name, chunks)
+
+
+def _cut_up(p: Part, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int) -> Chunks:
+    chunks = Chunks(len(p.shape))
+    for r, (a, b) in enumerate(bounds):
+        for start, size, _, at in flat_layout.pieces(p, a, b):
+            chunks.add(start, size, numbers[r], starts[r] + (at - a) * item, prod(size) * item)
+    if not p.numel:  # no bytes, but a place: files are written front to back
+        held = [r for r, (a, b) in enumerate(bounds) if a < b]
+        r = next((r for r in held if bounds[r][0] <= p.first < bounds[r][1]), held[-1] if held else 0)
+        a, b = bounds[r]
+        chunks.add((0,) * len(p.shape), p.shape, numbers[r], starts[r] + max(0, min(p.first, b) - a) * item, 0)
+    return chunks
+
+
+class _Stored(NamedTuple):
+    """What the optimizer lists under one number: the flat parameter, the parts of it, and elements by rank."""
+
+    flat: Flat
+    parts: list[Part]
+    bounds: list[tuple[int, int]]
+    numels: list[int]
+
+
+def _write_optimizer(out: _Writing, state: Training, plan: Plan) -> None:
+    """`optimizer.state_dict()` of every rank."""
+    layout, world = out.layout, out.layout.shards
+    copies = dict(layout.copies)
+    by_key = {f.key: f for f in layout.flats}
+    by_name = {p.name: (f, p) for f in layout.flats for p in f.parts}
+    listed = [name for names, _ in plan.groups or [] for name in names]
+    stored: list[_Stored] = []
+    for name in listed:
+        if layout.use_orig_params:
+            flat, part = by_name[name]
+            cut = [(max(a, part.first), min(b, part.first + part.numel)) for a, b in out.slices(flat)]
+            stored.append(_Stored(flat, [part], cut, [max(0, b - a) for a, b in cut]))
+        else:
+            flat = by_key[name]
+            step = -(-flat.numel // world)
+            stored.append(_Stored(flat, list(flat.parts), out.slices(flat), [step] * world))
+    numbers: list[int] = []
+    places: list[dict[tuple[int, str], int]] = []
+    for r in range(world):
+        tree: dict[int, dict[str, Any]] = {}
+        sizes: dict[str, int] = {}
+        keys: dict[tuple[int, str], str] = {}
+        for i, x in enumerate(stored):
+            owner = copies.get(x.parts[0].name, x.parts[0].name)
+            slots: dict[str, Any] = {}
+            if x.numels[r] or not layout.use_orig_params or world == 1:
+                slots.update(state.scalars.get(owner, {}))
+                for slot in state.slots.get(owner, {}):
+                    dtype = out.dtype(f"optim.state.{owner}.{slot}")
+                    keys[i, slot] = str(len(sizes))
+                    shape = x.parts[0].shape if layout.use_orig_params and world == 1 else (x.numels[r],)
+                    slots[slot] = TensorRef(dtype, shape, keys[i, slot], x.numels[r])
+                    sizes[keys[i, slot]] = x.numels[r] * ITEMSIZE[dtype]
+            if slots:
+                tree[i] = slots
+        groups, first = [], 0
+        for names, hyper in plan.groups or []:
+            groups.append({**hyper, "params": list(range(first, first + len(names)))})
+            first += len(names)
+        numbers.append(out.files.add(f"local_optim_rank{r}.pt", {"state": tree, "param_groups": groups}, sizes))
+        places.append({k: out.files.offset(numbers[r], key) for k, key in keys.items()})
+    for i, x in enumerate(stored):
+        slots = state.slots.get(copies.get(x.parts[0].name, x.parts[0].name), {})
+        for slot in slots:
+            for p in x.parts:
+                owner = copies.get(p.name, p.name)
+                of = f"optim.state.{owner}.{slot}"
+                item = ITEMSIZE[out.dtype(of)]
+                starts = [places[r].get((i, slot), 0) for r in range(world)]
+                chunks = _cut_up(p, x.bounds, numbers, starts, item)
+                out.put(of if owner == p.name else f"replica.{p.name}.{slot}", of, chunks)

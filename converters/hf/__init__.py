@@ -1,0 +1,324 @@
+"""hf: Hugging Face safetensors, the weights of a model; on request, all other state, too.
+
+    DIR/model.safetensors                                    or, in shards,
+    DIR/model-0000i-of-0000n.safetensors + model.safetensors.index.json {"metadata", "weight_map": {name: file}}
+    DIR/config.json, generation_config.json, tokenizer files
+    DIR/training_state/                                      with include_optimizer: hf/training_state.py
+
+    DIR/adapter_model.safetensors, adapter_config.json, tokenizer files      with adapter: as PEFT saves it
+    NAME.safetensors                                         all weights in one file, where the destination is named so
+
+Also read: any other *.safetensors, one such file, and the shards of torch's
+HuggingFaceStorageWriter(save_distributed=True), `shard-*-model-*.safetensors`, where several files hold parts of one
+tensor and `__metadata__["DCP_SHARDING_INFO"]` {name: {"saved_offsets"}} says which; the whole shape is the furthest
+corner of all parts.
+
+Canonical names are those in memory. If transformers uses other names on the Hub (fused experts), huggingface/hub_names.py
+maps between the two, as views. Tied weights are written once, after comparing their bytes, and are read
+under both names.
+
+Written: names, tensors, order and header byte for byte as `save_pretrained` writes them; shards as
+huggingface_hub splits them.
+
+Sources: safetensors_header.py; transformers/modeling_utils.py (save_pretrained); huggingface_hub/serialization/_base.py
+(split_state_dict_into_shards_factory); torch/distributed/checkpoint/{hf_storage,_hf_utils}.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from ckpttool import bounded_json
+from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported
+from ckpttool.formats import other_files, safetensors_header
+from ckpttool.huggingface import model_files
+from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, Salvage, TensorEntry, joined
+from ckpttool.index.fqns import strip_wrappers
+from ckpttool.index.names import CanonicalState
+from ckpttool.index.vocabulary import is_vocabulary
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
+from ckpttool.storage import urls
+from ckpttool.storage.source import Source
+
+from ..options import HfOptions
+from . import training_state
+from .adapter import ADAPTER
+from .names import in_memory
+from .shards import INDEX, SALVAGE, WHOLE
+from .subclasses import put_together
+
+__all__ = ["LAYOUTS"]
+
+_NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
+_SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with *.safetensors, or one such file."""
+    source, file = where
+    if file is not None:
+        yes = file.endswith(".safetensors") and not _is_foreign(source, file)
+        return yes, "is a .safetensors file" if yes else "not a .safetensors file of a model"
+    names = source.list()
+    if ".metadata" in names:
+        return False, "has .metadata, which is of dcp"
+    if "latest" in names:
+        return False, "has latest, which is of DeepSpeed"
+    every = [n for n in names if n.endswith(".safetensors")]
+    found = [n for n in every if not _is_foreign(source, n)]
+    if every and not found:
+        return False, f"has {every[0]}, which is no file of a model"
+    if "metadata.pkl" in names and any(re.fullmatch(r"[\w-]+_0\.(pt|safetensors|json)", n) for n in names):
+        return False, "has metadata.pkl and files of ranks, which are of torch_checkpointing"
+    if INDEX in names:
+        return True, f"has {INDEX}"
+    if found:
+        return True, f"has {found[0]}" + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+    return False, "no *.safetensors" + (
+        ", only pickles (*.bin): give one as the path" if any(n.endswith(".bin") for n in names) else ""
+    )
+
+
+def _is_foreign(source: Source, name: str) -> bool:
+    """Whether a safetensors file is a part of vLLM's sharded_state, or of an archive that was unpacked."""
+    if not name.startswith(("model-rank-", "tensors-")):
+        return False
+    beside = ("MANIFEST.json",) if name.startswith("tensors-") and source.exists("MANIFEST.json") else ()
+    return other_files.foreign((name,), beside) is not None
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a folder: headers only.
+
+    Raises:
+        NotRecognised: its only files are parts of another program's checkpoint.
+    """
+    source, file = where
+    names = [file] if file is not None else source.list()
+    own = [n for n in names if not (n.endswith(".safetensors") and _is_foreign(source, n))]
+    if own != names:
+        if not any(n.endswith(".safetensors") for n in own):
+            other_files.refuse_checkpoint(
+                names, ("MANIFEST.json",), urls.display_path(f"{source.root}/{file}" if file else source.root)
+            )
+        names = own
+    shards = [n for n in names if _SHARD.fullmatch(n)]
+    notes: list[str] = []
+    if file is None and INDEX in names:
+        tensors, files = _indexed(source, notes)
+    elif shards:
+        tensors, files = _sharded(source, shards)
+        notes.append(
+            f"{len(shards)} shards, which do not say how many there should be: shapes are those that their parts make up"
+        )
+    else:
+        tensors, files = _plain(source, _counting(source, names))
+    state = training_state.read(source, len(files)) if training_state.FOLDER in names else None
+    config = model_files.read_config(source) if file is None and "config.json" in names else None
+    if options.config is not None:
+        config = model_files.of_model(options.config)[0] or config
+    if not tensors:
+        raise Corrupt(f"{source.root}: its safetensors files hold no tensor.")
+    if shards and config is not None:
+        _refuse_cut_vocabulary(source, tensors, config)
+    objects = put_together(source, files, tensors, notes)
+    clean = strip_wrappers(tensors)
+    leaves: dict[Path, Any] = {("model", clean[n]): t for n, t in tensors.items()}
+    leaves |= {found.path: found for found in objects.values()}
+    if state is not None:
+        leaves |= {t.path: t for t in state.tensors.values()} | {v.path: v for v in state.values.values()}
+        files += state.files
+    out = checkpoint_of(CanonicalState(leaves, {}, None, notes), "hf", source.root, None, files, source)
+    out.config = config
+    if file is not None:
+        out.salvage = _salvaged(source, file, notes)
+    if state is not None:
+        out.world_size, out.trainer = state.world_size, state.trainer
+    return out
+
+
+def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], config: dict[str, Any]) -> None:
+    """Refuse parts of tensors of which the last are missing. The files of torch's writer do not say how many there are, but
+    config.json says how many rows the embedding has.
+
+    Raises:
+        IncompleteWeights: it has fewer.
+    """
+    rows = config.get("vocab_size")
+    for name, t in tensors.items():
+        if is_vocabulary(name) and type(rows) is int and t.shape and 0 < t.shape[0] < rows:
+            raise IncompleteWeights(
+                f'{source.root}: the shards hold {t.shape[0]} rows of "{name}", and config.json says vocab_size {rows}: a shard of the '
+                "weights is missing. The copy is incomplete; fetch the folder again."
+            )
+
+
+def _salvaged(source: Source, file: str, notes: list[str]) -> Salvage | None:
+    """What the metadata of one file says of a salvaged copy."""
+    text = safetensors_header.read_header(source, file)[1].get(SALVAGE)
+    if text is None:
+        return None
+    try:
+        states = bounded_json.parse(text.encode("utf-8", "surrogatepass"), f"{source.root}/{file}: {SALVAGE}")
+    except (Corrupt, Unsafe) as e:
+        notes.append(f"what was salvaged is not known: {e}")
+        return None
+    if not isinstance(states, dict) or not all(isinstance(state, str) for state in states.values()):
+        notes.append(f"what was salvaged is not known: {SALVAGE} is not a map of names to text")
+        return None
+    return Salvage.of_states(states)
+
+
+def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """The same weights under their names in memory, by config.json, or by the training state if there is one.
+
+    Raises:
+        Corrupt: the training state belongs to other weights.
+    """
+    model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
+    if ckpt.config is not None and model:
+        notes = list(ckpt.notes)
+        tensors = {joined(t.path): t for t in in_memory(model, ckpt.config, notes).values()}
+        tensors.update((n, t) for n, t in ckpt.tensors.items() if t.path[0] != "model" or len(t.path) > 2)
+        ckpt = replace(ckpt, tensors=tensors, notes=notes)
+    if training_state.INDEX not in ckpt.files:
+        return ckpt
+    return training_state.merged(ckpt, source)
+
+
+def _counting(source: Source, names: list[str]) -> list[str]:
+    """The files of the model, if there is no index: all safetensors files, but with model.safetensors only those that
+    transformers reads.
+
+    Raises:
+        Corrupt: numbered shards are missing.
+    """
+    files = [n for n in names if n.endswith(".safetensors")]
+    if WHOLE in files and ("config.json" in names or ADAPTER in files):
+        files = [n for n in files if n == WHOLE or ("config.json" not in names and n != ADAPTER)]
+    for name in files:
+        m = _NUMBERED.fullmatch(name)
+        if m is None or len(files) == 1 == len(names):  # one file that was given itself
+            continue
+        missing = [
+            i
+            for i in range(1, min(int(m[3]), 10**5) + 1)
+            if f"{m[1]}{i:0{len(m[2])}d}-of-{m[3]}.safetensors" not in files
+        ]
+        if missing:
+            raise Corrupt(
+                f"{source.root}: {name} is one of {int(m[3])} shards, and number {missing[0]} is missing. The copy is "
+                "incomplete; fetch the folder again, or give the file itself to read it alone."
+            )
+    return files
+
+
+def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    out: dict[str, TensorEntry] = {}
+    safetensors_header.prefetch(source, files)
+    for i, file in enumerate(files):
+        for name, slot in safetensors_header.slots(source, file).items():
+            if name in out:
+                raise Corrupt(
+                    f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which counts. '
+                    "Give the file that you want, or remove the other."
+                )
+            out[name] = _entry(name, slot, i)
+    return out, files
+
+
+def _entry(name: str, slot: safetensors_header.Slot, file: int) -> TensorEntry:
+    return TensorEntry(
+        slot.dtype, slot.shape, ("model", name), Chunks.whole(slot.shape, file, slot.offset, slot.length)
+    )
+
+
+def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    what = f"{source.root}/{INDEX}"
+    index = bounded_json.parse(source.read_all(INDEX, 128 << 20), what)
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
+        raise Corrupt(f"{what}: no weight_map of names to files.")
+    files = sorted(set(weights.values()))
+    aside = [n for n in source.list() if n.endswith(".safetensors") and n not in files]
+    if WHOLE in aside:
+        raise Unsupported(
+            f"{source.root} holds {WHOLE}, which transformers reads, and {INDEX}, which names other files. One of the two "
+            f"is left over from an earlier save: remove it, or give {WHOLE} itself."
+        )
+    safetensors_header.prefetch(source, files)
+    slots = [safetensors_header.slots(source, f) for f in files]
+    at = {f: i for i, f in enumerate(files)}
+    out: dict[str, TensorEntry] = {}
+    for name, file in weights.items():
+        i = at[file]
+        if name not in slots[i]:
+            raise Corrupt(
+                f'{what} says "{name}" is in {file}, which does not hold it. The shards do not belong to one model.'
+            )
+        out[name] = _entry(name, slots[i][name], i)
+    extra = [(n, i) for i, s in enumerate(slots) for n in s if weights.get(n) != files[i]]
+    for name, i in extra:
+        if name in out:
+            raise Corrupt(
+                f'"{name}" is in {weights[name]} as {INDEX} says, and in {files[i]} too; which one counts is not clear.'
+            )
+        out[name] = _entry(name, slots[i][name], i)
+    if extra:
+        notes.append(
+            f"{len(extra)} tensors are not listed in {INDEX} and were taken from their files, first {extra[0][0]}"
+        )
+    return out, files
+
+
+def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    parts: dict[str, list[tuple[str, tuple[int, ...], Chunk]]] = {}
+    safetensors_header.prefetch(source, files)
+    for i, file in enumerate(files):
+        slots, meta = safetensors_header.read_header(source, file)
+        info = bounded_json.parse(meta.get("DCP_SHARDING_INFO", "{}").encode(), f"{source.root}/{file}")
+        for name, slot in slots.items():
+            entry = info.get(name) if isinstance(info, dict) else None
+            start = entry.get("saved_offsets") if isinstance(entry, dict) else None
+            if (
+                not isinstance(start, list)
+                or len(start) != len(slot.shape)
+                or not all(type(k) is int and 0 <= k < 1 << 56 for k in start)
+            ):
+                raise Corrupt(f'{file}: DCP_SHARDING_INFO does not say where the part of "{name}" belongs.')
+            chunk = Chunk(tuple(start), slot.shape, Extent(i, slot.offset, slot.length))
+            parts.setdefault(name, []).append((slot.dtype, tuple(start), chunk))
+    out: dict[str, TensorEntry] = {}
+    for name, rows in parts.items():
+        if len({d for d, _, _ in rows}) != 1 or len({len(s) for _, s, _ in rows}) != 1:
+            raise Corrupt(f'the parts of "{name}" have different dtypes or dimensions.')
+        shape = tuple(max(c.start[d] + c.shape[d] for _, _, c in rows) for d in range(len(rows[0][1])))
+        unique = {(c.start, c.shape): c for _, _, c in rows}  # a replicated tensor is in several files
+        chunks = Chunks.of(len(shape), unique.values())
+        out[name] = TensorEntry(rows[0][0], shape, ("model", name), chunks)
+    return out, files
+
+
+def _holds(own: object) -> frozenset[str]:
+    """The components that it can hold: weights, or everything with the optimizer."""
+    return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
+
+
+_FOLDER = Layout(
+    name="hf", title="Hugging Face safetensors", detect=detect, read=read, locate=locate, options=HfOptions, keeps_subclasses=True, keeps_calls=True,
+    write=late("ckpttool.converters.hf.write:write"), prepare=late("ckpttool.converters.hf.write:prepare"), holds=_holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
+    reader_uses=("config",), writer_uses=("config",),
+)  # fmt: skip
+_FILE = replace(
+    _FOLDER,
+    write=late("ckpttool.converters.hf.write:write_file"),
+    is_file=True,
+    suffixes=(".safetensors",),
+    keeps_config=False,
+)
+LAYOUTS = (replace(_FOLDER, as_file=_FILE),)

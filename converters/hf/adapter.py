@@ -1,0 +1,95 @@
+"""hf with `adapter`: a folder as PEFT's save_pretrained writes it, and what can be written of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.huggingface import lora, model_files
+from ckpttool.index.checkpoint import Checkpoint, TensorEntry, joined
+from ckpttool.index.draft import Draft, DraftFile
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from ..options import HfOptions
+from .shards import refuse_dtypes, shard
+
+__all__ = ["ADAPTER", "adapter_config", "refuse_adapter", "write_adapter"]
+
+_ADAPTER_CONFIG = model_files.ADAPTER_CONFIG
+ADAPTER = "adapter_model.safetensors"
+
+
+def adapter_config(
+    source: Source, options: WriteOptions, notes: list[str], *, one_of_several: bool = False
+) -> tuple[dict[str, Any], dict[str, bytes]] | None:
+    """(adapter_config.json, files to copy); None where `lora_alpha` stands for it.
+
+    Raises:
+        Unsupported: there is none, and no alpha was given. UsageError: there is one, and an alpha too.
+    """
+    own = options.of(HfOptions)
+    name = own.adapter_name
+    given, asked = (own.adapter_config, "adapter_config") if own.adapter_config else (options.config, "config")
+    found = model_files.adapter(source, given, notes, name, one_of_several=one_of_several)
+    if own.lora_alpha is None:
+        if found is None:
+            raise model_files.no_adapter_config(given, asked)
+        return found
+    if found is not None:
+        raise UsageError(
+            f"{argument('lora_alpha', own.lora_alpha)}: there is an adapter_config.json, which says {str(found[0].get('lora_alpha'))[:40]}. "
+            "Leave the option out, or take that file away if it is of another adapter."
+        )
+    return None
+
+
+def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder that PEFT loads, of a checkpoint that holds an adapter and nothing else (adapters.alone)."""
+    notes: list[str] = []
+    stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
+    model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
+    refuse_dtypes(model)
+    tensors: dict[str, TensorEntry] = {}
+    files = [shard(ADAPTER, 0, list(model), model, tensors)]
+    config = adapter_config(source, options, notes)
+    if config is not None:
+        extra = config[1]
+    else:
+        own = options.of(HfOptions)
+        assert own.lora_alpha is not None
+        made = lora.made_config(
+            {k: t.shape for k, t in stored.items()},
+            lora_alpha=own.lora_alpha,
+            rslora=own.rslora,
+            base_model=own.base_model,
+        )
+        extra = {_ADAPTER_CONFIG: lora.encoded(made)}
+        notes.append(
+            f"made adapter_config.json: r {made['r']}, lora_alpha {made['lora_alpha']}, {len(made['target_modules'])} target modules, and "
+            "otherwise PEFT's defaults (no dropout, no trained biases of the base model)"
+        )
+    extra[_ADAPTER_CONFIG] = extra.pop(_ADAPTER_CONFIG)  # last
+    files += [DraftFile(n, len(data), data) for n, data in extra.items()]
+    out = Checkpoint("hf", options.target, None, [f.name for f in files], [f.size for f in files], tensors, {})
+    return Draft(out, {n: ckpt.tensors[n] for n in tensors}, files, notes=notes)
+
+
+def refuse_adapter(ckpt: Checkpoint, notes: list[str]) -> None:
+    """Refuse an adapter, which from_pretrained would take for a model whose weights are all missing.
+
+    Raises:
+        Unsupported: with the commands that write it, or merge it.
+    """
+    found = lora.seen(ckpt)
+    if found is not None and not found.alone:
+        notes.append(
+            f"the weights have the names of a model that PEFT wrapped ({found}), which from_pretrained does not load: ckpttool adapter merge "
+            "writes the model with the adapter in its weights"
+        )
+    if found is not None and found.alone:
+        raise Unsupported(
+            f"{ckpt.root} holds an adapter only ({found}), which from_pretrained cannot load alone. For PEFT: ckpttool adapter extract "
+            f"{ckpt.root} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base model: ckpttool adapter merge BASE {ckpt.root} DST."
+        )

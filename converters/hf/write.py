@@ -1,0 +1,507 @@
+"""Writes hf: weights as `save_pretrained` does, an adapter as PEFT does, or weights with the whole training state."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool import bounded_json
+from ckpttool.engine.copy.tensor_digests import tensor_digests
+from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
+from ckpttool.huggingface import adapters, encodings, hub_names, lora, model_files
+from ckpttool.index.checkpoint import Checkpoint, TensorEntry, Value, joined, tied_weights
+from ckpttool.index.composites import MARK, Composite, class_of, composites
+from ckpttool.index.draft import Draft, DraftFile, Dropped
+from ckpttool.index.fqns import without_prefix
+from ckpttool.index.names import without_weights
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from ..options import HfOptions
+from . import training_state
+from .adapter import adapter_config, refuse_adapter, write_adapter
+from .names import asks_transformers, crop, ties
+from .shards import INDEX, SALVAGE, WHOLE, refuse_dtypes, shard, split
+from .subclasses import flat_names, metadata
+
+__all__ = ["prepare", "write", "write_file"]
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The checkpoint without `strip_prefix`, or without the prefix that all weights have and the model of the config has not; with
+    `adapter`, only the adapter, under PEFT's names.
+
+    Raises:
+        UsageError: no weight has the prefix. Unsupported: ckpttool finds no adapter.
+    """
+    own = options.of(HfOptions)
+    if own.strip_prefix is not None:
+        ckpt = without_prefix(ckpt, own.strip_prefix)
+    elif not own.adapter and (prefix := _prefix_of_all(ckpt, source, options)) is not None:
+        ckpt = without_prefix(ckpt, prefix)
+        note = f'"{prefix}" was left out of the names of all weights: without it they are those of the model of config.json'
+        ckpt.notes = [*ckpt.notes, note]
+    if own.adapter:
+        seen = lora.seen(ckpt)
+        config = adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
+        ckpt = adapters.alone(ckpt, {"peft_type": "LORA"} if config is None else config[0], own.adapter_name)
+    return ckpt
+
+
+def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> str | None:
+    """A prefix that all weights have ("net."), if all are right for the model of the config without it, and are not with it."""
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    if options.of(HfOptions).allow_name_mismatch or len({name.partition(".")[0] for name in model}) != 1:
+        return None
+    config = model_files.beside(source, options.config, [])[0]
+    relation = None if config is None else _relation(config, model, [])
+    strip = relation.verdict.strip if relation and relation.verdict and not relation.verdict.good else None
+    return strip if strip and all(name.startswith(strip) for name in model) else None
+
+
+def _config_files(
+    ckpt: Checkpoint, source: Source, options: WriteOptions, notes: list[str]
+) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """(config.json, files to copy) of the model, untied where that was asked for; after a merge as PEFT leaves them: without
+    adapter_config.json, at which from_pretrained would look for the adapter again, and untied if only one of two tied weights was
+    changed.
+
+    Raises:
+        Unsupported: it was asked to untie, and there is no config.json.
+    """
+    said: list[str] = []
+    config, files, where = model_files.beside(source, options.config, said)
+    if where == ".." and config is not None and (why := _of_another_model(ckpt, config, options)) is not None:
+        said = [
+            f"config.json in '..' is of another model and was not taken: {why}; give {argument('config')} the config of this very model"
+        ]
+        config, files = None, {}
+    notes += said
+    if options.vocab_size is not None and config is not None:
+        config, files = _with(config, files, "vocab_size", options.vocab_size)
+    if ckpt.merged is not None:
+        files.pop(model_files.ADAPTER_CONFIG, None)
+        if config is not None and ckpt.merged["untied"]:
+            return _untied(config, files)
+    return _untied(config, files) if options.of(HfOptions).untie else (config, files)
+
+
+def _of_another_model(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptions) -> str | None:
+    """Why the weights are not those of the model of a config; None where they are, or nobody can tell."""
+    objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
+    model = _shown(ckpt, objects)
+    relation = _relation(config, model, [])
+    if relation is not None and relation.verdict is not None:
+        return None if relation.verdict.good else _differences(model, relation.verdict)
+    return hub_names.contradiction(config, {n: t.shape for n, t in model.items()})
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder that from_pretrained loads.
+
+    Raises:
+        Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
+        MissingPackage: transformers is needed for the names of this model on the Hub.
+    """
+    own = options.of(HfOptions)
+    if own.adapter:
+        return write_adapter(ckpt, source, options)
+    notes: list[str] = []
+    if not own.include_optimizer:
+        refuse_adapter(ckpt, notes)
+    config, extra = _config_files(ckpt, source, options, notes)
+    weights = _weights(ckpt, source, options, config, notes)
+    if config is not None and not own.allow_name_mismatch:
+        _refuse_unstated(weights.shown, config, extra)
+    model, rest, tied = weights.model, weights.rest, weights.tied
+    groups = split(model, own.max_shard_bytes, weights.together)
+    n = len(groups)
+    files = [WHOLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    tensors: dict[str, TensorEntry] = {}
+    draft_files = [shard(files[i], i, names, model, tensors, weights.metadata) for i, names in enumerate(groups)]
+    sources = {"model." + k: weights.stored[k] for names in groups for k in names}
+    dropped = weights.dropped
+    records: list[DraftFile] = []
+    if own.include_optimizer:
+        fqns = {k.removeprefix("model."): v.removeprefix("model.") for k, v in tied.items()}
+        held, shards, records = training_state.draft(ckpt, rest, split(rest, own.max_shard_bytes, {}), n, fqns)
+        tensors |= held
+        sources |= {k: ckpt.tensors[k] for k in held}
+        draft_files += shards
+        dropped = []
+    for name, data in extra.items():
+        data = _with_dtype(name, data, weights.shown)
+        draft_files.append(DraftFile(name, len(data), data))
+    draft_files += records
+    if n > 1:
+        index = {
+            "metadata": {
+                "total_parameters": sum(t.numel for t in model.values()),
+                "total_size": sum(t.nbytes for t in model.values()),
+            },
+            "weight_map": {k: files[i] for i, k in sorted((i, k) for i, names in enumerate(groups) for k in names)},
+        }
+        text = bounded_json.encode(index, indent=2, sort_keys=True) + b"\n"
+        draft_files.append(DraftFile(INDEX, len(text), text))
+    names_of_files = [f.name for f in draft_files]
+    held_values = dict(ckpt.values) if own.include_optimizer else weights.marks
+    out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, held_values)
+    return Draft(
+        out, sources, draft_files, dropped=dropped, aliases=tied, notes=notes, synthesized_tensors=weights.added
+    )
+
+
+def _untied(config: dict[str, Any] | None, extra: dict[str, bytes]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """The config, and the files to copy, of a model that ties no weights.
+
+    Raises:
+        Unsupported: there is no config.json.
+    """
+    if config is None or "config.json" not in extra:
+        raise Unsupported(
+            f"{argument('untie', True, 'HfOptions')} changes config.json, and there is none beside the source. Give {argument('config')}."
+        )
+    return _with(config, extra, "tie_word_embeddings", False)
+
+
+def _with(
+    config: dict[str, Any], extra: dict[str, bytes], key: str, value: Any
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The config, and the files to copy, with another value in config.json: in the config of the text model, if that has it."""
+    text = config.get("text_config")
+    inside = isinstance(text, dict) and key in text
+    if inside:
+        config = {**config, "text_config": {**config["text_config"], key: value}}
+    if not inside or key in config:
+        config = {**config, key: value}
+    return config, {**extra, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
+
+
+def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """One file with all weights, whatever its size. A config decides the names, and is not in it.
+
+    Raises:
+        UsageError: an option asks for what lies beside the weights. The others: as `write`.
+    """
+    own = options.of(HfOptions)
+    asked_for = (("adapter", own.adapter), ("include_optimizer", own.include_optimizer), ("untie", own.untie))
+    for name, asked in asked_for:
+        if asked:
+            raise UsageError(
+                f"{argument(name, True)} writes several files, but the destination {options.target!r} is one. Give the name "
+                "of a folder."
+            )
+    if own.max_shard_bytes != HfOptions.max_shard_bytes:
+        raise UsageError(
+            f"{argument('max_shard_bytes', own.max_shard_bytes)} splits weights into files, but the destination "
+            f"{options.target!r} is one. Give the name of a folder."
+        )
+    notes: list[str] = []
+    config, extra = _config_files(ckpt, source, options, [])
+    if config is None:
+        notes.append(
+            "no config.json next to the source: names are written as they are in memory, and tied weights twice unless they "
+            f"share bytes in the source; give {argument('config')} a folder or a model id"
+        )
+    else:
+        notes.append(
+            f"the file holds the weights alone, named as config.json says; from_pretrained loads a folder, with "
+            f"{', '.join(list(extra)[:3])}{', ...' if len(extra) > 3 else ''} in it"
+        )
+    weights = _weights(ckpt, source, options, config, notes)
+    tensors: dict[str, TensorEntry] = {}
+    kept = [n for n, t in ckpt.tensors.items() if t.path[0] == "model"]
+    states = ckpt.salvage.states(kept) if ckpt.salvage is not None else {}
+    metadata = weights.metadata | ({SALVAGE: json.dumps(states, separators=(",", ":"))} if states else {})
+    file = shard(options.target, 0, list(weights.model), weights.model, tensors, metadata)
+    sources = {"model." + k: t for k, t in weights.stored.items()}
+    out = Checkpoint("hf", options.target, None, [file.name], [file.size], tensors, weights.marks)
+    out.config = config
+    return Draft(
+        out,
+        sources,
+        [file],
+        dropped=weights.dropped,
+        aliases=weights.tied,
+        notes=notes,
+        synthesized_tensors=weights.added,
+    )
+
+
+class _Weights(NamedTuple):
+    """What is written of a model, and what is not."""
+
+    stored: dict[str, TensorEntry]  # as the source has it
+    model: dict[str, TensorEntry]  # with the dtypes that it gets
+    rest: dict[str, TensorEntry]  # that is not the model
+    tied: dict[str, str]
+    together: dict[str, str]
+    added: list[str]
+    dropped: list[Dropped]
+    shown: dict[str, TensorEntry]  # the model with quantised weights as the tensors that they show
+    metadata: dict[str, str]  # of every file
+    marks: dict[str, Value]  # what the quantised weights are: values that `metadata` holds
+
+
+def _weights(
+    ckpt: Checkpoint, source: Source, options: WriteOptions, config: dict[str, Any] | None, notes: list[str]
+) -> _Weights:
+    """The tensors that save_pretrained would write.
+
+    Raises:
+        Unsupported: as `write`.
+    """
+    objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
+    model = _shown(ckpt, objects)
+    if not model:
+        raise Unsupported(f"the checkpoint holds no model weights, and hf holds nothing else.{without_weights(ckpt)}")
+    if objects and options.of(HfOptions).include_optimizer:
+        raise Unsupported(
+            f'"{next(iter(objects))}" is a {class_of(next(iter(objects.values())).about)}: hf holds quantised weights without the optimizer. Leave '
+            f"out {argument('include_optimizer', True, 'HfOptions')}, or choose dcp."
+        )
+    rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
+    dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
+    marks = {n: v for n, v in ckpt.values.items() if v.path[:1] + v.path[-1:] == ("model", MARK)}
+    dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values if n not in marks]
+    relation = None if config is None else _judged(ckpt, config, model, options, notes)
+    untie = options.of(HfOptions).untie
+    stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes, untie)
+    added = [f"model.{n}" for n, kept in ties(config, model, relation).items() if n not in model and kept in stored]
+    shown = {k: t if k in objects else replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
+    stored, model = _made_of(stored, shown, objects, relation, notes, config)
+    refuse_dtypes(model)
+    listed = {n: c for n, c in objects.items() if n in shown}
+    return _Weights(stored, model, rest, tied, together, added, dropped, shown, metadata(listed, shown), marks)
+
+
+def _shown(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:
+    """The weights, {name: tensor}; a quantised one as the tensor that it shows, at the bytes of the first tensor inside."""
+    of = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
+    out: dict[str, TensorEntry] = {}
+    for full, t in ckpt.tensors.items():
+        if t.path[0] != "model":
+            continue
+        name = of.get(full)
+        if name is None:
+            out[joined(t.path[1:])] = t
+        elif name not in out:
+            out[name] = replace(t, dtype=objects[name].dtype, shape=objects[name].shape, path=objects[name].path)
+    return out
+
+
+def _made_of(
+    stored: dict[str, TensorEntry],
+    shown: dict[str, TensorEntry],
+    objects: dict[str, Composite],
+    relation: hub_names.Relation | None,
+    notes: list[str],
+    config: dict[str, Any] | None,
+) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """(tensors of the source, the same with the dtypes to write) of a model; instead of quantised weights what they are made of.
+
+    Raises:
+        Unsupported: such a weight has another name or is several tensors on the Hub.
+    """
+    if not objects:
+        return stored, shown
+    old: dict[str, TensorEntry] = {}
+    new: dict[str, TensorEntry] = {}
+    for name, t in shown.items():
+        view = None if relation is None else relation.views.get(name)
+        whole = view is None or (view.of == name and view.shape == t.shape and not view.offset)
+        if (view is not None and view.of in objects and not whole) or (name in objects and not whole):
+            raise Unsupported(
+                f'"{view.of if view else name}" is quantised, and on the Hub it is "{name}", or a part of it. Choose dcp or full.'
+            )
+        if name in objects:
+            inside = flat_names(name, objects[name])
+            old |= inside
+            new |= inside
+        else:
+            old[name], new[name] = stored[name], t
+    kinds = ", ".join(dict.fromkeys(class_of(c.about) for c in objects.values()))
+    notes.append(f"{len(objects):,} weights ({kinds}) are written as torchao names them in safetensors")
+    if config is not None and "quantization_config" not in config:
+        notes.append(
+            "config.json has no quantization_config: from_pretrained needs one of torchao to put those weights together"
+        )
+    return old, new
+
+
+def _relation(
+    config: dict[str, Any], model: dict[str, TensorEntry], notes: list[str], *, needed: bool = False
+) -> hub_names.Relation | None:
+    """What transformers says of the names, with its verdict; a note says why it could not answer.
+
+    Raises:
+        MissingPackage: there is no transformers, and its answer is `needed`.
+    """
+    if not isinstance(config.get("model_type"), str):
+        return None
+    shapes = encodings.parameters(model, config.get("quantization_config"))
+    if shapes is None:
+        notes.append(
+            "names were not compared with those of the model of config.json: packed codes do not tell their shapes"
+        )
+        return None
+    try:
+        return hub_names.relate(config, shapes, judge=True)
+    except MissingPackage as e:
+        if needed:
+            raise MissingPackage(
+                f"{e}. Or write the weights under the names they have now: {argument('allow_name_mismatch', True, 'HfOptions')}."
+            ) from None
+        notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
+        return None
+    except Unsupported as e:
+        notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
+        return None
+
+
+def _judged(
+    ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
+) -> hub_names.Relation | None:
+    """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them and no
+    others, with these shapes, however the config was found.
+
+    Raises:
+        Unsupported: it has not.
+    """
+    asks, allowed = asks_transformers(config, model), options.of(HfOptions).allow_name_mismatch
+    odd = hub_names.contradiction(config, {n: t.shape for n, t in model.items()})
+    coded = bool(encodings.find(model))  # scales keep the names of the Hub, so weights do, too
+    if ckpt.layout == "hf" and ckpt.config is not None and options.config is None and not asks and odd is None:
+        return None  # it is the source's own config: from_pretrained loads the one as it loads the other
+    relation = _relation(config, model, notes, needed=asks and not allowed)
+    verdict = None if relation is None else relation.verdict
+    if verdict is not None and not verdict.good:
+        text = (
+            f"config.json describes a {verdict.model}, and the weights are not those of one: {_differences(model, verdict)}. "
+            f"{_remedy(ckpt, model, verdict, options)}"
+        )
+    elif verdict is None and odd is not None:
+        text = f"config.json is of another model than the weights: {odd}. {_remedy(ckpt, model, None, options)}"
+    else:
+        if relation is not None and verdict is None:
+            notes.append(
+                "names were not compared with those of the model of config.json: transformers cannot load it on meta"
+            )
+        return relation if asks and not coded else None
+    if not allowed:
+        raise Unsupported(text)
+    notes.append(text.partition(" from_pretrained would")[0])
+    return relation if asks and not coded else None
+
+
+def _differences(model: dict[str, TensorEntry], found: hub_names.Verdict) -> str:
+    """What a verdict that is not good says."""
+    parts = []
+    if found.missing:
+        parts.append(f'{len(found.missing)} of its {found.parameters} tensors are missing, first "{found.missing[0]}"')
+    if found.unexpected:
+        parts.append(
+            f'{len(found.unexpected)} of the {len(model)} weights are not its own, first "{found.unexpected[0]}"'
+        )
+    if found.shapes:
+        parts.append(f"{len(found.shapes)} have other shapes, first {found.shapes[0]}")
+    return "; ".join(parts)
+
+
+def _remedy(
+    ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.Verdict | None, options: WriteOptions
+) -> str:
+    """What would happen, and what to do where the weights are not those of the model of config.json."""
+    if found is not None and found.strip:
+        hint = f'All names and shapes are right without the prefix "{found.strip}": add {argument("strip_prefix", found.strip[:-1], "HfOptions")}.'
+    elif any("lora_" in n for n in model):
+        hint = (
+            f"The weights hold an adapter: {argument('adapter', True, 'HfOptions')} writes it as PEFT saves it, and ckpttool adapter merge "
+            "writes the model with the adapter in its weights."
+        )
+    elif ckpt.trainer == "torchtitan":
+        hint = (
+            "These are torchtitan's own names, and no name map that comes with ckpttool is for this model: write one (docs, Name maps), or "
+            "export with torchtitan's last_save_in_hf."
+        )
+    elif options.config is None:
+        hint = f"It was found beside the source: give {argument('config')} the config of this very model, or move that file away."
+    else:
+        hint = "Give the config of this very model."
+    return (
+        f"from_pretrained would fill what is missing with random numbers. {hint} To write the weights as they are, for code "
+        f"that loads them by itself, use {argument('allow_name_mismatch', True, 'HfOptions')}."
+    )
+
+
+def _hub_tensors(
+    ckpt: Checkpoint,
+    model: dict[str, TensorEntry],
+    config: dict[str, Any] | None,
+    relation: hub_names.Relation | None,
+    source: Source,
+    notes: list[str],
+    untie: bool,
+) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
+    """The tensors save_pretrained would write, as views of the source's, {omitted name: the name it is tied to}, and
+    {name: first one} of tensors that it never puts into different shards."""
+    together: dict[str, str] = {}
+    tied = {} if untie else tied_weights(model)
+    tied.update({k: v for k, v in ties(config, model, relation).items() if k in model and v in model})
+    if relation is not None:
+        out = {k: crop(k, model[v.of], v) for k, v in relation.views.items()}
+        together = relation.together
+    else:
+        out = dict(model)
+    gone: dict[str, str] = {}
+    for name, kept in sorted(tied.items()):
+        if name not in out or kept not in out or name == kept:
+            continue
+        a, b = model[name], model[kept]
+        if a.chunks[:] != b.chunks[:]:
+            digests = tensor_digests({"a": a, "b": b}, source, ckpt.files, ckpt.records, lambda *_: None)
+            if digests["a"] != digests["b"]:
+                raise Unsupported(
+                    f'config.json ties "{name}" to "{kept}", but their bytes differ; loading would lose one of them. '
+                    f"Write both with {argument('untie', True, 'HfOptions')}, or find out which of them is right."
+                )
+        del out[name]
+        gone["model." + name] = "model." + kept
+        notes.append(f'"{name}" is tied to "{kept}" (equal bytes) and written once, as save_pretrained does')
+    return out, gone, together
+
+
+def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], files: dict[str, bytes]) -> None:
+    """Refuse codes beside a config.json that does not say what they are: from_pretrained would load the codes as numbers.
+
+    Raises:
+        Unsupported: with the first codes.
+    """
+    if not {"quantization_config", "quantization"}.isdisjoint(config) or not encodings.OWN_CONFIGS.isdisjoint(files):
+        return
+    if (found := encodings.find(model)).weights:
+        raise Unsupported(
+            f'{found.described()}; first "{next(iter(found.weights))}". config.json has no quantization_config, so that from_pretrained would take '
+            f"the codes for the weights. Give {argument('config')} the folder of the quantised model. To write them as they are, for code that "
+            f"knows them, use {argument('allow_name_mismatch', True, 'HfOptions')}."
+        )
+
+
+def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
+    """config.json with the dtype of the weights, as save_pretrained writes it; codes and their scales have other ones."""
+    if name != "config.json":
+        return data
+    config = bounded_json.parse(data, name)
+    sizes: dict[str, int] = {}
+    codes = encodings.find(model, config.get("quantization_config")).belongs
+    for n, t in model.items():
+        if "float" in t.dtype and n not in codes:
+            sizes[t.dtype] = sizes.get(t.dtype, 0) + prod(t.shape)
+    main = max(sizes, key=lambda k: sizes[k]) if sizes else None
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if main is None or config.get(key) in (None, main) or not isinstance(config.get(key), str):
+        return data
+    config[key] = main
+    return bounded_json.encode(config, indent=2, sort_keys=True) + b"\n"

@@ -1,0 +1,307 @@
+"""What the keys of a Megatron-Core checkpoint mean: names of tensors, and the state in common.pt; megatron.py describes the files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpttool.errors import Corrupt
+from ckpttool.formats.pickles import MEGATRON_ENUMS, Global, Opaque, short
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index.checkpoint import Path, TensorEntry
+from ckpttool.index.names import COMPONENTS
+from ckpttool.storage.source import Source
+
+__all__ = [
+    "BUCKETS",
+    "MODEL_OF_2023",
+    "RANK",
+    "Key",
+    "args_of_data",
+    "common_tree",
+    "data_of_args",
+    "group_members",
+    "is_bare",
+    "key_of",
+    "model_file",
+    "name_groups",
+    "path_of_object",
+    "unstacked_name",
+]
+
+#: The element of a canonical path behind which a bucket of the optimizer has its name.
+BUCKETS = "buckets"
+#: In the place of model_optim_rng.pt in jobs whose optimizer is in files of data-parallel ranks.
+MODEL_OF_2023 = "model_rng.pt"
+RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+#: The slots in which Megatron's optimizers keep the fp32 copies of the weights (distrib_optimizer.py, optimizer.py).
+MASTERS = frozenset(("param", "fp32_param", "master_param"))
+_SLOT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)", re.DOTALL)
+_BUCKET = re.compile(
+    r"(?P<bucket>(?P<group>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.gbuf_idx_\d+\.dtype_.+"
+    r"\.bucket_idx_\d+)\.(?P<slot>[^.]+)",
+    re.DOTALL,
+)
+_STACKED = re.compile(r"(?P<head>(?:.*\.)?layers)\.(?!\d+(?:\.|$))(?P<rest>.+)", re.DOTALL)
+_OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<place>[\d.]*_[\d.]*)", re.DOTALL)
+_OF_GROUP = re.compile(
+    r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>.+)"
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the key of a tensor says.
+
+    `path` is the canonical path of the tensor, or of the first layer's where `stacked`: then the first axis counts the layers.
+    `bucket` is that of a tensor of `dp_reshardable`, which belongs to no parameter alone.
+    """
+
+    path: Path
+    stacked: bool = False
+    bucket: str | None = None
+    group: str | None = None
+
+    def of_layer(self, i: int) -> Path:
+        """The path of layer `i`."""
+        return tuple(unstacked_name(p, i) if isinstance(p, str) else p for p in self.path)
+
+
+def model_file(source: Source, folder: str) -> str | None:
+    """The file of the model in a folder of a model-parallel rank, of the format before dist_checkpointing; None where it is none."""
+    if not RANK.fullmatch(folder) or not source.glance(folder)[0]:
+        return None
+    inside = source.list(folder)
+    return next((n for n in ("model_optim_rng.pt", MODEL_OF_2023) if n in inside), None)
+
+
+def unstacked_name(name: str, i: int) -> str:
+    """The name of a layer's parameter, of the name that all layers share: "decoder.layers.mlp.x" is "decoder.layers.3.mlp.x"."""
+    m = _STACKED.fullmatch(name)
+    return f"{m['head']}.{i}.{m['rest']}" if m else name
+
+
+def key_of(key: str) -> Key:
+    """What the key of a tensor says."""
+    if m := _BUCKET.fullmatch(key):
+        part = ("extra", "master") if m["slot"] in MASTERS else ("optim",)
+        return Key((*part, BUCKETS, m["bucket"], m["slot"]), False, m["bucket"], m["group"])
+    if m := _SLOT.fullmatch(key):
+        name, slot = m["name"], m["slot"]
+        path: Path = ("extra", "master", name) if slot in MASTERS else ("optim", "state", name, slot)
+        return Key(path, _STACKED.fullmatch(name) is not None)
+    return Key(("model", key), _STACKED.fullmatch(key) is not None)
+
+
+def path_of_object(key: str) -> tuple[Path, int | None]:
+    """(canonical path of an object that ranks saved, its number among the chained optimizers): its state of the optimizer, None
+    for anything else."""
+    m = _OBJECT.fullmatch(key)
+    if m is None:
+        return ("extra", key), None
+    if stacked := _STACKED.fullmatch(m["key"]):  # the first number of the place is the layer's
+        at, _, of = m["place"].partition("_")
+        layer, *at = at.split(".")
+        of = of.split(".")[1:]
+        key = f"{stacked['head']}.{layer}.{stacked['rest']}/shard_{'.'.join(at) or 0}_{'.'.join(of) or 1}"
+        return ("extra", key), None
+    if m["key"] == "rng_state":
+        return ("rng", f"shard_{m['place']}"), None
+    if of := _OF_GROUP.fullmatch(m["key"]):
+        return ("optim", "groups", of["group"], of["what"]), int(of["chain"] or 0)
+    return ("extra", key), None
+
+
+def data_of_args(x: Any) -> Any:
+    """The arguments of a job as plain data: Namespace is a dict, and a member of an enumeration {"class", "value"}."""
+    if isinstance(x, Opaque) and x.cls == Global("argparse", "Namespace") and isinstance(x.state, dict):
+        return data_of_args(x.state)
+    if isinstance(x, Opaque) and x.cls in MEGATRON_ENUMS and len(x.args) == 1:
+        return {"class": str(x.cls), "value": x.args[0]}
+    if isinstance(x, dict):
+        return {k: data_of_args(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)) and not isinstance(x, (Global, StoredTensor)):
+        return type(x)(data_of_args(v) for v in x)
+    return x
+
+
+def args_of_data(x: Any) -> Any:
+    """What `data_of_args` was made of."""
+    out = Opaque(Global("argparse", "Namespace"), ())
+    out.state = _members_again(x)
+    return out
+
+
+def _members_again(x: Any) -> Any:
+    if isinstance(x, dict) and x.keys() == {"class", "value"}:
+        of = Global(*str(x["class"]).rpartition(".")[::2])
+        if of in MEGATRON_ENUMS:
+            return Opaque(of, (x["value"],), call=True)
+    if isinstance(x, dict):
+        return {k: _members_again(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)) and not isinstance(x, (Global, StoredTensor)):
+        return type(x)(_members_again(v) for v in x)
+    return x
+
+
+def common_tree(tree: Any, what: str) -> dict[str, Any]:
+    """The tree of common.pt under canonical keys.
+
+    What describes the files and not the training (`content_metadata`, `param_state_sharding_type`) is left out.
+
+    Raises:
+        Corrupt: it is not a dict, or its optimizer has another form than Megatron-Core's.
+    """
+    if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
+        raise Corrupt(f"{what}: holds {short(tree)}, not the common state of a Megatron-Core checkpoint.")
+    out: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    ours: dict[str, dict[str, Any]] = {}
+    for key, x in tree.items():
+        if key in ("opt_param_scheduler", "lr_scheduler"):  # verl's
+            out["scheduler"] = x
+        elif key == "optimizer":
+            _take_optimizer(x, out, extra, what)
+        elif key == "iteration":
+            out["trainer"] = {"iteration": x}
+        elif key == "args":
+            extra["args"] = data_of_args(x)
+        elif key == "rng_state":
+            out["rng"] = x
+        elif key == "ckpttool" and isinstance(x, dict):  # what Megatron-Core has no place for (megatron/write.py)
+            for component, more in x.items():
+                if component not in COMPONENTS or not isinstance(more, dict):
+                    raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.")
+                ours[component] = more
+        elif key != "content_metadata":
+            extra[key] = x
+    if extra:
+        out["extra"] = extra
+    for component, more in ours.items():
+        out[component] = {**out.get(component, {}), **more}
+    return out
+
+
+def _take_optimizer(x: Any, out: dict[str, Any], extra: dict[str, Any], what: str) -> None:
+    """Param groups, the step that all parameters share, and the gradient scaler; of several chained optimizers one after the
+    other."""
+    chain = [x]
+    if isinstance(x, dict) and x and all(isinstance(k, int) or str(k).isdigit() for k in x):
+        chain = [x[k] for k in sorted(x, key=int)]
+    elif isinstance(x, list):
+        chain = x
+    groups: list[Any] = []
+    for number, one in enumerate(chain):
+        if not isinstance(one, dict):
+            raise Corrupt(f"{what}: its optimizer is {short(one)}.")
+        inner = one.get("optimizer", one)
+        if not isinstance(inner, dict):
+            raise Corrupt(f"{what}: its optimizer holds {short(inner)}.")
+        state = inner.get("state") or {}
+        if not isinstance(state, dict):
+            raise Corrupt(f"{what}: the state of its optimizer is {short(state)}.")
+        step = state.get("common_step")
+        if not isinstance(listed := inner.get("param_groups", ()), (list, tuple)):
+            raise Corrupt(f"{what}: the param groups of its optimizer are {short(listed)}.")
+        for group in listed:
+            if not isinstance(group, dict):
+                raise Corrupt(f"{what}: a param group of its optimizer is {short(group)}.")
+            groups.append({
+                **{k: v for k, v in group.items() if k != "params"},
+                **({} if step is None else {"step": step}),
+                **({"chained": number} if len(chain) > 1 else {}),
+            })  # fmt: skip
+        rest = {
+            k: v
+            for k, v in [
+                *((k, v) for k, v in one.items() if k != "optimizer"),
+                *(inner.items() if inner is not one else ()),
+            ]
+            if k not in ("param_groups", "param_state_sharding_type", "grad_scaler", "state", "fp32_from_fp16_params")
+        }
+        if rest:
+            extra.setdefault("optimizer", {})[str(number)] = rest
+        if "grad_scaler" in one:
+            out.setdefault("scaler", one["grad_scaler"])
+    if groups:
+        out["optim"] = {"param_groups": groups}
+
+
+def name_groups(leaves: dict[Path, Any], notes: list[str]) -> None:
+    """Add to the optimizer what Megatron does not save: which parameters each param group has, and each parameter's step.
+
+    Megatron's param groups (megatron/core/optimizer/__init__.py, _get_param_groups) are the combinations of `wd_mult` (0 for biases
+    and parameters of one dimension) and `is_expert_parallel`. Groups of other kinds keep their hyperparameters and no list.
+    """
+    found: dict[int, dict[Any, Any]] = {}
+    for path, leaf in leaves.items():
+        if path[:2] == ("optim", "param_groups") and len(path) == 4:
+            found.setdefault(int(path[2]), {})[path[3]] = leaf
+    trained: dict[str, TensorEntry] = {}
+    for path, leaf in leaves.items():
+        if path[:2] == ("optim", "state") and len(path) == 4 and isinstance(leaf, TensorEntry):
+            trained.setdefault(str(path[2]), leaf)
+    order = {str(p[1]): None for p in leaves if p[0] == "model" and len(p) == 2}
+    names = [n for n in order if n in trained] or list(trained)
+    if not found or not names:
+        return
+    members = group_members(found, {n: len(trained[n].shape) for n in names})
+    if members is None:
+        notes.append(
+            "Megatron-Core saves no parameters of its param groups, and these are not told apart by weight decay and experts alone, so "
+            "they are carried without; layouts that need them refuse this optimizer"
+        )
+    else:
+        notes.append(
+            "Megatron-Core saves no parameters of its param groups: biases and parameters of one dimension were put into the group "
+            "without weight decay, as its own rule does; a job with another rule has other groups"
+        )
+        for i, params in members.items():
+            leaves["optim", "param_groups", i, "params"] = params
+    steps = [g.get("step") for g in found.values()]
+    if steps[0] is not None and all(_same(s, steps[0]) for s in steps):
+        for name in names:
+            path = ("optim", "state", name, "step")
+            leaves[path] = replace(steps[0], path=path) if isinstance(steps[0], TensorEntry) else steps[0]
+    for i, group in found.items():
+        if isinstance(group.get("step"), TensorEntry):  # it is that of the parameters
+            del leaves["optim", "param_groups", i, "step"]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
+        return bool(a.chunks[:] == b.chunks[:])
+    return isinstance(a, (int, float)) and isinstance(b, (int, float)) and float(a) == float(b)
+
+
+def is_bare(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether Megatron-Core's own rule gives a parameter no weight decay."""
+    return len(shape) == 1 or name.endswith(".bias")
+
+
+def group_members(groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]) -> dict[int, list[str]] | None:
+    """{group: its parameters}; None where the groups do not follow from the rule."""
+    of: dict[tuple[bool, bool], int] = {}
+    for i, g in groups.items():
+        mult = g.get("wd_mult", g.get("pre_wd_mult"))
+        kind = (mult == 0.0, bool(g.get("is_expert_parallel")))
+        if (
+            mult not in (0.0, 1.0)
+            or g.get("lr_mult", g.get("pre_lr_mult", 1.0)) != 1.0
+            or g.get("is_decoupled_lr")
+            or kind in of
+        ):
+            return None
+        of[kind] = i
+    out: dict[int, list[str]] = {i: [] for i in groups}
+    experts = any(expert for _, expert in of)
+    for name, n in dims.items():
+        bare = is_bare(name, (0,) * n)
+        expert = experts and re.search(r"\bexperts\b", name) is not None and "shared_experts" not in name
+        group = of.get((bare, expert))
+        if group is None:
+            return None
+        out[group].append(name)
+    return out

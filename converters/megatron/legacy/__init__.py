@@ -1,0 +1,1 @@
+"""Megatron-LM's files of ranks, from before torch_dist."""

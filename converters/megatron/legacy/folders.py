@@ -1,0 +1,122 @@
+"""The folders mp_rank_TT[_PPP][_EEE] of Megatron-LM's model-parallel ranks: which ranks of the job they are, and whether all are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice, pairwise
+from typing import Any
+
+from ckpttool.errors import Corrupt, Unsupported
+
+from ..keys import RANK
+from .sharding import Geometry
+
+__all__ = ["Numbers", "geometry_of", "numbers_of", "refuse_exchanged", "refuse_missing"]
+
+#: (tensor-, pipeline-, expert-parallel rank)
+Numbers = tuple[int, int, int]
+
+
+def geometry_of(args: Mapping[str, Any]) -> Geometry:
+    """The parallel sizes that the arguments of a job say."""
+
+    def size(key: str, otherwise: int) -> int:
+        n = args.get(key)
+        return n if isinstance(n, int) and n > 0 else otherwise
+
+    tensor = size("tensor_model_parallel_size", size("model_parallel_size", 1))
+    return Geometry(
+        tensor, size("pipeline_model_parallel_size", 1), size("expert_model_parallel_size", 1),
+        size("expert_tensor_parallel_size", tensor), args,
+    )  # fmt: skip
+
+
+def numbers_of(folder: str, geometry: Geometry, root: str) -> Numbers:
+    """The numbers of a folder by its name, whose second one is of the pipeline where there is one.
+
+    Raises:
+        Corrupt: the job has no such rank.
+    """
+    m = RANK.fullmatch(folder)
+    assert m is not None
+    rest = [int(n) for n in m.groups()[1:] if n is not None]
+    wanted = [n for n in (geometry.pipeline, geometry.expert) if n > 1]
+    found = dict(zip((k for k in ("pipeline", "expert") if getattr(geometry, k) > 1), rest, strict=False))
+    out = int(m[1]), found.get("pipeline", 0), found.get("expert", 0)
+    if len(rest) < len(wanted) or any(rest[len(wanted) :]) or any(
+        n >= k for n, k in zip((out[0], *rest), (geometry.tensor, *wanted), strict=False)
+    ):  # fmt: skip
+        raise Corrupt(f"{root}/{folder}: is of no rank of a job of {_sizes(geometry)}, which its arguments say.")
+    return out
+
+
+def _sizes(geometry: Geometry) -> str:
+    return f"{geometry.tensor} tensor-, {geometry.pipeline} pipeline- and {geometry.expert} expert-parallel ranks"
+
+
+def refuse_missing(folders: Mapping[str, Numbers], geometry: Geometry, root: str) -> None:
+    """Refuse folders that are not those of all ranks.
+
+    Raises:
+        Corrupt: not every part of the model has a file, with the folders that are missing.
+        Unsupported: experts are cut so that names of folders do not tell which part one has.
+    """
+    have = set(folders.values())
+    if len(have) != len(folders):
+        raise Corrupt(f"{root}: two folders are of one rank.")
+    same = geometry.expert_tensor == geometry.tensor
+    if geometry.expert_tensor not in (1, geometry.tensor):
+        raise Unsupported(
+            f"{root}: experts are cut among {geometry.expert_tensor} tensor-parallel ranks and all else among {geometry.tensor}; names of folders "
+            "tell only one of them."
+        )
+    if not same:  # a rank's folder has the numbers of two cuts, and each has to be whole
+        have = {(t, p, e) for t, p, _ in have for _, q, e in have if p == q}
+    tensor, pipeline, expert = geometry[:3]
+    if lost := pipeline * tensor * expert - len(have):
+        every = ((t, p, e) for p in range(pipeline) for t in range(tensor) for e in range(expert))
+        some = [_folder(*rank, geometry) for rank in islice((r for r in every if r not in have), 8)]
+        shown = ", ".join(some) + (f" and {lost - len(some)} more" if lost > len(some) else "")
+        raise Corrupt(
+            f"{root}: a job of {_sizes(geometry)} wrote it, and {lost} of its folders are missing: {shown}. Fetch the files of all ranks."
+        )
+
+
+def refuse_exchanged(
+    folders: Mapping[str, Numbers], arguments: Mapping[str, Any], geometry: Geometry, root: str
+) -> None:  # fmt: skip
+    """Refuse folders that are not in the order of the ranks in their arguments, which grow along every parallel dimension.
+
+    Where all folders have one rank, a tool wrote them from one process, and it tells nothing.
+
+    Raises:
+        Corrupt: with two folders.
+    """
+    wrote = {f: a["rank"] for f, a in arguments.items() if isinstance(a, dict) and type(a.get("rank")) is int}
+    if len(wrote) < len(folders) or len(set(wrote.values())) == 1:
+        return
+    lines: dict[Any, list[str]] = {}
+    for folder, (t, p, e) in folders.items():
+        n = wrote[folder]
+        if geometry.expert_tensor < geometry.tensor and (n % geometry.tensor, n % geometry.expert) != (t, e):
+            raise Corrupt(
+                f"{root}: by the arguments in the files, rank {n} of the job wrote {folder}, which is the folder of another rank. Folders were exchanged "
+                "or copied over others; fetch them again."
+            )
+        lines.setdefault(("tensor", p, e), []).append(folder)
+        lines.setdefault(("pipeline", t, e), []).append(folder)
+        if geometry.args.get("context_parallel_size", 1) == 1:  # else several processes write one folder
+            lines.setdefault(("expert", t, p), []).append(folder)
+        lines.setdefault(n, []).append(folder)
+    for line in lines.values():
+        for a, b in pairwise(sorted(line, key=lambda f: folders[f])):
+            if wrote[a] >= wrote[b]:
+                raise Corrupt(
+                    f"{root}: by the arguments in the files, rank {wrote[a]} of the job wrote {a}, and rank {wrote[b]} wrote {b}. Megatron-LM numbers "
+                    "ranks the other way round, so folders were exchanged or copied over others; fetch them again."
+                )
+
+
+def _folder(t: int, p: int, e: int, geometry: Geometry) -> str:
+    name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if geometry.pipeline > 1 else "")
+    return name + (f"_{e:03d}" if geometry.expert > 1 else "")

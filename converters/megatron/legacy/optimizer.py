@@ -1,0 +1,424 @@
+"""The optimizer in Megatron-LM's files of ranks: whose state everything is, which is stored without names.
+
+    DistributedOptimizer   distrib_optim.pt: {buffer: {(dtype of the weights, of the gradients): {"param", "exp_avg", "exp_avg_sq": 1-D fp32 tensors,
+                           "numel_unpadded"}}, "buckets_coalesced": True}, a list of such of chained optimizers (experts have their own), None of one
+                           whose ranks write elsewhere. A buffer is the rank's parameters of one chunk of the model and one dtype, the last one
+                           first, each at a multiple of 64 elements of its bucket; buckets follow one another without the padding behind each.
+    Float16Optimizer...    {"optimizer": {"state": {number: {slot: tensor}}, "param_groups"}, "fp32_from_fp16_params": [[fp32 copies] of each group]}
+    FP32Optimizer          {"state": {number: {slot: tensor}}, "param_groups"}
+
+The order is that of Megatron-LM; the proof is in the values: a segment or a copy is the state of the parameter whose place it has only if,
+rounded, it is the rank's weight, bit for bit. FP32Optimizer has no copies: there, numbers of parameters and shapes have to fit Megatron's own rule
+for its param groups. What fits not is refused by name.
+
+Sources: megatron/core/optimizer/{distrib_optimizer,optimizer}.py (get_parameter_state_dp_zero, state_dict) and
+distributed/param_and_grad_buffer.py of megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.engine.copy.tensor_digests import announce_proof, proof_digests
+from ckpttool.errors import Corrupt, Unsupported, argument
+from ckpttool.formats.crc import crc32
+from ckpttool.formats.pickles import Global, short
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
+
+from ..buckets import ALIGNED, Bucket, Run, entries
+from ..keys import BUCKETS, MASTERS, MODEL_OF_2023, group_members
+from .ranks import OPTIMIZER_FILE, Parameter, RankFile, Ranks, optimizers
+
+__all__ = ["named", "unnamed"]
+
+_SLOTS = ("param", "exp_avg", "exp_avg_sq")
+_HALF = ("bfloat16", "float16")
+_TRIED = 8  # parameters that are compared at once where a bucket begins
+
+
+class _Buffer(NamedTuple):
+    """1-D tensors of DistributedOptimizer, and the dtype of the weights in it."""
+
+    bucket: Bucket
+    dtype: str
+
+
+class _State(NamedTuple):
+    """The state of one numbered parameter: its slots, its place in the param groups; `step` is a tensor, a number or None."""
+
+    bucket: Bucket
+    shape: tuple[int, ...]
+    group: int
+    step: Any
+
+
+def unnamed(ranks: Ranks) -> dict[Path, TensorEntry]:
+    """{path: tensor} of all that the optimizer holds, before anything tells of which parameter it is.
+
+    Raises:
+        Corrupt: a part of it is missing.
+        Unsupported: it has a form that no known version of Megatron-Core wrote.
+    """
+    _refuse_missing(ranks)
+    out: dict[Path, TensorEntry] = {}
+    for r in ranks.ranks:
+        for bucket in [b.bucket for b in _buffers(ranks, r)] + [s.bucket for s in _states(ranks, r)]:
+            for slot, t in bucket.slots.items():
+                path = (*(("extra", "master") if slot in MASTERS else ("optim",)), BUCKETS, bucket.name, slot)
+                out[path] = replace(t, path=path)
+    return out
+
+
+def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
+    """({canonical path: tensor, or number of a step} of the same, notes), after the proof.
+
+    Raises:
+        Unsupported: nothing proves of which parameter something is, with its name.
+    """
+    source, notes = ranks.files.source, list[str]()
+    jobs = {_called(r, p): p.entry for r in ranks.ranks for p in r.parameters}
+    parts = [(r, list(_buffers(ranks, r)), list(_states(ranks, r))) for r in ranks.ranks]
+    copies = sum(b.bucket.param.nbytes for _, buffers, _ in parts for b in buffers)
+    copies += sum(
+        len(_HALF) * s.bucket.param.nbytes for _, _, states in parts for s in states if "param" in s.bucket.slots
+    )
+    announce_proof(sum(t.nbytes for t in jobs.values()) + copies)
+    weights = proof_digests(jobs, ckpt, source)
+    found: list[Bucket] = []
+    steps: dict[str, Any] = {}
+    for r, buffers, states in parts:
+        taken: set[str] = set()
+        for buffer in buffers:
+            _cut(buffer, r, weights, ranks, ckpt, taken)
+            found.append(buffer.bucket)
+        if states:
+            of = (
+                _by_value(states, r, weights, ranks, ckpt)
+                if "param" in states[0].bucket.slots
+                else _by_rule(states, r, ranks)
+            )
+            for state, p in zip(states, of, strict=True):
+                state.bucket.runs = [Run(0, prod(state.shape), [p.local], p.local)]
+                found.append(state.bucket)
+                name = p.local.weight
+                if state.step is not None and _number(steps.setdefault(name, state.step), ranks) != _number(
+                    state.step, ranks
+                ):
+                    raise Corrupt(
+                        f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are from different saves.'
+                    )
+    there = {run.chosen for b in found for run in b.runs}
+    without = next((p for r in ranks.ranks if r.distributed for p in r.parameters if p.local not in there), None)
+    if without is not None:
+        raise Unsupported(
+            f'{source.root}: no {OPTIMIZER_FILE} holds the state of "{without.local.weight}", and others hold that of their ranks. {_way_out()}'
+        )
+    whole = {name: TensorEntry("float32", shape, (), Chunks(len(shape))) for name, shape in ranks.shapes.items()}
+    out: dict[Path, Any] = dict(entries(found, whole, source, ckpt, notes))
+    for path, t in out.items():
+        if (why := boxes.cover(t.shape, t.chunks.boxes())) is not None:
+            raise Corrupt(
+                f'{source.root}: "{joined(path)}" {list(t.shape)}: {why}. A rank lacks its part; fetch the files of one save.'
+            )
+    if any("param" in b.slots for b in found):
+        notes.append(
+            "the optimizer's state has no names in files of ranks; each part was found by the order of the model, and its fp32 copy rounds to the "
+            "weight bit for bit"
+        )
+    elif found:
+        notes.append(
+            "the optimizer's state has no names in files of ranks and no fp32 copies; it was named by the order of the model and Megatron-Core's rule "
+            "for param groups, and numbers and shapes fit"
+        )
+    for name, t in steps.items():
+        at: Path = ("optim", "state", name, "step")
+        out[at] = replace(t, path=at) if isinstance(t, TensorEntry) else t
+    return out, notes
+
+
+def _number(step: Any, ranks: Ranks) -> Any:
+    """What tells two steps apart: a number, or the CRC32 of a tensor of one, which is as good for so few bytes."""
+    if not isinstance(step, TensorEntry) or step.numel != 1:
+        return None if isinstance(step, TensorEntry) else step
+    file, offset, length = step.chunks[0].extent
+    record = ranks.files.records.get((file, offset))
+    return crc32(ranks.files.reader(file)(offset, length)) if record is None else record.crc32
+
+
+def _called(r: RankFile, p: Parameter) -> str:
+    return f"{r.folder}:{p.chunk}:{p.name}"
+
+
+def _way_out() -> str:
+    return f"Load it in Megatron-LM and save it as torch_dist, or convert the weights alone ({argument('only', ['model'])})."
+
+
+def _refuse_missing(ranks: Ranks) -> None:
+    """Raises:
+    Corrupt: a rank whose optimizer is DistributedOptimizer's has no distrib_optim.pt.
+    Unsupported: the optimizer is in files of data-parallel ranks."""
+    source = ranks.files.source
+    for r in ranks.ranks:
+        of_2023 = ranks.files.names[r.number].endswith(MODEL_OF_2023)
+        layer_wise = next((n for n in source.list(r.folder) if n.startswith("layer_wise_optimizer")), None)
+        if of_2023 or layer_wise:
+            name = f"{r.folder}/{layer_wise}" if layer_wise else f"{r.folder}_000/optim.pt"
+            raise Unsupported(
+                f"{source.root}: the optimizer is in files of data-parallel ranks ({name}), each with a part that only the job that wrote it can place. "
+                f"{_way_out()}"
+            )
+    for r in ranks.ranks:
+        chain = optimizers(r.tree, ranks.files.path(r.number))
+        if chain and r.distributed is None and not any("state" in inner for _, inner in chain):
+            raise Corrupt(
+                f"{source.root}/{r.folder}: {OPTIMIZER_FILE}, which has the state of its optimizer, is missing. Fetch it, or convert the "
+                f"weights alone ({argument('only', ['model'])})."
+            )
+
+
+# --------------------------------------------------------------------------------------------- DistributedOptimizer
+
+
+def _buffers(ranks: Ranks, r: RankFile) -> Iterator[_Buffer]:
+    """The buffers in distrib_optim.pt of a rank.
+
+    Raises:
+        Unsupported: it is of a version that stored each bucket by itself.
+    """
+    if r.distributed is None:
+        return
+    number, tree = r.distributed
+    what = ranks.files.path(number)
+    for k, one in enumerate(tree if isinstance(tree, list) else [tree]):
+        if one is None:
+            continue
+        if not isinstance(one, dict) or one.get("buckets_coalesced") is not True:
+            raise Unsupported(
+                f"{what}: is not of the form that Megatron-Core has for DistributedOptimizer since its buckets are one buffer (buckets_coalesced). {_way_out()}"
+            )
+        for i, of in one.items():
+            if i == "buckets_coalesced":
+                continue
+            for dtypes, slots in of.items() if isinstance(of, dict) else ():
+                kind = dtypes[0] if isinstance(dtypes, tuple) and dtypes else dtypes
+                found = [slots.get(s) for s in _SLOTS] if isinstance(slots, dict) else []
+                tensors = [t for t in found if isinstance(t, StoredTensor) and len(t.shape) == 1 and t.contiguous]
+                others = (
+                    [s for s, x in slots.items() if s not in _SLOTS and isinstance(x, StoredTensor)] if tensors else []
+                )
+                if others:
+                    raise Unsupported(
+                        f"{what}: its buffer {i} has {short(others)} besides {', '.join(_SLOTS)}, which only the job that wrote it can place. {_way_out()}"
+                    )
+                if not isinstance(kind, Global) or len(tensors) != len(_SLOTS) or len({t.shape for t in tensors}) > 1:
+                    raise Corrupt(f"{what}: its buffer {i} is {short(slots)}, not three flat tensors of equal lengths.")
+                entry = {s: ranks.files.entry(number, t) for s, t in zip(_SLOTS, tensors, strict=True)}
+                yield _Buffer(Bucket(f"{r.folder}.chained_{k}.gbuf_idx_{i}.{kind.name}", r.folder, entry), kind.name)
+
+
+def _cut(
+    buffer: _Buffer, r: RankFile, weights: Mapping[str, str], ranks: Ranks, ckpt: Checkpoint, taken: set[str]
+) -> None:  # fmt: skip
+    """Find the parameters in a buffer: those of a chunk, of its experts or of all else, the last one first.
+
+    Raises:
+        Unsupported: the values are those of no such list.
+    """
+    lists: dict[tuple[str, ...], list[Parameter]] = {}
+    for chunk in sorted({p.chunk for p in r.parameters}):
+        of = [p for p in r.parameters if p.chunk == chunk and p.entry.dtype == buffer.dtype][::-1]
+        for some in (of, [p for p in of if not p.expert], [p for p in of if p.expert]):
+            key = tuple(_called(r, p) for p in some)
+            if some and not taken.intersection(key):
+                lists[key] = some
+    size = buffer.bucket.param.shape[0]
+    best: tuple[int, Parameter | None] = 0, None
+    for key, some in lists.items():
+        if not 0 <= size - sum(p.entry.numel for p in some) < ALIGNED * len(some):
+            continue
+        starts, reached = _starts(buffer, some, [weights[n] for n in key], ranks, ckpt)
+        if starts is not None:
+            buffer.bucket.runs = [
+                Run(at, at + p.entry.numel, [p.local], p.local) for at, p in zip(starts, some, strict=True)
+            ]
+            taken |= set(key)
+            return
+        if reached >= best[0]:
+            best = reached, some[min(reached, len(some) - 1)]
+    whose = (
+        f'after {best[0]} parameters, "{best[1].local.weight}" should follow'
+        if best[1]
+        else "no parameters fit its length"
+    )
+    raise Unsupported(
+        f"{ranks.files.source.root}: the optimizer's buffer \"{buffer.bucket.name}\" ({size} elements) is not the fp32 copies of the rank's weights in "
+        f"the order of the model: {whose}, and the values do not round to it. So nothing tells whose moments these are. {_way_out()}"
+    )
+
+
+def _starts(
+    buffer: _Buffer, some: list[Parameter], weights: list[str], ranks: Ranks, ckpt: Checkpoint
+) -> tuple[list[int] | None, int]:  # fmt: skip
+    """(where each parameter begins in a buffer, how many are proved). Where one is not at the next multiple of 64, a bucket ends.
+    What lies behind the end of a bucket is read again, so no more than twice of what the bucket had so far is tried at once."""
+    t, size = buffer.bucket.param, buffer.bucket.param.shape[0]
+    starts: list[int] = []
+    bucket = end = 0  # where the bucket begins, and where the parameters so far end
+    window = _TRIED
+    while len(starts) < len(some):
+        rest, trial, before = some[len(starts) : len(starts) + window], list[int](), end
+        for p in rest:
+            trial.append(bucket + -(-(end - bucket) // ALIGNED) * ALIGNED)
+            end = trial[-1] + p.entry.numel
+        jobs = {
+            str(k): _segment(t, a, a + p.entry.numel)
+            for k, (a, p) in enumerate(zip(trial, rest, strict=True))
+            if a + p.entry.numel <= size
+        }
+        digests = proof_digests(jobs, ckpt, ranks.files.source, dict.fromkeys(jobs, buffer.dtype))
+        proved = next((k for k in range(len(rest)) if digests.get(str(k)) != weights[len(starts) + k]), len(rest))
+        if not proved and bucket == before:
+            return None, len(starts)
+        starts += trial[:proved]
+        end = starts[-1] + some[len(starts) - 1].entry.numel
+        if proved < len(rest):
+            bucket, window = end, _TRIED
+        else:
+            window *= 2
+    return (starts, len(starts)) if end == size else (None, len(starts))
+
+
+def _flat(t: TensorEntry) -> TensorEntry:
+    return TensorEntry(t.dtype, (t.numel,), (), Chunks.whole((t.numel,), *t.chunks[0].extent))
+
+
+def _segment(t: TensorEntry, first: int, last: int) -> TensorEntry:
+    c = t.chunks[0]
+    return TensorEntry(
+        t.dtype, (last - first,), (), Chunks.whole((last - first,), c.extent.file, c.extent.offset + first * 4, (last - first) * 4, None)
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- numbered parameters
+
+
+def _states(ranks: Ranks, r: RankFile) -> Iterator[_State]:
+    """What the optimizers of a rank hold by number, in the order of the param groups; "param" is the fp32 copy."""
+    groups = 0
+    for k, (one, inner) in enumerate(optimizers(r.tree, ranks.files.path(r.number))):
+        state, copies = inner.get("state") or {}, one.get("fp32_from_fp16_params", one.get("fp32_from_fp16"))
+        if not isinstance(state, dict) or (not state and copies is None):
+            groups += len(inner.get("param_groups", ()))
+            continue
+        grouped = {n for group in inner.get("param_groups", ()) for n in group.get("params", ())} | {"common_step"}
+        if state.keys() - grouped:
+            raise Corrupt(
+                f"{ranks.files.path(r.number)}: its optimizer has the state of {short(sorted(map(str, state.keys() - grouped)))}, which are in none of its "
+                "param groups."
+            )
+        if copies is not None and (
+            not isinstance(copies, list)
+            or len(copies) != len(inner.get("param_groups", ()))
+            or not all(isinstance(of, list) and all(isinstance(x, StoredTensor) for x in of) for of in copies)
+        ):
+            raise Corrupt(
+                f"{ranks.files.path(r.number)}: the fp32 copies in its optimizer are {short(copies)}, not a list of tensors for each param group."
+            )
+        for i, group in enumerate(inner.get("param_groups", ())):
+            numbers = group.get("params", ())
+            of = None if copies is None else copies[i]
+            if of is not None and len(of) != len(numbers):
+                raise Unsupported(
+                    f"{ranks.files.path(r.number)}: param group {i} has {len(numbers)} parameters, of which {len(of)} have fp32 copies; nothing tells "
+                    f"which. {_way_out()}"
+                )
+            for j, n in enumerate(numbers):
+                slots = state.get(n, {})
+                if not isinstance(slots, dict):
+                    raise Corrupt(
+                        f"{ranks.files.path(r.number)}: the optimizer's state of parameter {n} is {short(slots)}."
+                    )
+                tensors = {s: x for s, x in slots.items() if isinstance(x, StoredTensor) and s != "step"}
+                if of is not None:
+                    tensors = {"param": of[j], **tensors}
+                shapes = {x.shape for x in tensors.values()}
+                if len(shapes) != 1 or not all(x.contiguous for x in tensors.values()) or any(
+                    s not in tensors and s != "step" and x is not None for s, x in slots.items()
+                ):  # fmt: skip
+                    raise Unsupported(
+                        f"{ranks.files.path(r.number)}: the optimizer's state of parameter {n} is {short(slots)}, not contiguous tensors of one shape. {_way_out()}"
+                    )
+                flat = {s: _flat(ranks.files.entry(r.number, x)) for s, x in tensors.items()}
+                step = slots.get("step")
+                yield _State(
+                    Bucket(f"{r.folder}.chained_{k}.{n}", r.folder, flat), shapes.pop(), groups + i,
+                    ranks.files.entry(r.number, step) if isinstance(step, StoredTensor) else step,
+                )  # fmt: skip
+        groups += len(inner.get("param_groups", ()))
+
+
+def _by_value(
+    states: list[_State], r: RankFile, weights: Mapping[str, str], ranks: Ranks, ckpt: Checkpoint
+) -> list[Parameter]:  # fmt: skip
+    """The parameter of each state: the one to which its fp32 copy rounds; of equal ones, those of one group in the order of the model."""
+    jobs = {f"{k}:{d}": s.bucket.slots["param"] for k, s in enumerate(states) for d in _HALF}
+    rounded = proof_digests(jobs, ckpt, ranks.files.source, {n: n.partition(":")[2] for n in jobs})
+    fits: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
+    for p in r.parameters:
+        if p.entry.dtype in _HALF:
+            fits.setdefault((weights[_called(r, p)], p.entry.shape), []).append(p)
+    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for k, s in enumerate(states):
+        key = next((key for d in _HALF if (key := (rounded[f"{k}:{d}"], s.shape)) in fits), None)
+        if key is None:
+            raise Unsupported(
+                f'{ranks.files.path(r.number)}: the fp32 copy "{s.bucket.name}" {list(s.shape)} rounds to no weight of the rank, so nothing tells whose '
+                f"moments these are. {_way_out()}"
+            )
+        alike.setdefault(key, []).append(k)
+    out: dict[int, Parameter] = {}
+    for key, some in alike.items():
+        if len(some) != len(fits[key]) or len({states[k].group for k in some}) > 1:
+            names = ", ".join(f'"{p.local.weight}"' for p in fits[key][:4])
+            raise Unsupported(
+                f"{ranks.files.path(r.number)}: {len(some)} fp32 copies of the optimizer round to each of {len(fits[key])} weights that are equal "
+                f"({names}), and nothing proves which is whose. {_way_out()}"
+            )
+        out |= dict(zip(some, fits[key], strict=True))
+    order = {id(p): i for i, p in enumerate(r.parameters)}
+    for a, b in pairwise(range(len(states))):
+        if states[a].group == states[b].group and order[id(out[a])] > order[id(out[b])]:
+            raise Unsupported(
+                f'{ranks.files.path(r.number)}: "{out[b].local.weight}" lies behind "{out[a].local.weight}" in a param group, and before it in the model. '
+                f"Megatron-LM keeps the order, so the file is not as it wrote it. {_way_out()}"
+            )
+    return [out[k] for k in range(len(states))]
+
+
+def _by_rule(states: list[_State], r: RankFile, ranks: Ranks) -> list[Parameter]:
+    """The parameter of each state by the rule of Megatron-Core's param groups and the order of the model."""
+    groups = dict(
+        enumerate(
+            g for _, inner in optimizers(r.tree, ranks.files.path(r.number)) for g in inner.get("param_groups", ())
+        )
+    )
+    parameters = {f"{p.chunk}.{p.name}": p for p in r.parameters}
+    members = group_members(groups, {n: len(p.entry.shape) for n, p in parameters.items()})
+    out: list[Parameter] = []
+    for i in groups:
+        mine = [s for s in states if s.group == i]
+        names = members[i] if members else []
+        if [s.shape for s in mine] != [parameters[n].entry.shape for n in names]:
+            raise Unsupported(
+                f"{ranks.files.path(r.number)}: param group {i} has the state of {len(mine)} parameters, and by Megatron-Core's rule for its groups "
+                f"{len(names)} parameters of {'the same' if len(mine) == len(names) else 'other'} number and other shapes belong there. There are no fp32 "
+                f"copies that would tell whose it is. {_way_out()}"
+            )
+        out += [parameters[n] for n in names]
+    return out

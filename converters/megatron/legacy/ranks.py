@@ -1,0 +1,417 @@
+"""Megatron-LM's files of model-parallel ranks (`--ckpt-format torch`), the format before dist_checkpointing, as one state.
+
+    iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt      torch.save of {"args": Namespace, "checkpoint_version": 3.0, "iteration", "model" or
+                                                                "model0", "model1" of a virtual pipeline, "optimizer", "opt_param_scheduler",
+                                                                "rng_state": [{...}]}
+    .../distrib_optim.pt                                        of DistributedOptimizer (megatron/legacy/optimizer.py)
+    .../model_rng.pt, mp_rank_TT[_PPP]_DDD/optim.pt             of jobs of 2022 and 2023 with DistributedOptimizer; the latter, of data-parallel ranks,
+                                                                are not read
+
+TT is the tensor-parallel rank, PPP the pipeline-parallel one where there are several, EEE the expert-parallel one. Every rank has its part of
+each parameter (megatron/legacy/sharding.py), and layers are numbered from 0 on each: stages follow one another, in a virtual pipeline first all of the
+first chunks. What several ranks have alike is compared when it is read (`proved`), and copies that differ are refused by name.
+
+Names, and everything else, are those of dist_checkpointing (megatron.py).
+
+Source: megatron/training/checkpointing.py of Megatron-LM, commit d98e8a6 (generate_state_dict, get_checkpoint_name).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ckpttool.engine.copy.tensor_digests import proof_digests
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats import stored_tensors
+from ckpttool.formats.pickles import short
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, Record, TensorEntry
+from ckpttool.storage.source import Source
+
+from ...rank_files import Files, load, shown
+from ..buckets import Local, Run, place
+from ..keys import common_tree, data_of_args, model_file
+from .folders import geometry_of, numbers_of, refuse_exchanged, refuse_missing
+from .sharding import LAYER, Geometry, classic, flat, is_classic, is_expert, local_experts, part_of, renamed
+
+__all__ = ["OPTIMIZER_FILE", "Parameter", "RankFile", "Ranks", "optimizers", "proved", "ranks_of"]
+
+OPTIMIZER_FILE = "distrib_optim.pt"
+_CHUNK = re.compile(r"model\d{0,4}")
+_RNG = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+_BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert")  # of the model, and of no optimizer
+_TIED = "embedding.word_embeddings.weight"
+
+
+class Parameter(NamedTuple):
+    """A tensor of the model as one rank has it. `name` is the rank's own; `chunk` counts the chunks of a virtual pipeline."""
+
+    name: str
+    chunk: int
+    local: Local
+    entry: TensorEntry
+
+    @property
+    def expert(self) -> bool:
+        """Whether it is of an expert, whose optimizer may be one of its own."""
+        return is_expert(self.name)
+
+
+@dataclass
+class RankFile:
+    """The files of one model-parallel rank. `distributed` is (number of the file, what distrib_optim.pt holds)."""
+
+    folder: str
+    number: int
+    tensor: int
+    pipeline: int
+    expert: int
+    tree: dict[str, Any]
+    distributed: tuple[int, Any] | None = None
+    parameters: list[Parameter] = field(default_factory=list)
+
+
+@dataclass
+class Ranks:
+    """The files of all ranks of one save, and the tensors of the model that they are."""
+
+    files: Files
+    geometry: Geometry
+    ranks: list[RankFile]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    copies: dict[Local, list[tuple[RankFile, TensorEntry]]] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)  # names without a rule
+    objects: dict[Path, Any] = field(default_factory=dict)  # states that modules of Transformer Engine keep
+    older_names: bool = False
+
+    @property
+    def records(self) -> list[Record]:
+        """The CRC32s of what is used."""
+        return list(self.files.records.values())
+
+    def weights(self) -> dict[str, TensorEntry]:
+        """{name: tensor} of the whole model.
+
+        Raises:
+            Corrupt: ranks have parts that do not make a whole.
+        """
+        out: dict[str, TensorEntry] = {}
+        for local, some in self.copies.items():
+            entry = some[0][1]
+            t = out.setdefault(
+                local.weight, TensorEntry(entry.dtype, self.shapes[local.weight], (), Chunks(len(self.shapes[local.weight])))
+            )  # fmt: skip
+            if entry.dtype != t.dtype:
+                raise Corrupt(
+                    f'{self.files.path(some[0][0].number)}: "{local.weight}" is {entry.dtype}, and {t.dtype} in others.'
+                )
+            put(t.chunks, local, entry)
+        for name, t in out.items():
+            if (why := boxes.cover(t.shape, t.chunks.boxes())) is not None:
+                raise Corrupt(
+                    f'{self.files.source.root}: "{name}" {list(t.shape)}: {why}. Ranks are missing or from other saves.'
+                )
+        return out
+
+    def leaves(self) -> dict[Path, Any]:
+        """Everything but the model and the state of the optimizer, under canonical paths."""
+        first = self.ranks[0]
+        out: dict[Path, Any] = dict(self.objects)
+        handled = ("rng_state", "optimizer", "args", *_RNG)
+        tree = {k: x for k, x in first.tree.items() if not _CHUNK.fullmatch(k) and k != "rng_state" and k not in _RNG}
+        self._add(out, common_tree(tree, self.files.path(first.number)), (), first)
+        seen: set[tuple[int, int]] = set()
+        for r in self.ranks:
+            if r is not first:
+                rest = {k: x for k, x in r.tree.items() if k not in handled and not _CHUNK.fullmatch(k)}
+                rest = {k: x for k, x in rest.items() if k not in tree or tree[k] != x}
+                if rest:
+                    self._add(out, rest, ("extra", r.folder), r)
+            if (r.tensor, r.pipeline) in seen:  # dist_checkpointing, too, takes one of these
+                continue
+            seen.add((r.tensor, r.pipeline))
+            states = r.tree.get("rng_state", [{k: r.tree[k] for k in _RNG if k in r.tree}])
+            if states and states != [{}]:
+                place = f"shard_{r.pipeline}.{r.tensor}_{self.geometry.pipeline}.{self.geometry.tensor}"
+                self._add(out, [states], ("rng", place), r)
+        return out
+
+    def _add(self, out: dict[Path, Any], tree: Any, path: Path, rank: RankFile) -> None:
+        found, records = stored_tensors.leaves(
+            tree, path, rank.number, self.files.reader(rank.number), self.files.path(rank.number)
+        )
+        out |= found
+        self.files.records |= {(rank.number, r.extent.offset): r for r in records}
+
+
+def put(out: Chunks, local: Local, entry: TensorEntry) -> None:
+    """Add what a rank has of a tensor to the chunks of the whole."""
+    c = entry.chunks[0] if entry.chunks else None
+    if c is None or not entry.numel:
+        for start, shape in local.boxes:
+            out.add(start, shape, 0, 0, 0)
+    elif c.strides is None:
+        flat = TensorEntry(entry.dtype, (entry.numel,), (), Chunks.whole((entry.numel,), *c.extent))
+        place(out, local, flat, Run(0, entry.numel, []))
+    elif len(local.boxes) == 1 and len(local.boxes[0][0]) == len(entry.shape):
+        out.add(*local.boxes[0], c.extent.file, c.extent.offset, c.extent.length, c.strides)
+    else:
+        raise Unsupported(f'"{local.weight}" is not contiguous in the file of a rank, and it is to be taken apart.')
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
+    """The files of all ranks below a folder; without `optimizer`, what distrib_optim.pt holds is left out.
+
+    Raises:
+        Corrupt: ranks are missing, or their files are from different saves.
+        Unsupported: names and arguments do not tell how a parameter is cut.
+    """
+    names = {n: f"{n}/{file}" for n in sorted(source.list()) if (file := model_file(source, n))}
+    files = Files(source)
+    source.prefetch_ends(names.values())
+    trees = {n: _tree(files, name) for n, name in names.items()}
+    first = next(iter(trees))
+    args = data_of_args(trees[first][1].get("args"))
+    if not isinstance(args, dict):
+        if len(trees) > 1 or first != "mp_rank_00":
+            raise Unsupported(f"{source.root}/{first}: has no args, which tell how the files of the ranks go together.")
+        args = {}
+    geometry = geometry_of(args)
+    folders = {name: numbers_of(name, geometry, source.root) for name in trees}
+    ranks = [RankFile(name, number, *folders[name], tree) for name, (number, tree) in trees.items()]
+    ranks.sort(key=lambda r: (r.pipeline, r.expert, r.tensor))
+    refuse_missing(folders, geometry, source.root)
+    arguments = {name: data_of_args(tree.get("args")) for name, (_, tree) in trees.items()}
+    same = _of_all_ranks(files, ranks[0], arguments)
+    for r in ranks[1:]:
+        for what, here in _of_all_ranks(files, r, arguments).items():
+            if here != same[what]:
+                raise Corrupt(
+                    f"{files.path(r.number)}: the {what} here: {shown(here)}; in {ranks[0].folder}: {shown(same[what])}. The files are from different saves; "
+                    "fetch the files of one save."
+                )
+    refuse_exchanged(folders, arguments, geometry, source.root)
+    for r in ranks:
+        if optimizer and OPTIMIZER_FILE in source.list(r.folder):
+            name = f"{r.folder}/{OPTIMIZER_FILE}"
+            tree = load(files, name)
+            r.distributed = files.number(name), tree
+    out = Ranks(files, geometry, ranks)
+    _take_models(out)
+    return out
+
+
+def _tree(files: Files, name: str) -> tuple[int, dict[str, Any]]:
+    tree, number = load(files, name), files.number(name)
+    if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree) or not any(map(_CHUNK.fullmatch, tree)):
+        raise Corrupt(f'{files.path(number)}: holds {short(tree)}, not a dict with "model" as Megatron-LM writes it.')
+    return number, tree
+
+
+def optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(an optimizer, torch's inside it) of each of the chained ones in a file.
+
+    Raises:
+        Corrupt: they are not of the form that Megatron-Core gives them.
+    """
+    x = tree.get("optimizer")
+    out = []
+    for one in x if isinstance(x, list) else [] if x is None else [x]:
+        inner = one.get("optimizer", one) if isinstance(one, dict) else None
+        groups = inner.get("param_groups", []) if isinstance(inner, dict) else None
+        if inner is None or not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+            raise Corrupt(f"{what}: its optimizer is {short(one)}, not what Megatron-Core saves.")
+        for g in groups:
+            numbers = g.get("params", [])
+            if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers):
+                raise Corrupt(f"{what}: the parameters of a param group are {short(numbers)}, not numbers.")
+        out.append((one, inner))
+    return out
+
+
+def _of_all_ranks(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the files of one save agree on, with the values of tensors in it: a capturable optimizer has its learning rate in one."""
+    args, what = arguments[rank.folder], files.path(rank.number)
+    found = {
+        "iteration": rank.tree.get("iteration"),
+        "parallel sizes": geometry_of(args)[:4] if isinstance(args, dict) else None,
+        "param groups": _hyperparameters(rank.tree, what),
+    }
+    read_at = files.reader(rank.number)
+    return {k: stored_tensors.inlined(x, read_at, what) for k, x in found.items()}
+
+
+def _hyperparameters(tree: Mapping[str, Any], what: str) -> Any:
+    """The param groups of a rank without the numbers of their parameters, of which pipeline stages have different ones."""
+    return [
+        [{k: v for k, v in g.items() if k != "params"} for g in inner.get("param_groups", [])]
+        for _, inner in optimizers(tree, what)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+
+def _take_models(out: Ranks) -> None:
+    """The parameters of every rank, with the place that they have in the model."""
+    models: dict[int, list[dict[str, Any]]] = {}
+    for r in out.ranks:
+        chunks = sorted((k for k in r.tree if _CHUNK.fullmatch(k)), key=lambda k: int(k[5:] or 0))
+        if not all(isinstance(r.tree[k], dict) for k in chunks):
+            raise Corrupt(f"{out.files.path(r.number)}: its model is not a state dict.")
+        models[r.number] = [flat(r.tree[k], out.files.path(r.number)) for k in chunks]
+        if len(chunks) != len(models[out.ranks[0].number]):
+            raise Corrupt(
+                f"{out.files.path(r.number)}: has {len(chunks)} chunks of a model, and others have another number."
+            )
+    if any(is_classic(one) for some in models.values() for one in some):
+        version = out.ranks[0].tree.get("checkpoint_version", 0)
+        if not isinstance(version, (int, float)) or version < 2:
+            raise Unsupported(
+                f"{out.files.source.root}: is of version {version} of the format, in which queries, keys and values have another order. Load it in the "
+                "Megatron-LM that wrote it, and save it with a newer one."
+            )
+        out.older_names = True
+        models = {n: [{classic(k): x for k, x in one.items()} for one in some] for n, some in models.items()}
+    offsets = _offsets(out, models)
+    tied = not out.geometry.args.get("untie_embeddings_and_output_weights", True) and out.geometry.pipeline > 1
+    for chunk in range(len(models[out.ranks[0].number])):
+        for r in out.ranks:
+            _take_chunk(out, r, chunk, models[r.number][chunk], offsets, tied)
+
+
+def _offsets(out: Ranks, models: Mapping[int, list[dict[str, Any]]]) -> dict[tuple[int, int, str], int]:
+    """{(chunk, stage, path of a list of layers): the number of the first layer there}: layers are counted, stage after stage."""
+    counts: dict[tuple[int, int, str], int] = {}
+    for r in out.ranks:
+        for chunk, model in enumerate(models[r.number]):
+            found: dict[str, set[int]] = {}
+            for name in model:
+                if m := LAYER.fullmatch(name):
+                    found.setdefault(m["head"], set()).add(int(m["i"]))
+            for head, numbers in found.items():
+                n = max(numbers) + 1
+                if len(numbers) != n or counts.setdefault((chunk, r.pipeline, head), n) != n:
+                    raise Corrupt(
+                        f"{out.files.path(r.number)}: has {len(numbers)} layers below {head}, up to {n - 1}, unlike other ranks of its stage or with gaps."
+                    )
+    heads = dict.fromkeys(head for *_, head in counts)
+    offsets: dict[tuple[int, int, str], int] = {}
+    total = dict.fromkeys(heads, 0)
+    for chunk in range(len(next(iter(models.values())))):
+        for stage in range(out.geometry.pipeline):
+            for head in heads:
+                offsets[chunk, stage, head] = total[head]
+                total[head] += counts.get((chunk, stage, head), 0)
+    stated = out.geometry.args.get("num_layers")
+    if (
+        isinstance(stated, int)
+        and [h for h in heads if not h.startswith("mtp.")] == ["decoder.layers"]
+        and total["decoder.layers"] != stated
+    ):
+        raise Corrupt(
+            f"{out.files.source.root}: its arguments say {stated} layers, and the ranks have {total['decoder.layers']}. Files are from other saves."
+        )
+    return offsets
+
+
+def _take_chunk(
+    out: Ranks, r: RankFile, chunk: int, model: Mapping[str, Any], offsets: Mapping[tuple[int, int, str], int], tied: bool
+) -> None:  # fmt: skip
+    layers: dict[str, list[str]] = {}
+    for name in model:
+        m = LAYER.fullmatch(name)
+        layers.setdefault(f"{m['head']}.{m['i']}" if m else "", []).append(name)
+    for name, x in model.items():
+        m = LAYER.fullmatch(name)
+        layer = f"{m['head']}.{m['i']}" if m else ""
+        fused = f"{layer}.self_attention.linear_qkv.weight" in model and f"{layer}.input_layernorm.weight" in model
+        whole, e = renamed(name, offsets[chunk, r.pipeline, m["head"]] if m else 0, fused)
+        if tied and whole == "output_layer.weight":
+            whole = _TIED
+        here = local_experts(layers[layer]) if e is not None else 0
+        experts, number = here * out.geometry.expert, None if e is None else r.expert * here + e
+        if whole.endswith("._extra_state"):
+            _take_object(out, r, whole, x, number, experts)
+        elif isinstance(x, StoredTensor):
+            _refuse_odd(out, name)
+            behind = (
+                model.get(name.replace(".linear_fc1.weight", ".linear_fc2.weight"))
+                if ".linear_fc1.weight" in name
+                else None
+            )
+            columns = behind.shape[1] if isinstance(behind, StoredTensor) and len(behind.shape) == 2 else None
+            part = part_of(whole, x.shape, out.geometry, r.tensor, number, experts, columns)
+            entry = out.files.entry(r.number, x)
+            if out.shapes.setdefault(whole, part.shape) != part.shape:
+                raise Corrupt(
+                    f'{out.files.path(r.number)}: "{name}" makes {list(part.shape)}, and those of other ranks {list(out.shapes[whole])}.'
+                )
+            if not part.known:
+                out.unknown.add(whole)
+            out.copies.setdefault(part.local, []).append((r, entry))
+            if not name.endswith(_BUFFERS):
+                r.parameters.append(Parameter(name, chunk, part.local, entry))
+        else:
+            _take_object(out, r, whole, x, number, experts)
+
+
+def _refuse_odd(out: Ranks, name: str) -> None:
+    if re.search(r"\.experts\.weight[12]$", name):
+        raise Unsupported(
+            f'{out.files.source.root}: "{name}" holds all experts of a rank in one transposed matrix (moe_use_legacy_grouped_gemm). Load it in '
+            "Megatron-LM, and save it with its options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
+        )
+    if out.geometry.args.get("group_query_attention") and name.endswith(".linear_qkv.weight"):
+        groups = out.geometry.args.get("num_query_groups")
+        if isinstance(groups, int) and groups < out.geometry.tensor:
+            raise Unsupported(
+                f'{out.files.source.root}: "{name}" has keys and values of {groups} groups on {out.geometry.tensor} tensor-parallel ranks, some of '
+                "which have the same ones."
+            )
+
+
+def _take_object(out: Ranks, r: RankFile, name: str, x: Any, expert: int | None, experts: int) -> None:
+    """What is no tensor of the model, as dist_checkpointing has it: of the first rank that has it, in a list."""
+    at: Path = ("extra", f"{name}/shard_{expert or 0}_{experts or 1}")
+    if any(p[:2] == at for p in out.objects) or (x is None and name == "output_layer._extra_state"):
+        return
+    out._add(out.objects, [x], at, r)
+
+
+# ---------------------------------------------------------------------------------------------------------- proofs
+
+
+def proved(ranks: Ranks, names: Iterable[str], ckpt: Checkpoint) -> None:
+    """Compare the copies that several ranks have of some tensors of the model, reading all of them.
+
+    Raises:
+        Unsupported: two differ, so that none is the one of the model, or the names do not tell that it is cut.
+    """
+    wanted = set(names)
+    jobs: dict[str, TensorEntry] = {}
+    several = [(local, some) for local, some in ranks.copies.items() if len(some) > 1 and local.weight in wanted]
+    for k, (_, some) in enumerate(several):
+        jobs |= {f"{k}:{i}": replace(entry, path=("copy", k, i)) for i, (_, entry) in enumerate(some)}
+    digests = proof_digests(jobs, ckpt, ranks.files.source)
+    for k, (local, some) in enumerate(several):
+        odd = next((i for i in range(len(some)) if digests[f"{k}:{i}"] != digests[f"{k}:0"]), None)
+        if odd is None:
+            continue
+        a, b = some[0][0].folder, some[odd][0].folder
+        if local.weight in ranks.unknown:
+            raise Unsupported(
+                f'{ranks.files.source.root}: "{local.weight}" differs between {a} and {b}, and no rule of ckpttool says how tensor-parallel ranks cut a '
+                f"parameter of this name. Load it in Megatron-LM, and save it with its options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
+            )
+        raise Unsupported(
+            f'{ranks.files.source.root}: "{local.weight}" is the same on every rank in Megatron-LM, and differs between {a} and {b}, so that none of them '
+            f"is the one of the model. Fetch both again; if they differ in the job, too, load it there and save it as torch_dist."
+        )

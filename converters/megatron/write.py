@@ -1,0 +1,316 @@
+"""Writes megatron: a folder of torch_dist that `dist_checkpointing.load` reads at any tensor, pipeline and data parallel size.
+
+The tensors are those of dcp, under Megatron's keys: layers by number (`non_homogeneous_layers`), the optimizer in the shapes of the model
+(`fully_reshardable`), every tensor cut along its first axis among the files. `content_metadata` in common.pt says so, and a job builds the
+keys that it asks for from that. A parameter with moments, but without an fp32 copy in the source, gets one: DistributedOptimizer loads its
+weights from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.engine.conservation import changed_values
+from ckpttool.engine.copy.stream import small
+from ckpttool.errors import Unsupported, argument
+from ckpttool.formats import torch_pickles
+from ckpttool.formats.pickles import short
+from ckpttool.formats.stored_tensors import Inline, flattened, number_in
+from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from ckpttool.index.draft import Draft, DraftFile, Dropped
+from ckpttool.index.names import step_count
+from ckpttool.index.trees import nest
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from ..dcp import write as _dcp_write
+from ..dcp.subclasses import Whole
+from .keys import args_of_data, common_tree, is_bare, name_groups
+
+__all__ = ["prepare", "write"]
+
+_METADATA = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}'
+_CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}  # fmt: skip
+#: What common.pt has that is not of `extra`, and where that is made of `extra`, too.
+_OWN = ("optimizer", "opt_param_scheduler", "iteration", "content_metadata", "model", "rng_state", "master", "ckpttool")
+#: Keys by which DistributedOptimizer finds its param groups in a checkpoint (optimizer.py, param_group_identifier_keys).
+_IDENTIFIERS: dict[str, Any] = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+_NO_PLACE = "Megatron-Core has no place for such a tensor"
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The same state with every parameter's step as a number: Megatron-Core keeps it with the hyperparameters."""
+    steps = [
+        n
+        for n, t in ckpt.tensors.items()
+        if t.path[:2] == ("optim", "state") and t.path[3:] == ("step",) and not t.shape
+    ]
+    found = small(ckpt, source, steps)
+    numbers = {n: Value(ckpt.tensors[n].path, number_in(ckpt.tensors[n].dtype, raw)) for n, raw in found.items()}
+    if not numbers or any(v.data is None for v in numbers.values()):
+        return ckpt
+    return replace(
+        ckpt, tensors={n: t for n, t in ckpt.tensors.items() if n not in numbers}, values={**ckpt.values, **numbers}
+    )
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder of dist_checkpointing; `world_size` is the number of data files.
+
+    Raises:
+        Unsupported: the steps of the parameters differ, or the param groups are not those that Megatron-Core has.
+    """
+    tree: dict[Path, Any] = {}
+    tensors: dict[str, TensorEntry] = {}
+    dropped: list[Dropped] = []
+    objects: dict[str, dict[Path, Any]] = {}
+    trained = dict.fromkeys(str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state"))
+    copies = []
+    for name, t in ckpt.tensors.items():
+        key = _key(t, ckpt)
+        if key is not None:
+            tree[(key,)] = tensors[name] = t
+        elif (of := _object(t.path)) is not None:
+            objects.setdefault(of, {})[t.path[2:]] = tensors[name] = t
+        else:
+            dropped.append(Dropped(name, t.nbytes, _NO_PLACE))
+        if (
+            t.path[0] == "model"
+            and name.removeprefix("model.") in trained
+            and f"extra.master.{t.path[1]}" not in ckpt.tensors
+        ):
+            copy = replace(t, dtype="float32", path=("replica", "param", *t.path))
+            tree[(f"optimizer.state.param.{t.path[1]}",)] = tensors[joined(copy.path)] = copy
+            copies.append(f"extra.master.{t.path[1]}")
+    notes: list[str] = []
+    common, made = _common(ckpt, trained, objects, dropped, notes)
+    for key, leaves in objects.items():
+        x = leaves[()] if () in leaves else nest(leaves)
+        tree[(key,)] = Whole(x) if any(isinstance(leaf, TensorEntry) for leaf in leaves.values()) else x
+    out = _dcp_write.write(
+        replace(ckpt, tensors=tensors), source,
+        replace(options, world_size=options.world_size or ckpt.world_size or 1, tree=lambda leaves: tree,
+                cast=lambda n, dtype: dtype if n.startswith("replica.") else options.cast(n, dtype)),
+    )  # fmt: skip
+    data = torch_pickles.small_zip(common)
+    out.checkpoint.layout = "megatron"
+    out.checkpoint.files[-1:-1] = ["common.pt", "metadata.json"]
+    out.checkpoint.sizes[-1:-1] = [len(data), len(_METADATA)]
+    out.files[-1:-1] = [DraftFile("common.pt", len(data), data), DraftFile("metadata.json", len(_METADATA), _METADATA)]
+    out.dropped += dropped
+    out.notes += notes
+    out.synthesized_tensors += copies
+    out.synthesized_values |= made
+    out.checkpoint.values, out.changed = _values_to_be(ckpt, common, out.dropped)
+    if not any(n.startswith(("model.decoder.", "model.embedding.", "model.encoder.")) for n in ckpt.tensors):
+        out.notes.append(
+            "the weights keep their names, and none is one of Megatron-Core's (decoder.layers.0...): its modules will not find them"
+        )
+    if copies:
+        out.notes.append(
+            f"{len(copies)} weights are written twice, since Megatron-Core's optimizer loads fp32 copies of its own"
+        )
+    return out
+
+
+def _values_to_be(
+    ckpt: Checkpoint, common: dict[str, Any], dropped: list[Dropped]
+) -> tuple[dict[str, Value], dict[str, str]]:
+    """(the values that a reader of the folder finds, {those that are not as in the source: how}): param groups are those that
+    Megatron-Core makes, and each has the step of its parameters."""
+    gone = {d.name for d in dropped}
+    leaves: dict[Path, Any] = {}
+    if "optimizer" in common:
+        leaves |= flattened(common_tree({"optimizer": common["optimizer"]}, "common.pt"))
+    leaves |= {t.path: t for t in ckpt.tensors.values() if joined(t.path) not in gone}
+    name_groups(leaves, [])
+    read = {joined(p): Value(p, x) for p, x in leaves.items() if p[0] == "optim" and not isinstance(x, TensorEntry)}
+    before = {n: v for n, v in ckpt.values.items() if v.path[0] == "optim" and n not in gone}
+    rest = {n: v for n, v in ckpt.values.items() if v.path[0] != "optim"}
+    return {**rest, **read}, changed_values(before, read, "in the param groups that Megatron-Core makes")
+
+
+def _key(t: TensorEntry, ckpt: Checkpoint) -> str | None:
+    """Megatron's key of a tensor; None where it is no weight and no state of the weight's shape."""
+    if t.path[0] == "model" and len(t.path) == 2:
+        return str(t.path[1])
+    if t.path[:2] == ("extra", "master") and len(t.path) == 3:
+        return f"optimizer.state.param.{t.path[2]}"
+    if t.path[:2] == ("optim", "state") and len(t.path) == 4:
+        of = ckpt.tensors.get(f"model.{t.path[2]}")
+        return f"optimizer.state.{t.path[3]}.{t.path[2]}" if of is None or of.shape == t.shape else None
+    return None
+
+
+def _object(path: Path) -> str | None:
+    """The key of the object of a rank that an entry belongs to."""
+    if path[0] == "rng" and len(path) > 1 and str(path[1]).startswith("shard_"):
+        return f"rng_state/{path[1]}"
+    return str(path[1]) if path[0] == "extra" and len(path) > 1 and "/shard_" in str(path[1]) else None
+
+
+def _common(
+    ckpt: Checkpoint, trained: Mapping[str, None], objects: dict[str, dict[Path, Any]], dropped: list[Dropped],
+    notes: list[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """(common.pt, the values in it that are not of the source). Values of objects go to `objects`."""
+    scheduler: dict[Path, Any] = {}
+    scaler: dict[Path, Any] = {}
+    extra: dict[Path, Any] = {}
+    ours: dict[Path, Any] = {}
+    groups: dict[int, dict[Path, Any]] = {}
+    scalars: dict[str, Any] = {}
+    for v in ckpt.values.values():
+        path, data = v.path, v.data
+        if (of := _object(path)) is not None:
+            objects.setdefault(of, {})[path[2:]] = data
+        elif path[:2] == ("optim", "param_groups") and len(path) > 3:
+            groups.setdefault(int(path[2]), {})[path[3:]] = data
+        elif path[:2] == ("optim", "state") and path[3:] == ("step",):
+            scalars[joined(path)] = number_in(data.dtype, data.data) if isinstance(data, Inline) else data
+        elif path[0] == "optim":
+            dropped.append(
+                Dropped(
+                    joined(path),
+                    0,
+                    "neither a step nor a param group, which is all that Megatron-Core saves besides tensors",
+                )
+            )
+        elif path[0] == "scheduler":
+            scheduler[path[1:]] = data
+        elif path[0] == "scaler":
+            scaler[path[1:]] = data
+        elif path == ("trainer", "iteration"):
+            continue
+        elif path[0] == "extra" and len(path) > 1 and path[1] not in _OWN:
+            extra[path[1:]] = data
+        else:
+            ours[path] = data
+    made: dict[str, Any] = {}
+    out: dict[str, Any] = nest(extra) if extra else {}
+    if "args" in out:
+        out["args"] = args_of_data(out["args"])
+    if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise
+        out["checkpoint_version"] = made["extra.checkpoint_version"] = 3.0
+    iteration = ckpt.value("trainer.iteration")
+    if iteration is None:
+        iteration = made["trainer.iteration"] = step_count(ckpt.value) or 0
+    out["iteration"] = iteration
+    if scheduler:
+        out["opt_param_scheduler"] = scheduler[()] if () in scheduler else nest(scheduler)
+    if groups or trained:
+        whole = None if not scaler else scaler[()] if () in scaler else nest(scaler)
+        out["optimizer"] = _optimizer(ckpt, groups, scalars, whole, notes)
+    elif scaler:
+        ours |= {("scaler", *p): x for p, x in scaler.items()}
+    if ours:
+        out["ckpttool"] = nest(ours)
+    out["content_metadata"] = _CONTENT
+    return out, made
+
+
+def _optimizer(
+    ckpt: Checkpoint,
+    groups: Mapping[int, Mapping[Path, Any]],
+    scalars: Mapping[str, Any],
+    scaler: Any,
+    notes: list[str],
+) -> dict[Any, Any]:
+    """The part of common.pt that is the optimizer's."""
+    steps = dict.fromkeys(float(x) for x in scalars.values() if isinstance(x, (int, float)))
+    if len(steps) > 1:
+        several = ", ".join(f"{s:g}" for s in list(steps)[:4])
+        raise Unsupported(f"Parameters are at different steps ({several}); Megatron-Core has one step for all of them.")
+    found = [{k: x for k, x in nest(g).items() if k != "params"} for _, g in sorted(groups.items())]
+    members = [list(g.get(("params",), ())) for _, g in sorted(groups.items())]
+    if not found or not all("wd_mult" in g or "pre_wd_mult" in g for g in found):
+        found, members = _as_megatron_s(ckpt, found, members, notes)
+    for g, names in zip(found, members, strict=True):
+        odd = [
+            n
+            for n in names
+            if f"model.{n}" in ckpt.tensors
+            and is_bare(n, ckpt.tensors[f"model.{n}"].shape) != (g.get("wd_mult", g.get("pre_wd_mult")) == 0.0)
+        ]
+        if odd:
+            raise Unsupported(
+                f'"{odd[0]}" is in a param group with{"out" if g.get("wd_mult") == 0.0 else ""} weight decay, and Megatron-Core would put it into the '
+                "other one when it loads. Leave the optimizer out, or change the groups in the job that saves."
+            )
+        if steps and g.setdefault("step", step := next(iter(steps))) != step:
+            raise Unsupported(
+                f'A param group has the option "step" {short(g["step"])}, and its parameters are at step {step:g}; Megatron-Core keeps the step in the group '
+                f"alone. {argument('only', ['model'])} leaves the optimizer out."
+            )
+    chains = sorted({g.get("chained", 0) for g in found})
+    one = [
+        {
+            "optimizer": {
+                "param_groups": [
+                    {k: x for k, x in g.items() if k != "chained"} for g in found if g.get("chained", 0) == c
+                ]
+            },
+            "param_state_sharding_type": "fully_reshardable",
+            **({} if scaler is None else {"grad_scaler": scaler}),
+        }
+        for c in chains
+    ]
+    return one[0] if len(one) == 1 else dict(enumerate(one))
+
+
+def _as_megatron_s(
+    ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], notes: list[str]
+) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """(hyperparameters, parameters) of param groups of another trainer as those of Megatron-Core: with weight decay and without.
+
+    Raises:
+        Unsupported: they differ in more than that, or there are none.
+    """
+    alike = [{k: x for k, x in g.items() if k not in ("weight_decay", "param_names")} for g in groups]
+    if not alike:
+        raise Unsupported(
+            "The optimizer has no param groups, and Megatron-Core loads its hyperparameters from there. Leave the optimizer out."
+        )
+    decays = {g.get("weight_decay", 0.0) for g in groups} - {0.0}
+    odd = next((k for g in alike[1:] for k in {**alike[0], **g} if g.get(k) != alike[0].get(k)), None)
+    if odd or len(decays) > 1:
+        raise Unsupported(
+            f"The param groups differ in {odd or 'weight_decay'!r}; Megatron-Core has one group with weight decay and one without, which are "
+            "alike otherwise. Leave the optimizer out, or give all groups the same."
+        )
+    bare = [
+        n
+        for names in members
+        for n in names
+        if (t := ckpt.tensors.get(f"model.{n}")) is not None and is_bare(n, t.shape)
+    ]
+    lighter = [
+        n
+        for g, names in zip(groups, members, strict=True)
+        if decays and not g.get("weight_decay")
+        for n in names
+        if n not in bare
+    ]
+    if lighter:
+        raise Unsupported(
+            f'"{lighter[0]}" has no weight decay, and Megatron-Core would give it some: it spares biases and parameters of one dimension alone. '
+            "Leave the optimizer out."
+        )
+    if bare and any(
+        n in bare for g, names in zip(groups, members, strict=True) if g.get("weight_decay") for n in names
+    ):
+        notes.append(
+            "biases and parameters of one dimension have weight decay in the source; they are in Megatron-Core's group without, since it puts "
+            "them there"
+        )
+    base = {**alike[0], **_IDENTIFIERS}
+    both = [
+        {**base, "wd_mult": 1.0, "weight_decay": max(decays, default=0.0)},
+        {**base, "wd_mult": 0.0, "weight_decay": 0.0},
+    ]
+    return both, [[n for names in members for n in names if n not in bare], bare]

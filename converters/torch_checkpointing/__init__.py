@@ -1,0 +1,391 @@
+"""torch_checkpointing: folders of Meta's package of that name, a file an item and rank.
+
+    DIR/metadata.pkl               which part of each tensor every rank has (torch_checkpointing/metadata.py); of items with a resharder only
+    DIR/<item>_<rank>.pt           torch.save of the item's value on that rank: state dicts with DTensors or plain tensors, values
+    DIR/<item>_<rank>.safetensors  local tensors, keys joined by dots; the path is in metadata.pkl and may be another one
+    DIR/<item>_<rank>.json         values; any other file <item>_<rank>.<ext> of all ranks is raw bytes
+    tmp_DIR/                       a save that has not ended; renamed to DIR at its end
+
+Items are the keys of the payload: model, optimizer, train_state, ... An item without metadata.pkl is read by what its files say:
+DTensors know their place. Plain tensors of an item that several ranks saved otherwise may be copies or parts, and nothing tells.
+
+Written: model and optimizer as plain local tensors, `torch.chunk` along dim 0, described by metadata.pkl, so that
+CheckpointManager.load with the package's DefaultResharder takes them at any world size; other items in the file of every rank, since each
+rank of a job reads its own. The mesh in metadata.pkl has a dimension named "ckpttool": the manager compares meshes, and would read
+the file of a rank as it is where they are equal, but such files hold DTensors, whose pickles are of one version of torch.
+
+Sources: torch_checkpointing/{checkpoint_writer,checkpoint_reader,checkpoint_layout,default_resharder}.py of 0.1.1, and fixtures/checkpointing,
+which it wrote (fixtures/checkpointing_jobs.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool import bounded_json
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, argument
+from ckpttool.formats import safetensors_header, stored_tensors
+from ckpttool.formats.pickles import short
+from ckpttool.formats.sharded import is_sharded, local_tensor
+from ckpttool.formats.stored_tensors import Storage, StoredTensor
+from ckpttool.formats.subclasses import is_subclass, taken_apart
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Path,
+    TensorEntry,
+    joined,
+    of_rank,
+    same_bytes,
+    same_value,
+)
+from ckpttool.index.composites import class_of, shape_of
+from ckpttool.index.names import ROLES, canonical
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
+from ckpttool.storage.source import Source
+
+from ..rank_files import Files, Rank, assembled, compare_replicas, keep_first, load, rest_of
+from .metadata import METADATA, Item, Placed, read_metadata
+
+__all__ = ["LAYOUTS"]
+
+_FILE = re.compile(r"(?P<item>[A-Za-z0-9_-]+)_(?P<rank>\d{1,7})\.(?P<ext>[A-Za-z0-9]+)")
+_MOST_RAW, _MOST_JSON = 64 << 20, 256 << 20
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with metadata.pkl, or with model_0.pt and the same of other items."""
+    if where.file is not None:
+        return False, "a folder; this is a file"
+    names = where.source.list()
+    if METADATA in names:
+        first = next(_first_files(where.source, names), None)
+        return first is not None, f"has {METADATA} and {first}" if first else f"{METADATA}, but no <item>_0.pt"
+    items = {
+        m["item"]
+        for n in names
+        if (m := _FILE.fullmatch(n)) and int(m["rank"]) == 0 and m["ext"] in ("pt", "safetensors")
+    }
+    if any(ROLES.get(i) == "model" for i in items) and len(items) > 1:
+        return True, f"has {', '.join(sorted(f'{i}_0' for i in items))} and no {METADATA}"
+    return False, f"no {METADATA}, no <item>_<rank>.pt of a model and of other items"
+
+
+def _first_files(source: Source, names: list[str]) -> Iterator[str]:
+    """Files of rank 0, in the folder or in one below it."""
+    for name in names:
+        if (m := _FILE.fullmatch(name)) and int(m["rank"]) == 0:
+            yield name
+    for name in names:
+        if "." not in name and source.glance(name)[0]:
+            yield from (f"{name}/{n}" for n in source.list(name) if (m := _FILE.fullmatch(n)) and int(m["rank"]) == 0)
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a folder.
+
+    Raises:
+        Corrupt: files of ranks are missing, or they and metadata.pkl are not of one save. Unsupported: plain tensors of several ranks,
+            of which nothing tells the part.
+    """
+    source = where.source
+    world, described = read_metadata(source) if source.exists(METADATA) else (None, {})
+    items = _items(source, world, described, options.only)
+    if world is None:
+        world = max((len(item.files) for item in items.values()), default=1)
+    reading = _Reading(source, world, options, Files(source))
+    source.prefetch_ends(f for item in items.values() for f, kind in item.files.values() if kind == "pt")
+    leaves: dict[Path, Any] = {}
+    for name in sorted(
+        items, key=lambda n: ("model", "optim").index(r) if (r := ROLES.get(n)) in ("model", "optim") else 2
+    ):
+        leaves |= reading.item(name, items[name], leaves)
+    named = canonical(
+        leaves, shape_of, options.like and options.like.optimizer, same_bytes, options.only, known_orders(options)
+    )
+    files = reading.files
+    if described:
+        files.number(METADATA)
+    out = checkpoint_of(named, "torch_checkpointing", source.root, world, files.names, source)
+    out.records, out.ranks = list(files.records.values()), reading.ranks
+    out.notes += files.notes
+    keep_first(files.unlike, out)
+    return out
+
+
+def _asked_for(item: str, only: frozenset[str] | None) -> bool:
+    """Whether some components need an item; the weights are what parameters of an optimizer are named by."""
+    role = ROLES.get(item)
+    return only is None or role == "model" or (role in only if role else bool(only - {"model", "optim"}))
+
+
+def _items(
+    source: Source, world: int | None, described: Mapping[str, Item], only: frozenset[str] | None
+) -> dict[str, Item]:
+    """The items of a folder that are asked for: those of metadata.pkl, and those that have none, by the names of files.
+
+    Raises:
+        Corrupt: a file of a rank is missing.
+    """
+    out = dict(described)
+    taken = {file for item in described.values() for file, _ in item.files.values()}
+    for name in sorted(set(source.list()) - taken):
+        m = _FILE.fullmatch(name)
+        if m is None or m["item"] in described:
+            continue
+        kind = m["ext"] if m["ext"] in ("pt", "safetensors", "json") else "raw"
+        item = out.setdefault(m["item"], Item())
+        other = item.files.setdefault(int(m["rank"]), (name, kind))
+        if other[0] != name:
+            raise Corrupt(
+                f"{source.root}: {other[0]} and {name} both belong to rank {m['rank']}. Remove the one that is not of this save."
+            )
+    for name, item in list(out.items()):
+        if not _asked_for(name, only):
+            del out[name]
+            continue
+        ranks = set(item.files)
+        if {kind for _, kind in item.files.values()} == {"raw"} and ranks != set(range(world or len(ranks))):
+            del out[name]  # a file that somebody else put there
+            continue
+        for rank in range(
+            max(world or 0, *(r + 1 for r in ranks)) if ROLES.get(name) in ("model", "optim") else max(ranks) + 1
+        ):
+            file = item.files.get(rank, (f"{name}_{rank}.*", ""))[0]
+            if rank not in ranks or not source.exists(file):
+                raise Corrupt(
+                    f"{source.root} has no {file}, the file of rank {rank}. The copy is incomplete; fetch the files of all ranks."
+                )
+            if source.size(file) == 0:
+                raise Corrupt(f"{source.root}/{file} is empty: the save was interrupted. Take an earlier step.")
+    if not out and only is None:
+        raise Corrupt(
+            f"{source.root} has {METADATA}, which lists no items, and no <item>_<rank>.pt. The copy is incomplete."
+        )
+    return out
+
+
+@dataclass
+class _Reading:
+    source: Source
+    world: int
+    options: ReadOptions
+    files: Files
+    ranks: dict[int, int] = field(default_factory=dict)  # {number of a file: its rank}
+    _names: dict[int, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    def item(self, name: str, item: Item, taken: Mapping[Path, Any]) -> dict[Path, Any]:
+        """{path: TensorEntry or value} of an item."""
+        ranks = [
+            Rank(self.files.number(file), rank, self._tree(file, kind))
+            for rank, (file, kind) in sorted(item.files.items())
+        ]
+        self.ranks |= {r.file: r.rank for r in ranks}
+        flat = [stored_tensors.flattened(r.tree) for r in ranks]
+        self._refuse_subclasses(name, ranks, flat)
+        in_one = any(kind == "safetensors" for _, kind in item.files.values())  # paths are joined by dots
+        sharded = any(is_sharded(x) for leaves in flat for x in leaves.values())
+        if not item.tensors and not sharded and ROLES.get(name) not in ("model", "optim"):
+            return rest_of(self.files, {name: [r._replace(tree={name: r.tree}) for r in ranks]}, taken)
+        by_text = [{self._key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
+        out: dict[Path, Any] = {}
+        for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
+            column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
+            path: Path = (name, *(column[0][1] if column and not in_one else key))
+            if key in item.tensors:
+                out[path] = self._placed(path, item.tensors[key], {r.rank: (r, x) for r, _, x in column})
+            elif any(is_sharded(x) for _, _, x in column):
+                out[path] = assembled(self.files, [r for r, _, _ in column], joined(path), [x for _, _, x in column])
+            elif any(isinstance(x, StoredTensor) for _, _, x in column):
+                out[path] = self._copies(path, [(r, x) for r, _, x in column])
+            else:
+                out |= self._values(path, [(r, x) for r, _, x in column])
+        return out
+
+    def _refuse_subclasses(self, item: str, ranks: list[Rank], flat: list[dict[Path, Any]]) -> None:
+        for r, leaves in zip(ranks, flat, strict=True):
+            for path, x in leaves.items():
+                inside = local_tensor(x) if is_sharded(x) else x
+                if is_subclass(inside):
+                    about, _ = taken_apart(inside, StoredTensor, self.files.path(r.file))
+                    raise Unsupported(
+                        f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_of(about)}, which ckpttool reads from dcp and full '
+                        "only. Save it with torch.distributed.checkpoint, or leave the item out."
+                    )
+
+    def _tree(self, file: str, kind: str) -> Any:
+        """What a file holds; tensors of safetensors as those of torch."""
+        what = f"{self.source.root}/{file}"
+        if kind == "pt":
+            return load(self.files, file)
+        if kind == "json":
+            return bounded_json.parse(self.source.read_all(file, _MOST_JSON), what)
+        if kind == "raw":
+            return self.source.read_all(file, _MOST_RAW)
+        return {
+            name: StoredTensor(s.dtype, s.shape, boxes.strides(s.shape), Storage(None, s.offset, s.length, None), 0)
+            for name, s in safetensors_header.slots(self.source, file).items()
+        }
+
+    def _key(self, item: Item, path: Path) -> tuple[str, ...]:
+        """The path of a leaf as metadata.pkl has it; safetensors knows only the parts joined."""
+        key = tuple(map(str, path))
+        if key in item.tensors or not item.tensors:
+            return key
+        return self._joined(item).get(".".join(key), key)
+
+    def _joined(self, item: Item) -> dict[str, tuple[str, ...]]:
+        found = self._names.get(id(item))
+        if found is None:
+            found = self._names[id(item)] = {".".join(k): k for k in item.tensors}
+            if len(found) < len(item.tensors):
+                raise Unsafe(f"{self.source.root}/{METADATA}: two tensors of an item have one name, joined by dots.")
+        return found
+
+    def _placed(self, path: Path, groups: list[Placed], found: Mapping[int, tuple[Rank, Any]]) -> TensorEntry:
+        """A tensor of which metadata.pkl says what every rank has."""
+        name, what = joined(path), f"{self.source.root}/{METADATA}"
+        shape, dtype = groups[0].shape, groups[0].dtype
+        chunks = Chunks(len(shape))
+        seen: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, StoredTensor]] = {}
+        for group in groups:
+            if (group.shape, group.dtype) != (shape, dtype):
+                raise Corrupt(
+                    f'{what}: "{name}" is {dtype} {shape} on some ranks and {group.dtype} {group.shape} on others.'
+                )
+            for rank in group.ranks:
+                try:
+                    pieces, local = group.pieces(rank)
+                except Unsupported as e:
+                    raise Unsupported(f'{what}: "{name}" has {e}, which a checkpoint cannot hold.') from None
+                except (KeyError, TypeError, ValueError, IndexError) as e:
+                    raise Corrupt(
+                        f'{what}: what it says of "{name}" on rank {rank} does not hold together ({e}).'
+                    ) from None
+                if rank not in found:
+                    if any(all(p.shape) for p in pieces):
+                        raise Corrupt(
+                            f'{self.source.root}: the file of rank {rank} has no "{name}", which {METADATA} lists. They are from different saves.'
+                        )
+                    continue
+                r, x = found[rank]
+                tensor = self._local(name, r, x, shape, [p.start for p in pieces if all(p.shape)])
+                if tensor.dtype != dtype or (
+                    local is not None and tensor.shape != local and any(all(p.shape) for p in pieces)
+                ):
+                    raise Corrupt(
+                        f'{self.files.path(r.file)}: "{name}" is {tensor.dtype} {tensor.shape} there, and {METADATA} leaves this rank {dtype} '
+                        f"{local} of {shape}. The file and its metadata are from different saves."
+                    )
+                for piece in pieces:
+                    self._add(chunks, seen, name, r, tensor, piece)
+        if not shape and not seen:
+            raise Corrupt(f'{self.source.root}: no rank has "{name}".')
+        why = boxes.cover(shape, chunks.boxes())
+        if why is not None:
+            raise Corrupt(
+                f'{self.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.'
+            )
+        return TensorEntry(dtype, shape, path, chunks)
+
+    def _local(self, name: str, r: Rank, x: Any, shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> StoredTensor:
+        """A rank's own tensor: plain, or inside a DTensor, which must be of the same whole and have its boxes in the same places."""
+        if is_sharded(x):
+            stated = self.files.shards(r.file, name, x)
+            if stated.shape != shape or (stated.rank is not None and stated.rank != r.rank):
+                raise Corrupt(
+                    f'{self.files.path(r.file)}: "{name}" is of rank {stated.rank} and of shape {stated.shape}; {METADATA} says {r.rank} and '
+                    f"{shape}. Files of ranks were exchanged, or are from different saves."
+                )
+            if [start for start, _ in stated.pieces] != starts:
+                raise Corrupt(
+                    f'{self.files.path(r.file)}: "{name}" begins at {[list(s) for s, _ in stated.pieces]} there, and {METADATA} says '
+                    f"{[list(s) for s in starts]}. The file and its metadata are from different saves."
+                )
+            x = local_tensor(x)
+        if not isinstance(x, StoredTensor):
+            raise Corrupt(
+                f'{self.files.path(r.file)}: "{name}" is {short(x)} there, and {METADATA} says that it is a tensor.'
+            )
+        return x
+
+    def _add(self, chunks: Chunks, seen: Any, name: str, r: Rank, tensor: StoredTensor, piece: Any) -> None:
+        """A box of a local tensor, unless another rank has the same one."""
+        if len(piece.local) != len(tensor.shape) or any(
+            a + n > m for a, n, m in zip(piece.local, piece.shape, tensor.shape, strict=True)
+        ):
+            raise Corrupt(
+                f'{self.files.path(r.file)}: "{name}" is {tensor.shape} there, and {METADATA} has a box at {piece.local} of {piece.shape}.'
+            )
+        at = tensor.at + ITEMSIZE[tensor.dtype] * sum(a * s for a, s in zip(piece.local, tensor.strides, strict=True))
+        part = tensor._replace(shape=piece.shape, at=at)
+        first = seen.setdefault((piece.start, piece.shape), (r.file, part))
+        if first != (r.file, part):
+            compare_replicas(self.files, name, first, (r.file, part))
+            return
+        self.files.keep(r.file, tensor)
+        chunks.add(piece.start, piece.shape, r.file, *part.extent, None if part.contiguous else part.strides)
+
+    def _copies(self, path: Path, column: list[tuple[Rank, StoredTensor]]) -> TensorEntry:
+        """A plain tensor of an item that metadata.pkl does not have: one rank's, or the same on all."""
+        name = joined(path)
+        (r, first), *others = column
+        if not isinstance(first, StoredTensor):
+            raise Corrupt(f'{self.files.path(r.file)}: "{name}" is {short(first)} there, and a tensor on other ranks.')
+        whole = first.storage.length == first.span
+        for other, x in others:
+            same = (
+                isinstance(x, StoredTensor)
+                and (x.dtype, x.shape) == (first.dtype, first.shape)
+                and first.storage.crc32 is not None
+            )
+            if not (same and whole and x.storage.crc32 == first.storage.crc32) and not self.options.allow_equal_ranks:
+                raise Unsupported(
+                    f'{self.files.path(other.file)}: "{name}" is a plain tensor that differs from that of rank {r.rank}, and no {METADATA} says '
+                    "whether they are copies or parts: the item was saved without a resharder. If they are copies, use "
+                    f"{argument('allow_equal_ranks', True)}: those of the first rank are taken."
+                )
+        return self.files.entry(r.file, first)
+
+    def _values(self, path: Path, column: list[tuple[Rank, Any]]) -> dict[Path, Any]:
+        """A value: once where all ranks have the same, else that of the first and the others' by rank."""
+        data = []
+        for r, x in column:
+            if any(is_sharded(y) for y in _inside(x)):
+                raise Unsupported(
+                    f'{self.files.path(r.file)}: "{joined(path)}" holds a DTensor inside a tuple, which has no name of its own.'
+                )
+            data.append((r.rank, stored_tensors.inlined(x, self.files.reader(r.file), self.files.path(r.file))))
+        out = {path: data[0][1]}
+        differ = [(rank, x) for rank, x in data[1:] if not same_value(x, data[0][1])]
+        if differ:
+            self.files.notes.append(
+                f"ranks differ in {joined(path)}: the first rank's is kept under its name, the others' as extra.per_rank.<rank>"
+            )
+        return out | {of_rank(rank, path): x for rank, x in differ}
+
+
+def _inside(x: Any) -> list[Any]:
+    """Everything in a value, itself included."""
+    todo, out = [x], []
+    while todo:
+        out.append(y := todo.pop())
+        if isinstance(y, dict):
+            todo += y.values()
+        elif isinstance(y, (list, tuple)) and not isinstance(y, (StoredTensor, stored_tensors.Inline)):
+            todo += y
+    return out
+
+
+LAYOUTS = (
+    Layout(
+        name="torch_checkpointing", title="folder of torch_checkpointing's CheckpointManager", detect=detect, read=read, write=late("ckpttool.converters.torch_checkpointing.write:write"),
+        aliases=("torch-checkpointing", "checkpointing"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",),
+        needs_named_optimizer=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,213 @@
+"""Writes folders of torch_checkpointing: a file an item and rank, and metadata.pkl last; torch_checkpointing.py describes both."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from ckpttool.engine.copy.stream import small
+from ckpttool.formats.pickle_writer import dump
+from ckpttool.formats.stored_tensors import Inline
+from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Number,
+    Path,
+    TensorEntry,
+    joined,
+    same_bytes,
+    tied_weights,
+)
+from ckpttool.index.draft import Draft
+from ckpttool.index.names import ROLES
+from ckpttool.index.trees import nest
+from ckpttool.layouts import WriteOptions, tree_of
+from ckpttool.storage.source import Source
+
+from .metadata import METADATA
+
+__all__ = ["write"]
+
+_ITEM = re.compile(r"[A-Za-z0-9_-]+")
+#: {component: what the package's own examples call the item}
+_ITEMS = {"optim": "optimizer", "scheduler": "lr_scheduler", "trainer": "train_state"}
+#: A name of the mesh that no job has, so that the manager does not take the files of a rank as they are.
+_MESH = ("ckpttool",)
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder that CheckpointManager.load takes with its DefaultResharder, at any world size.
+
+    Raises:
+        UsageError: no world size was given and the source has none.
+    """
+    world = options.ranks(ckpt)
+    tree, notes = tree_of(ckpt.leaves(), ckpt.origin, same_bytes, options)
+    if not ckpt.origin or not all(isinstance(p[0], str) and _ITEM.fullmatch(p[0]) for p in tree):
+        if ckpt.origin:
+            notes = ["the keys are model, optimizer, ...: those of the source cannot be names of files"]
+        tree = {(_ITEMS.get(str(p[0]), p[0]), *p[1:]): leaf for p, leaf in ckpt.leaves().items()}
+    cast = {n: options.cast(n, t.dtype) for n, t in ckpt.tensors.items()}
+    items: dict[str, dict[Path, Any]] = {}
+    for path, leaf in tree.items():
+        items.setdefault(str(path[0]), {})[path[1:]] = leaf
+    same: dict[str, str] = {}
+    for leaves in items.values():  # an item is a file, and files share no storage
+        held = {joined(x.path): x for x in leaves.values() if isinstance(x, TensorEntry) and x.path[0] != "optim"}
+        same |= {n: o for n, o in tied_weights(held).items() if cast[n] == cast[o]}
+    out = _Writing(ckpt, world, cast, same)
+    for name, leaves in items.items():
+        if ROLES.get(name) in ("model", "optim") and () not in leaves:
+            out.cut(name, leaves)
+        elif (of_rank := _by_rank(name, leaves, ckpt, source)) is not None:
+            for rank, own in of_rank.items():
+                out.put(name, rank, own, first=True)
+            notes.append(f"{name}_<rank>.pt has each rank's own state, of the {len(of_rank)} ranks that saved it")
+        else:
+            for rank in range(world):
+                out.put(name, rank, leaves, first=rank == 0)
+    described = {
+        name: {"nested_path_to_metadata": of, "rank_to_layout_info": dict.fromkeys(range(world))}
+        for name, of in out.described.items()
+    }
+    out.files.literal(METADATA, dump({"metadata": described, "world_size": world, "version": "2.0"}))
+    return out.files.draft(
+        Checkpoint("torch_checkpointing", options.target, world, [], [], out.tensors, ckpt.values),
+        out.sources,
+        aliases=same,
+        notes=notes,
+    )
+
+
+def _by_rank(
+    name: str, leaves: Mapping[Path, Any], ckpt: Checkpoint, source: Source
+) -> dict[int, dict[Path, Any]] | None:
+    """{rank: its part} of an item that ranks saved differently, RNG states say; None of one that all share."""
+    if ROLES.get(name) not in ("rng", "dataloader") or not all(len(p) > 1 and str(p[0]).isdigit() for p in leaves):
+        return None
+    out: dict[int, dict[Path, Any]] = {}
+    for path, leaf in leaves.items():
+        out.setdefault(int(path[0]), {})[path[1:]] = leaf
+    ranks = sorted(out)
+    if len(ranks) < 2 or ranks != list(range(len(ranks))):
+        return None
+
+    names = [joined(x.path) for x in leaves.values() if isinstance(x, TensorEntry)]
+    held = small(ckpt, source, names)
+
+    def shown(part: Mapping[Path, Any]) -> dict[Path, Any]:
+        return {p: held[joined(x.path)] if isinstance(x, TensorEntry) else x for p, x in part.items()}
+
+    first = shown(out[0])
+    return out if any(shown(out[r]) != first for r in ranks[1:]) else None
+
+
+@dataclass
+class _Writing:
+    """A draft while its files are laid out."""
+
+    ckpt: Checkpoint
+    world: int
+    cast: Mapping[str, str]
+    same: Mapping[str, str]
+    files: TorchFiles = field(default_factory=TorchFiles)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    sources: dict[str, TensorEntry] = field(default_factory=dict)
+    described: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def cut(self, item: str, leaves: Mapping[Path, Any]) -> None:
+        """The model or the optimizer: each rank has rows of every tensor, the first one all of those that are not cut."""
+        described = self.described[item] = {}
+        held = {p: joined(t.path) for p, t in leaves.items() if isinstance(t, TensorEntry)}
+        rows = {n: self._rows(self.ckpt.tensors[n]) for n in held.values()}
+        for path, name in held.items():
+            text = json.dumps([int(k) if isinstance(k, (int, Number)) else k for k in path], separators=(",", ":"))
+            described[text] = [self._described(self.ckpt.tensors[name], self.cast[name], bool(rows[name]))]
+        owners = [n for n in held.values() if n not in self.same]
+        numbers: list[int] = []
+        keys: list[dict[str, str]] = []  # {name: its storage} in the file of each rank
+        for rank in range(self.world):
+            tree: dict[Path, Any] = {p: x for p, x in leaves.items() if p not in held}
+            here = [n for n in owners if self._bytes(n, rows[n], rank) or (not rank and not self.ckpt.tensors[n].numel)]
+            keys.append({n: str(k) for k, n in enumerate(here)})
+            sizes = {keys[rank][n]: self._bytes(n, rows[n], rank) for n in here}
+            for path, name in held.items():
+                t, dtype = self.ckpt.tensors[name], self.cast[name]
+                if not rows[name] and rank:
+                    continue
+                shape = (rows[name][rank], *t.shape[1:]) if rows[name] else t.shape
+                key = keys[rank].get(self.same.get(name, name))
+                tree[path] = Inline(dtype, shape, b"") if key is None else TensorRef(dtype, shape, key, prod(shape))
+            numbers.append(self.files.add(f"{item}_{rank}.pt", nest({p: tree[p] for p in leaves if p in tree}), sizes))
+        for name in owners:
+            t = self.ckpt.tensors[name]
+            chunks = Chunks(len(t.shape))
+            at = 0
+            for rank in range(self.world):
+                n = self._bytes(name, rows[name], rank)
+                shape = (rows[name][rank], *t.shape[1:]) if rows[name] else t.shape
+                if name in keys[rank]:
+                    start = (at, *[0] * (len(t.shape) - 1)) if rows[name] else (0,) * len(t.shape)
+                    chunks.add(start, shape, numbers[rank], self.files.offset(numbers[rank], keys[rank][name]), n)
+                    at += shape[0] if rows[name] else 0
+            self._placed(name, name, chunks)
+        for name in (n for n in held.values() if n in self.same):
+            self._placed(name, name, self.tensors[self.same[name]].chunks)
+
+    def put(self, item: str, rank: int, leaves: Mapping[Path, Any], first: bool) -> None:
+        """The file of an item on one rank, with whole tensors; of later ranks they are copies."""
+        tree: dict[Path, Any] = {}
+        keys: dict[str, str] = {}  # {name: its storage}
+        sizes: dict[str, int] = {}
+        tied: list[str] = []
+        for path, x in leaves.items():
+            if isinstance(x, TensorEntry):
+                name = joined(x.path)
+                dtype = self.cast[name]
+                if name in self.same:
+                    tied.append(name)
+                else:
+                    sizes[keys.setdefault(name, str(len(sizes)))] = x.numel * ITEMSIZE[dtype]
+                tree[path] = TensorRef(dtype, x.shape, keys[self.same.get(name, name)], x.numel)
+            else:
+                tree[path] = x
+        number = self.files.add(f"{item}_{rank}.pt", tree[()] if list(tree) == [()] else nest(tree), sizes)
+        for name, key in keys.items():
+            chunks = Chunks.whole(self.ckpt.tensors[name].shape, number, self.files.offset(number, key), sizes[key])
+            self._placed(name if first else f"replica.{rank}.{name}", name, chunks)
+        for name in tied if first else ():
+            self._placed(name, name, self.tensors[self.same[name]].chunks)
+
+    def _placed(self, name: str, of: str, chunks: Chunks) -> None:
+        t = self.ckpt.tensors[of]
+        self.tensors[name] = replace(t, dtype=self.cast[of], chunks=chunks, coding="raw")
+        self.sources[name] = t
+
+    def _rows(self, t: TensorEntry) -> list[int]:
+        """Rows of each rank, [] of a tensor that only the first one has: numbers, counters, what has no elements."""
+        if not t.shape or not t.numel or (len(t.shape) == 1 and "float" not in t.dtype and "complex" not in t.dtype):
+            return []
+        return boxes.chunk_sizes(t.shape[0], self.world)
+
+    def _bytes(self, name: str, rows: list[int], rank: int) -> int:
+        t = self.ckpt.tensors[name]
+        n = rows[rank] * prod(t.shape[1:]) if rows else t.numel if rank == 0 else 0
+        return n * ITEMSIZE[self.cast[name]]
+
+    def _described(self, t: TensorEntry, dtype: str, cut: bool) -> dict[str, Any]:
+        """What metadata.pkl says of a tensor: cut among all ranks along dim 0, or whole on a mesh of the first."""
+        ranks = tuple(range(self.world)) if cut else (0,)
+        mesh = {"device_type": "cpu", "mesh_shape": (len(ranks),), "mesh_data": ranks, "mesh_dim_names": _MESH}
+        data = {
+            "global_shape": list(t.shape), "dtype": f"torch.{dtype}", "stride": list(boxes.strides(t.shape)), "mesh_spec": mesh,
+            "placements": [{"type": "Shard", "dim": 0} if cut else {"type": "Replicate"}],
+        }  # fmt: skip
+        return {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": ranks}

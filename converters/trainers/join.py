@@ -1,0 +1,261 @@
+"""Writes directories of trainers: the drafts of several layouts, joined into one.
+
+model, optimizer      by the writers of dcp or full, under the keys that the trainer asks for
+small files           scheduler, scaler, RNG of each rank, ...: torch.save files; trainer_state.json
+ckpttool_state.pt     what the trainer has no file for, so that nothing is lost: counters of other trainers, RNG of ranks
+                      that the new job does not have. The trainer does not look at it; ckpttool reads it back
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ckpttool import layouts
+from ckpttool.errors import Unsupported, argument
+from ckpttool.formats.subclasses import put_together
+from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.huggingface import model_names
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEntry, Value, joined
+from ckpttool.index.composites import Composite, collapsed
+from ckpttool.index.draft import Draft, DraftFile, Written
+from ckpttool.index.trees import nest
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from ..options import DirectoryOptions
+from .dialect import LEFT_OVER, live_name
+
+__all__ = [
+    "SmallFile",
+    "data_files",
+    "joined_drafts",
+    "left_over",
+    "state_drafts",
+]
+
+
+@dataclass(frozen=True)
+class SmallFile:
+    """A file of torch.save or of JSON with the leaves {path in its tree: leaf of the source}."""
+
+    name: str
+    leaves: Mapping[Path, TensorEntry | Any]
+
+
+def state_drafts(
+    ckpt: Checkpoint, source: Source, options: WriteOptions, names: Mapping[str, tuple[str, str]]
+) -> list[tuple[str, Draft]]:
+    """(folder, draft) of the model and of the optimizer, whose `names` are those of each state dict type: sharded is of dcp, the
+    others are files of torch.save.
+
+    Raises:
+        Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an adapter.
+    """
+    kind = options.of(DirectoryOptions).state_dict_type
+    sharded = kind == "sharded"
+    adapter = next(
+        (n for t in ckpt.tensors.values() if t.path[0] == "model" and live_name(n := str(t.path[1])) != n), None
+    )
+    if kind == "ddp" and adapter is not None:
+        raise Unsupported(
+            f'The weights are those of an adapter, first "{adapter}". A job without FSDP reads them from adapter_model.safetensors, '
+            "which this does not write. `ckpttool adapter extract` does; or choose another state dict type."
+        )
+    numbers = numbered_parameters(ckpt, options) if kind == "ddp" else {}
+    out = []
+    for component, key, name in zip(("model", "optim"), ("model", "optimizer"), names[kind], strict=True):
+        part = ckpt.only([component])
+        if not part.tensors and not part.values:
+            continue
+        part = replace(part, origin={}, ranks={}, notes=[])
+        layout = layouts.find("dcp" if sharded else "full")
+        assert layout.write is not None
+        tree = partial(_own_tree, (key,) if sharded else (), numbers)  # the state dict alone in a file
+        draft = layout.write(part, source, replace(options, target=name, own=None, tree=tree))
+        if numbers and component == "optim":
+            _declare_order(draft, numbers)
+        out.append((f"{name}/" if sharded else "", draft))
+    return out
+
+
+def _declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
+    """Say of a draft that its param groups list the parameters by number, and have their names in `param_names`."""
+    for n, v in list(draft.checkpoint.values.items()):
+        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",):
+            listed = sorted(v.data, key=lambda fqn: numbers[fqn])
+            if listed != v.data:
+                draft.checkpoint.values[n] = Value(v.path, listed)
+                draft.changed[n] = "in the order of the modules"
+            names = f"{joined(v.path[:3])}.param_names"
+            if names not in draft.checkpoint.values:
+                draft.synthesized_values[names] = [live_name(fqn) for fqn in listed]
+            elif draft.checkpoint.values[names].data != (own := [live_name(fqn) for fqn in listed]):
+                draft.checkpoint.values[names] = Value((*v.path[:3], "param_names"), own)
+                draft.changed[names] = "in the order of the modules"
+
+
+def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, int]:
+    """{FQN: its number} as `Optimizer.state_dict()` numbers the parameters of a job: by group, and in each in the module's order.
+
+    The order is that of `options.config` or `options.like`. Without them it is that of the param groups, if that of the model's
+    weights is the same and neither is the alphabet's, in which files sort names.
+
+    Raises:
+        Unsupported: the order is not known, or the optimizer does not list its parameters.
+    """
+    groups = [data for p, data in ckpt.leaves().items() if p[:2] == ("optim", "param_groups") and p[3:] == ("params",)]
+    if any(not isinstance(g, list) or not all(isinstance(n, str) for n in g) for g in groups):
+        raise Unsupported(
+            "The optimizer's param groups do not list their parameters by name, so they cannot be numbered."
+        )
+    weights = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2]
+    if options.like is not None and options.like.optimizer is not None:
+        order = list(options.like.optimizer)
+    elif options.config is not None:
+        order = list(model_names.in_module_order(dict.fromkeys(weights), model_names.config_of(options.config)))
+    else:
+        order = [] if weights == sorted(weights) else weights
+    place = {name: i for i, name in enumerate(order)}
+    known = all(name in place for group in groups for name in group)
+    in_order = [sorted(group, key=lambda name: place[name]) for group in groups] if known else []
+    hinted = options.like is not None or options.config is not None
+    if not known or (not hinted and in_order != groups):
+        count = sum(map(len, groups))
+        raise Unsupported(
+            f"A job without FSDP numbers the {count:,} parameters of its optimizer in the order of the model's modules, and this "
+            f"checkpoint does not tell that order. Give {argument('config')} the folder or id of the Hugging Face model, or "
+            f"{argument('like')} a checkpoint that such a job saved with names."
+        )
+    return {name: i for i, name in enumerate(n for g in in_order for n in g)}
+
+
+def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, Any]) -> dict[Path, Any]:
+    """The leaves of one component below `key`. The optimizer has `numbers` for its parameters where there are any, and their names in
+    `param_names`, as torch >= 2.6 saves them (Optimizer.state_dict); otherwise those of an adapter have its name, as in the live
+    module."""
+
+    def name(fqn: str) -> str | int:
+        return numbers[fqn] if numbers else live_name(fqn)
+
+    out: dict[Path, Any] = {}
+    for path, leaf in leaves.items():
+        if path[:2] == ("optim", "state") and len(path) > 2:
+            at = name(str(path[2]))
+            path = ("optim", "state", Number(at) if isinstance(at, int) else at, *path[3:])
+        elif path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(leaf, list):
+            if numbers:
+                leaf = sorted(leaf, key=lambda n: numbers[n])
+                out[*key, *path[1:3], "param_names"] = [live_name(n) for n in leaf]
+            leaf = [name(n) if isinstance(n, str) else n for n in leaf]
+        elif numbers and path[3:] == ("param_names",):
+            continue
+        out[*key, *path[1:]] = leaf
+    return out
+
+
+def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptions) -> Draft:
+    """The draft of small files. Tensors in them are copied; everything else is literal."""
+    out = TorchFiles()
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        if file.name.endswith(".json"):
+            out.literal(file.name, (json.dumps(nest(dict(file.leaves)), indent=2) + "\n").encode())
+            continue
+        tree: dict[Path, Any] = {}
+        storages: dict[str, int] = {}
+        entries: list[tuple[str, TensorEntry]] = []
+        for path, leaf in collapsed(file.leaves).items():
+            if isinstance(leaf, TensorEntry):
+                leaf = _placed(leaf, options, storages, entries)
+            elif isinstance(leaf, Composite):
+                inside = {n: _placed(t, options, storages, entries) for n, t in leaf.tensors.items()}
+                leaf = put_together(leaf, inside)
+            tree[path] = leaf
+        number = out.add(file.name, tree[()] if () in tree else nest(tree), storages)
+        for key, t in entries:
+            at = out.offset(number, key)
+            tensors[joined(t.path)] = replace(t, chunks=Chunks.whole(t.shape, number, at, t.nbytes), coding="raw")
+    index = Checkpoint("data", options.target, None, [], [], tensors, {})
+    return out.draft(index, {n: ckpt.tensors[n] for n in tensors})
+
+
+def _placed(
+    t: TensorEntry, options: WriteOptions, storages: dict[str, int], entries: list[tuple[str, TensorEntry]]
+) -> TensorRef:
+    """A storage of its own for a tensor."""
+    t = replace(t, dtype=options.cast(joined(t.path), t.dtype))
+    key = str(len(storages))
+    storages[key] = t.nbytes
+    entries.append((key, t))
+    return TensorRef(t.dtype, t.shape, key, t.numel)
+
+
+def joined_drafts(
+    name: str, ckpt: Checkpoint, parts: Sequence[tuple[str, Draft]], options: WriteOptions, world: int
+) -> Draft:
+    """One draft of several, each in a folder of its own ("" is the directory itself). The files of the last part come last."""
+    files: list[DraftFile] = []
+    tensors: dict[str, TensorEntry] = {}
+    out = Draft(Checkpoint(name, options.target, world, [], [], tensors, dict(ckpt.values)), {}, files)
+    of_file: list[tuple[Draft, int]] = []
+    of_name: dict[str, Draft] = {}
+    for folder, part in parts:
+        by = len(files)
+        files += [replace(f, name=folder + f.name) for f in part.files]
+        of_file += [(part, i) for i in range(len(part.files))]
+        for n, t in part.checkpoint.tensors.items():
+            tensors[n] = replace(t, chunks=t.chunks.moved(by))
+            of_name[n] = part
+        out.sources |= part.sources
+        out.aliases |= part.aliases
+        out.synthesized_values |= part.synthesized_values
+        out.taken_apart |= part.taken_apart
+        out.changed |= part.changed
+        out.checkpoint.values |= {n: part.checkpoint.values[n] for n in part.changed}
+        out.dropped += part.dropped
+        out.synthesized_tensors += part.synthesized_tensors
+        out.notes += [n for n in part.notes if n not in out.notes]
+    out.checkpoint.files, out.checkpoint.sizes = [f.name for f in files], [f.size for f in files]
+
+    def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+        part = of_name[name]
+        return part.before(name, part.checkpoint.tensors[name], row, written) if part.before else b""
+
+    def after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+        part = of_name[name]
+        return part.after(name, part.checkpoint.tensors[name], row, written) if part.after else b""
+
+    def tail(file: int, written: Sequence[Written], digests: dict[str, Any]) -> bytes:
+        part, own = of_file[file]
+        return part.tail(own, written, digests) if part.tail else b""
+
+    out.before, out.after, out.tail = before, after, tail
+    return out
+
+
+def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
+    """(ckpttool_state.pt with everything besides model and optimizer that no other file has, a note); none where nothing is left.
+
+    {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}
+    """
+    rest = {p: leaf for p, leaf in ckpt.leaves().items() if p[0] not in ("model", "optim") and p not in placed}
+    if not rest:
+        return [], []
+    tensors = [leaf for leaf in rest.values() if isinstance(leaf, TensorEntry)]
+    values = tuple((_as_text(p), leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
+    leaves: dict[Path, Any] = {("values",): values, ("paths",): tuple(_as_text(t.path) for t in tensors)}
+    leaves |= {("tensors", str(i)): t for i, t in enumerate(tensors)}
+    kept = sorted({str(p[0]) if p[0] != "extra" else joined(p[:2]) for p in rest})
+    return [SmallFile(LEFT_OVER, leaves)], [
+        f"{LEFT_OVER} keeps what this trainer has no file for: {', '.join(kept[:8])}"
+    ]
+
+
+def _as_text(path: Path) -> Path:
+    """A path whose numbers of parameters are text, as in DCP."""
+    return tuple(p if type(p) is int else str(p) for p in path)

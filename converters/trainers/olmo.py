@@ -1,0 +1,64 @@
+"""OLMo-core's step folders as one state.
+
+    step1000/model_and_optim/        a folder of dcp, {"model", "optim": flattened by parameter}, whose index names places with
+                                     OLMo-core's own class (dcp/metadata.py)
+    step1000/train/rank{r}.pt        each rank's {"global_step", "epoch", "data_loader", "callbacks", "rng", ...}
+    step1000/.metadata.json          {"ephemeral", "version"}; written last, so a folder without it was not finished
+    step1000/config.json             the experiment's own config, if its callback saves it: no config of transformers
+
+All ranks save the same counters, so what rank 0 says counts, the RNG state is each rank's own, and anything else in which a rank
+differs is kept as extra.per_rank.<rank>.<key>. A rank without a file resumes from rank 0's.
+
+Sources: olmo_core/train/checkpoint.py (save, _save_train_state, dir_is_checkpoint), train/trainer.py (state_dict),
+distributed/checkpoint/filesystem.py of ai2-olmo-core 3.0.0; fixtures/olmo_jobs.py.
+"""
+
+from __future__ import annotations
+
+from ckpttool.storage.source import Source
+
+from .dialect import DATA, Dialect, Part
+from .filenames import numbered
+
+__all__ = ["OLMO"]
+
+_MODEL, _TRAIN, _LAST = "model_and_optim", "train", ".metadata.json"
+
+
+def _is_olmo(source: Source) -> tuple[bool, str]:
+    names = source.list()
+    if _MODEL not in names or ".metadata" not in source.list(_MODEL):
+        return False, f"no {_MODEL}/.metadata"
+    if _LAST in names or _TRAIN in names:
+        return True, f"has {_MODEL}/ and {_LAST if _LAST in names else _TRAIN + '/'}"
+    return False, f"{_MODEL}/, but no {_LAST} and no {_TRAIN}/"
+
+
+def _ranks(source: Source) -> list[tuple[str, int]]:
+    return list(numbered(source.list(_TRAIN), r"rank(\d{1,6})\.pt"))
+
+
+def _parts(source: Source) -> list[Part]:
+    out = [Part(_MODEL, "dcp", "model", whole=True)]
+    for name, rank in _ranks(source):
+        places = {"rng": ("rng", str(rank)), "data_loader": ("dataloader",)}
+        out.append(Part(f"{_TRAIN}/{name}", DATA, "trainer", places=places, rank=str(rank)))
+    return out
+
+
+def _notes(source: Source) -> list[str]:
+    out = []
+    if not source.exists(_LAST):
+        out.append(
+            f"no {_LAST}, which OLMo-core writes last: the save had not ended, and OLMo-core does not resume from it"
+        )
+    ranks = {rank for _, rank in _ranks(source)}
+    if lost := sorted(set(range(max(ranks, default=0))) - ranks):
+        out.append(f"no {_TRAIN}/rank{lost[0]}.pt: OLMo-core gives that rank the counters of rank 0")
+    return out
+
+
+OLMO = Dialect(
+    name="olmo", title="OLMo-core", detect=_is_olmo, parts=_parts, notes=_notes, aliases=("olmo-core",),
+    world_size=lambda source: max((rank + 1 for _, rank in _ranks(source)), default=None),
+)  # fmt: skip

@@ -1,0 +1,107 @@
+"""A training script's own folder: the weights in one file or folder, the optimizer in another.
+
+    model.pt  weights.pth  pytorch_model.bin  model.safetensors  model/        one of them; a folder is one of dcp
+    optimizer.pt  optim.bin  optimizer_state_dict.pth  optimizer/              one of them
+    scheduler.pt  scaler.pt  rng_state.pt  dataloader.pt  train_state.pt       and others that say by their name what they hold
+    rng_state/rank_{r}.pt  dataloader/rank_{r}.pt                              the same of each rank
+    metadata.json  CHECKPOINT_COMPLETE                                         of LLaMA-Factory v1: counters; the last file that it writes
+
+Everything goes by names that scripts use. Where there are two files of weights or of an
+optimizer, which of them belong together nobody knows, and it is no checkpoint. An optimizer that numbers its parameters where
+nothing tells their order is listed as a file that was not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from ckpttool.storage.source import Source
+
+from .automodel import AUTOMODEL, TRANSFORMERS
+from .dialect import DATA, Dialect, Part
+from .filenames import RANDOM_STATES, RNG_STATE, models_in, numbered, refuse_missing_shards
+
+__all__ = ["SCRIPT"]
+
+_END = r"(?:_state(?:_dict)?|_states)?"
+_FILE = r"\.(?:pt|pth|bin|ckpt)"
+_WEIGHTS = re.compile(rf"(?:model|net|weights|model_weights){_END}(?:{_FILE}|\.safetensors)")
+_OPTIMIZER = re.compile(rf"(?:optimizer|optim|opt){_END}{_FILE}")
+_FOLDERS = (re.compile(r"model|weights"), re.compile(rf"(?:optimizer|optim){_END}"))
+_REST = (
+    (re.compile(rf"(?:lr_)?sched(?:uler)?{_END}{_FILE}"), "scheduler"),
+    (re.compile(rf"(?:grad_)?scaler{_END}{_FILE}"), "scaler"),
+    (re.compile(rf"(?:rng|random){_END}{_FILE}"), "rng"),
+    (re.compile(rf"(?:train_)?(?:dataloader|sampler){_END}{_FILE}"), "dataloader"),
+    (re.compile(rf"(?:train|trainer|training){_END}(?:{_FILE}|\.json)|(?:step|progress){_FILE}"), "trainer"),
+    (re.compile(rf"extra{_END}{_FILE}"), "extra"),
+)
+_OF_RANKS = {"rng_state": "rng", "rng_states": "rng", "dataloader": "dataloader", "dataloaders": "dataloader"}
+_OF_RANK = r"rank_?(\d{1,6})\.(?:pt|pth|bin)"
+#: What LLaMA-Factory v1 writes last; its folders have the names of Trainer's.
+_COMPLETE = "CHECKPOINT_COMPLETE"
+
+
+def _weights(source: Source, names: Sequence[str]) -> list[Part]:
+    if found := [p for p in models_in(names) if p.layout in ("hf", "full") and "fsdp" not in p.name]:
+        return [Part(p.name, p.layout, "model") for p in found]
+    files = [n for n in names if _WEIGHTS.fullmatch(n)]
+    folders = _of_dcp(source, names, 0)
+    return [Part(n, "hf" if n.endswith(".safetensors") else "full", "model") for n in files] + [
+        Part(n, "dcp", "model") for n in folders
+    ]
+
+
+def _optimizers(source: Source, names: Sequence[str]) -> list[Part]:
+    files = [Part(n, "full", "optim", optional=True) for n in names if _OPTIMIZER.fullmatch(n)]
+    return files + [Part(n, "dcp", "optim", optional=True) for n in _of_dcp(source, names, 1)]
+
+
+def _of_dcp(source: Source, names: Sequence[str], which: int) -> Iterator[str]:
+    return (n for n in names if _FOLDERS[which].fullmatch(n) and ".metadata" in source.list(n))
+
+
+def _detect(source: Source) -> tuple[bool, str]:
+    names = source.list()
+    other = next((n for n in names if n in (".metadata", "latest", "trainer_state.json", "meta.pt")), None)
+    other = other or next(
+        (n for n, _ in (*numbered(names, RANDOM_STATES), *numbered(names, r"(?:.*[._-])?rank[_-]?(\d+)\..*"))), None
+    )
+    if other is not None:
+        return False, f"has {other}, of another layout"
+    if re.fullmatch(r"checkpoint-\d+", source.root.rstrip("/").rpartition("/")[2]) and _COMPLETE not in names:
+        return False, f"named as those of Trainer, and has neither trainer_state.json nor {_COMPLETE} of LLaMA-Factory"
+    weights, optimizers = _weights(source, names), _optimizers(source, names)
+    if weights and optimizers and (AUTOMODEL.detect(source)[0] or TRANSFORMERS.detect(source)[0]):
+        return False, "of another trainer"
+    whole = (
+        {p.name for p in weights}
+        if len({p.name for p in weights}) == 1
+        else {re.sub(r"\d", "", p.name) for p in weights}
+    )
+    if len(whole) != 1 or len(optimizers) != 1:
+        return False, "no weights and optimizer under names that scripts use (model.pt and optimizer.pt)"
+    return True, f"has {weights[0].name or 'shards of a model'} and {optimizers[0].name}"
+
+
+def _parts(source: Source) -> list[Part]:
+    refuse_missing_shards(source)
+    names = source.list()
+    out = [*_weights(source, names), *_optimizers(source, names)]
+    ranks = [n for n, _ in numbered(names, RNG_STATE) if re.search(r"\d", n)]
+    out += [Part(n, DATA, "rng", (re.sub(r"\D", "", n),)) for n in ranks]
+    for folder, component in _OF_RANKS.items():
+        of_ranks = numbered(source.list(folder), _OF_RANK) if folder in names and source.glance(folder)[0] else ()
+        out += [Part(f"{folder}/{n}", DATA, component, (str(rank),)) for n, rank in of_ranks]
+    if _COMPLETE in names and "metadata.json" in names:
+        out.append(Part("metadata.json", DATA, "trainer"))
+    for pattern, component in _REST:
+        found = [n for n in names if pattern.fullmatch(n) and n not in ranks]
+        for name in found:
+            under = (name.partition(".")[0],) if len(found) > 1 or component == "extra" else ()
+            out.append(Part(name, DATA, component, under))
+    return out
+
+
+SCRIPT = Dialect(name="script", title="a training script", detect=_detect, parts=_parts)

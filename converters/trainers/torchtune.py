@@ -1,0 +1,127 @@
+"""torchtune's epoch_{n}/ and step_{n}/ with the recipe's state next to them, as one checkpoint.
+
+    epoch_0/model-0000k-of-0000n.safetensors, .bin   the weights: under the names of the Hub, or torchtune's own
+    epoch_0/adapter_model.safetensors, .pt           the adapter of a LoRA recipe, with adapter_config.json (PEFT)
+    recipe_state/recipe_state.pt                     {"optimizer", "epochs_run", "total_epochs", "seed", ...}
+    epoch_0/recipe_state.pt                          the same, where it is saved with each epoch
+
+The optimizer has torchtune's names of parameters (layers.0.attn.q_proj.weight). Where the weights have those too, it is the
+optimizer of the state; where they have the names of the Hub, whose rows of q and k are also in another order, it is data under
+`extra.recipe_state.optimizer`. Recipes write weights with the adapter merged into them, and the adapter besides, which is under
+`extra.adapter`. With save_adapter_weights_only the adapter is all there is, and it is the model.
+
+Of all epochs there is one recipe_state.pt, and the last epoch of a run that has ended writes none. So `epochs_run` tells which
+epoch it belongs to: epoch_{n} has run n + 1.
+
+Sources: torchtune/training/checkpointing/{_checkpointer,_checkpoint_client,_utils}.py and recipes/ of 0.6.1; the directories of
+the corpus, which its checkpointer wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ckpttool.errors import CkpttoolError
+from ckpttool.formats import torch_zip
+from ckpttool.storage import remote
+from ckpttool.storage.siblings import parent_of, siblings_in
+from ckpttool.storage.source import Source
+
+from .dialect import DATA, FOREIGN, Dialect, Part
+
+__all__ = ["TORCHTUNE"]
+
+_FOLDER = re.compile(r"(epoch|step)_(\d{1,9})")
+_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.(safetensors|bin|pt)|hf_model_\d{4}_\d+\.pt|meta_model_\d+\.pt")
+_INSIDE, _BESIDE = "recipe_state.pt", "recipe_state/recipe_state.pt"
+
+
+def _detect(source: Source) -> tuple[bool, str]:
+    _, name = parent_of(source)
+    names = source.list()
+    if _FOLDER.fullmatch(name) is None:
+        return False, "not named epoch_<n> or step_<n>"
+    if not any(_WEIGHTS.fullmatch(n) or n.startswith("adapter_model.") or n == "model.safetensors" for n in names):
+        return False, "no model-0000k-of-0000n.* and no adapter_model.*"
+    if _INSIDE in names:
+        return True, f"has {_INSIDE}"
+    return (True, f"has ../{_BESIDE}") if _siblings(source) else (False, f"no ../{_BESIDE}")
+
+
+def _siblings(source: Source) -> Sequence[str]:
+    """The recipe's state, if it is there."""
+    parent, _ = parent_of(source)
+    if not parent or source.exists(_INSIDE):
+        return ()
+    try:
+        with remote.open_source(parent) as above:
+            return (_BESIDE,) if above.exists(_BESIDE) else ()
+    except (CkpttoolError, OSError):  # a folder that cannot be listed
+        return ()
+
+
+def _weights(names: Sequence[str]) -> list[Part]:
+    found = [n for n in names if _WEIGHTS.fullmatch(n)]
+    if "model.safetensors.index.json" in names or "model.safetensors" in names:
+        return [Part("", "hf", "model")]
+    return [Part(n, "hf" if n.endswith(".safetensors") else "full", "model") for n in found]
+
+
+def _parts(source: Source) -> list[Part]:
+    names = source.list()
+    out = _weights(names)
+    adapter = next(
+        (n for n in ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt") if n in names), None
+    )
+    if adapter is not None and out:
+        out.append(Part(adapter, "hf" if adapter.endswith(".safetensors") else "full", "extra", ("adapter",)))
+        if "adapter_config.json" in names:
+            out.append(Part("adapter_config.json", DATA, "extra", ("adapter_config",)))
+    elif adapter is not None:
+        out.append(Part(adapter, "hf" if adapter.endswith(".safetensors") else "full", "model"))
+    recipe, other = _recipe(source)
+    if recipe is not None and not other:
+        out.append(Part(recipe, FOREIGN, "optim"))
+    return out
+
+
+def _notes(source: Source) -> list[str]:
+    recipe, other = _recipe(source)
+    return [f"{recipe} {other}: it was not read, and this state has no optimizer"] if other else []
+
+
+def _recipe(source: Source) -> tuple[str | None, str]:
+    """(the file with the recipe's state, "" or why it is that of another epoch)."""
+    if source.exists(_INSIDE):
+        return _INSIDE, ""
+    if not siblings_in(source):
+        return None, ""
+    file = f"../{_BESIDE}"
+    parent, name = parent_of(source)
+    m = _FOLDER.fullmatch(name)
+    assert m is not None
+    kind, number = m[1], int(m[2])
+    with remote.open_source(parent) as above:
+        numbers = {int(other[2]) for n in above.list() if (other := _FOLDER.fullmatch(n)) and other[1] == kind}
+    last = number >= max(numbers)
+    try:
+        tree: Any = torch_zip.read(source.reader_of(file), 0, source.size(file), f"{source.root}/{file}")
+    except CkpttoolError:  # read as a part it says what is wrong with it
+        return file, "" if last else "cannot be read, and belongs to a later epoch"
+    said = tree if isinstance(tree, dict) else {}
+    run = said.get("epochs_run" if kind == "epoch" else "steps_run")
+    if type(run) is not int:
+        return file, "" if last else f"is that of {kind}_{max(numbers)}"
+    mine = number + (kind == "epoch")
+    if run == mine:
+        return file, ""
+    if run == number and number - 1 not in numbers and not (number and number + 1 == said.get("total_epochs")):
+        return file, ""  # a script that counts from 0
+    return file, f"is that of {kind}_{run - (kind == 'epoch')}"
+
+
+TORCHTUNE = Dialect(
+    name="torchtune", title="torchtune", detect=_detect, siblings=_siblings, parts=_parts, notes=_notes,
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""VeOmni's global_step_{n}/ as one state, in the layout of release 0.1.12 and in the one after it.
+
+    0.1.12   .metadata, __{rank}_{n}.distcp               a folder of dcp, {"model", "optimizer"}
+             extra_state/extra_state_rank_{rank}.pt       {"global_step", "lr_scheduler", "train_dataloader", "environ_meter",
+                                                          "channel_loss_callback", "torch_rng_state"}
+    later    model/ckpt/, model/optimizer/                folders of dcp; one model: with several they are in model/{module}/
+             model/lr_scheduler.pt
+             loader/rank_{rank}.pt, extra_state/rank_{rank}.pt
+             checkpoint_manifest.json                     {"format_version", "global_step", "world_size", "modules"}; written last
+             hf_ckpt/, lora_ckpt/                         exports: the weights again
+
+The data loader and the RNG are each rank's own. Of the rest, what rank 0 says counts, and anything in which a rank differs is kept as
+extra.per_rank.<rank>.<key>. Experts have the shape of the whole in the folder of dcp.
+
+Sources: veomni/checkpoint/dcp_checkpointer.py and trainer/callbacks/checkpoint_callback.py of 0.1.12; veomni/checkpoint/layout.py of
+github.com/ByteDance-Seed/VeOmni at 7ad95cc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpttool.errors import Unsupported
+from ckpttool.storage.source import Source
+
+from .dialect import DATA, Dialect, Part
+from .filenames import numbered
+
+__all__ = ["VEOMNI"]
+
+_STATE, _MANIFEST = "extra_state", "checkpoint_manifest.json"
+
+
+def _ranks(source: Source, folder: str) -> list[tuple[str, int]]:
+    return [(f"{folder}/{n}", rank) for n, rank in numbered(source.list(folder), r"(?:extra_state_)?rank_(\d+)\.pt")]
+
+
+def _is_veomni(source: Source) -> tuple[bool, str]:
+    names = source.list()
+    if ".metadata" in names and _STATE in names and (found := _ranks(source, _STATE)):
+        return True, f"has .metadata and {found[0][0]}"
+    if "model" in names and (_MANIFEST in names or _STATE in names):
+        inside = source.list("model")
+        if "ckpt" in inside and ".metadata" in source.list("model/ckpt"):
+            return True, f"has model/ckpt/.metadata and {_MANIFEST if _MANIFEST in names else _STATE + '/'}"
+        if _MANIFEST in names and any(".metadata" in source.list(f"model/{m}/ckpt") for m in inside):
+            return True, f"has {_MANIFEST} and model/<module>/ckpt/.metadata"
+    return False, f"neither .metadata beside {_STATE}/ nor model/ckpt/.metadata beside {_MANIFEST}"
+
+
+def _parts(source: Source) -> list[Part]:
+    names = source.list()
+    if ".metadata" in names:
+        out = [Part("", "dcp", "model", whole=True)]
+    else:
+        out = _later(source)
+    out += [Part(name, DATA, "dataloader", (str(rank),)) for name, rank in _ranks(source, "loader")]
+    for name, rank in _ranks(source, _STATE):
+        places = {
+            "lr_scheduler": ("scheduler",), "train_dataloader": ("dataloader", str(rank)), "torch_rng_state": ("rng", str(rank), "cpu"),
+        }  # fmt: skip
+        out.append(Part(name, DATA, "trainer", places=places, rank=str(rank)))
+    return out
+
+
+def _later(source: Source) -> list[Part]:
+    inside = source.list("model")
+    if "ckpt" not in inside:
+        modules = sorted(m for m in inside if "ckpt" in source.list(f"model/{m}"))
+        raise Unsupported(
+            f"{source.root} holds {len(modules)} models: {', '.join(modules)}. Convert the folders of one, {source.root}/model/{modules[0]}/ckpt "
+            "and its optimizer."
+        )
+    out = [Part("model/ckpt", "dcp", "model")]
+    if "optimizer" in inside and ".metadata" in source.list("model/optimizer"):
+        out.append(Part("model/optimizer", "dcp", "optim"))
+    if "lr_scheduler.pt" in inside:
+        out.append(Part("model/lr_scheduler.pt", DATA, "scheduler"))
+    return out
+
+
+def _notes(source: Source) -> Sequence[str]:
+    if ".metadata" in source.list() or source.exists(_MANIFEST):
+        return ()
+    return (f"no {_MANIFEST}, which VeOmni writes last: the save had not ended, and VeOmni does not resume from it",)
+
+
+VEOMNI = Dialect(
+    name="veomni", title="VeOmni", detect=_is_veomni, parts=_parts, notes=_notes,
+    world_size=lambda source: len(_ranks(source, _STATE)) or None,
+)  # fmt: skip

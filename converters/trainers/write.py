@@ -1,0 +1,373 @@
+"""Writes directories of trainers, one function each: what a job of that trainer resumes from. trainers.py describes the files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from ckpttool import layouts
+from ckpttool.engine.conservation import changed_values
+from ckpttool.engine.copy.stream import small
+from ckpttool.errors import Unsupported, argument
+from ckpttool.formats.stored_tensors import flattened, number_in
+from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from ckpttool.index.composites import shape_of
+from ckpttool.index.draft import Draft
+from ckpttool.index.names import canonical, step_count, without_weights
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from .filenames import RNG_KEYS
+from .join import SmallFile, data_files, joined_drafts, left_over, state_drafts
+
+__all__ = ["write_accelerate", "write_lightning", "write_titan", "write_trainer"]
+
+#: {state dict type: names of the model and of the optimizer}; Trainer has another one for the optimizer of a job without FSDP
+_NAMES = {
+    "sharded": ("pytorch_model_fsdp_0", "optimizer_0"),
+    "full": ("pytorch_model_fsdp.bin", "optimizer.bin"),
+    "ddp": ("pytorch_model.bin", "optimizer.bin"),
+}
+_NAMES_OF_TRAINER = {**_NAMES, "ddp": ("pytorch_model.bin", "optimizer.pt")}
+
+
+def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
+    """Refuse what a trainer would not find in its folder.
+
+    Raises:
+        Unsupported: there are several optimizers.
+    """
+    others = dict.fromkeys(
+        f'"{joined(p[:2])}"' for p in ckpt.leaves() if p[0] == "optim" and p[1] not in ("state", "param_groups")
+    )
+    if others:
+        raise Unsupported(
+            f"the checkpoint has several optimizers, {', '.join(others)}, and {trainer} is written with the one that trains the whole model. Leave "
+            f"them out with {argument('only', ['model'])}, or write dcp or full, which keep them as they are."
+        )
+
+
+def _leaves(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
+    """{path: leaf} of a state below a path."""
+    return {p: leaf for p, leaf in ckpt.leaves().items() if p[: len(head)] == head}
+
+
+def _inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
+    """`_leaves` without one that has the path itself, which is no state dict."""
+    return {p: leaf for p, leaf in _leaves(ckpt, *head).items() if len(p) > len(head)}
+
+
+def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, Any]]]:
+    """(canonical paths, {path in the state dict: leaf}) of each scheduler; several are numbered below "scheduler"."""
+    found = _inside(ckpt, "scheduler")
+    if not found or not all(len(p) > 2 and str(p[1]).isdigit() for p in found):
+        return [(set(found), _below(found, 1))] if found else []
+    numbers = sorted({str(p[1]) for p in found}, key=int)
+    rows = [{p: leaf for p, leaf in found.items() if str(p[1]) == n} for n in numbers]
+    return [(set(row), _below(row, 2)) for row in rows]
+
+
+def _below(leaves: Mapping[Path, Any], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, Any]:
+    """The same leaves without the first elements of their paths, the next one under another name where it has one."""
+    names = names or {}
+    return {(names.get(str(p[cut]), p[cut]), *p[cut + 1 :]): leaf for p, leaf in leaves.items() if len(p) > cut}
+
+
+def _of_file(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+    """The tree of a file that is at the first two elements of these paths; a file may be one value."""
+    return {p[2:]: leaf for p, leaf in leaves.items()}
+
+
+def _rng_files(
+    ckpt: Checkpoint, world: int, pattern: str, keys: Mapping[str, str], placed: set[Path]
+) -> list[SmallFile]:
+    """The RNG state of every rank that the new job has."""
+    of_rank: dict[str, dict[Path, Any]] = {}
+    for path, leaf in _leaves(ckpt, "rng").items():
+        if len(path) > 2:
+            of_rank.setdefault(str(path[1]), {})[path] = leaf
+    ranks = {rank: of_rank[str(rank)] for rank in range(world) if str(rank) in of_rank}
+    for found in ranks.values():
+        placed |= set(found)
+    return [SmallFile(pattern.format(rank), _below(found, 2, keys)) for rank, found in ranks.items()]
+
+
+def _rng_note(files: Sequence[SmallFile], world: int) -> list[str]:
+    if len(files) in (0, world):
+        return [] if files else ["the source has no RNG state: ranks keep the seeds that the script sets"]
+    return [
+        f"the source has the RNG states of {len(files)} of {world} ranks; the others keep the seeds that the script sets"
+    ]
+
+
+def _written(
+    name: str, ckpt: Checkpoint, source: Source, options: WriteOptions, small: list[SmallFile], placed: set[Path], world: int,
+    notes: list[str], made: Mapping[Path, Any] = MappingProxyType({}),
+) -> Draft:  # fmt: skip
+    if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
+        raise Unsupported(
+            f"the checkpoint holds no model weights, and a job resumes from no directory without them.{without_weights(ckpt)}"
+        )
+    parts = state_drafts(ckpt, source, options, _NAMES_OF_TRAINER if name == "trainer" else _NAMES)
+    rest, kept = left_over(ckpt, placed)
+    parts.append(("", data_files(ckpt, [*rest, *small], options)))
+    out = joined_drafts(name, ckpt, parts, options, world)
+    out.notes += [*notes, *kept]
+    out.synthesized_values |= {joined(p): data for p, data in made.items()}
+    return out
+
+
+def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """What `accelerator.load_state` of a job with FSDP reads."""
+    _refuse_several_optimizers(ckpt, "Accelerate")
+    world = options.ranks(ckpt)
+    placed: set[Path] = set()
+    small = []
+    for i, (paths, state) in enumerate(_schedulers(ckpt)):
+        placed |= paths
+        small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
+    if scaler := _inside(ckpt, "scaler"):
+        placed |= set(scaler)
+        small.append(SmallFile("scaler.pt", _below(scaler, 1)))
+    for key in {
+        p[1]
+        for p in _leaves(ckpt, "dataloader")
+        if len(p) > 1 and re.fullmatch(r"(sampler|dl_state_dict)(_\d+)?", str(p[1]))
+    }:
+        found = _leaves(ckpt, "dataloader", key)
+        placed |= set(found)
+        small.append(SmallFile(f"{key}.bin", _of_file(found)))
+    for key in {p[1] for p in _leaves(ckpt, "extra") if re.fullmatch(r"custom_checkpoint_\d+", str(p[1]))}:
+        found = _leaves(ckpt, "extra", key)
+        placed |= set(found)
+        small.append(SmallFile(f"{key}.pkl", _of_file(found)))
+    keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
+    rng = _rng_files(ckpt, world, "random_states_{}.pkl", keys, placed)
+    return _written("accelerate", ckpt, source, options, [*small, *rng], placed, world, _rng_note(rng, world))
+
+
+def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """What `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads."""
+    _refuse_several_optimizers(ckpt, "Trainer")
+    world = options.ranks(ckpt)
+    placed: set[Path] = set()
+    small, notes = [], []
+    for paths, state in _schedulers(ckpt)[:1]:
+        placed |= paths
+        small.append(SmallFile("scheduler.pt", state))
+    if not small:
+        notes.append("the source has no scheduler: Trainer resumes an optimizer only where scheduler.pt is there too")
+    if scaler := _inside(ckpt, "scaler"):
+        placed |= set(scaler)
+        small.append(SmallFile("scaler.pt", _below(scaler, 1)))
+    rng = _rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
+    counters: dict[Path, Any] = {}
+    for path, data in _leaves(ckpt, "trainer").items():
+        if len(path) == 2 and path[1] in _TRAINER_STATE and _is_json(data):
+            counters[path[1:]] = data
+            placed.add(path)
+    held = set(counters)
+    if ("global_step",) not in counters:
+        step = counters["global_step",] = _step_of(ckpt, source)
+        notes.append(f"trainer_state.json has global_step {step}, which the source counts or its optimizer has made")
+    if ("stateful_callbacks",) not in counters:  # Trainer asks for that of its control when it saves
+        flags = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+        counters["stateful_callbacks",] = {"TrainerControl": {"args": dict.fromkeys(flags, False), "attributes": {}}}
+    if not isinstance(counters.get(("train_batch_size",)), int):
+        counters["train_batch_size",] = 1  # Trainer compares it with the script's, and goes on with the script's
+        notes.append(
+            "the source does not tell the batch size of a device: Trainer warns that it is not that of the script"
+        )
+    return _written(
+        "trainer", ckpt, source, options, [*small, *rng, SmallFile("trainer_state.json", counters)], placed, world,
+        notes + _rng_note(rng, world), {("trainer", *p): x for p, x in counters.items() if p not in held},
+    )  # fmt: skip
+
+
+#: The fields of transformers' TrainerState (trainer_callback.py); other keys would be refused by its constructor.
+_TRAINER_STATE = frozenset((
+    "epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs",
+    "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step", "best_model_checkpoint",
+    "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params", "stateful_callbacks",
+))  # fmt: skip
+
+
+def _step_of(ckpt: Checkpoint, source: Source) -> int:
+    """The optimizer's steps: as the trainer counts them, or as the optimizer has them for its first parameter; 0 where neither does."""
+    if (counts := step_count(ckpt.value)) is not None:
+        return counts
+    for name, t in ckpt.tensors.items():
+        if t.path[:2] == ("optim", "state") and t.path[3:] == ("step",) and t.numel == 1:
+            number = number_in(t.dtype, small(ckpt, source, [name])[name])
+            return int(number) if isinstance(number, (int, float)) and 0 <= number < 1 << 53 else 0
+    return 0
+
+
+def _is_json(x: Any) -> bool:
+    try:
+        json.dumps(x)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+#: Entries of meta.pt besides epoch, global_step and lr_schedulers, which stand under `extra`.
+_LIGHTNING_EXTRA = (
+    "pytorch-lightning_version", "loops", "callbacks", "hyper_parameters", "hparams_name", "hparams_type", "datamodule_hparams_name",
+    "datamodule_hyper_parameters", "datamodule_hparams_type",
+)  # fmt: skip
+#: Whose meta.pt is written where the source is of another trainer.
+_LIGHTNING_VERSION = "2.6.0"
+
+
+def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """What `trainer.fit(ckpt_path=...)` of a job with FSDPStrategy or ModelParallelStrategy reads."""
+    _refuse_several_optimizers(ckpt, "Lightning")
+    world = options.ranks(ckpt)
+    placed: set[Path] = set()
+    notes: list[str] = []
+    step = _step_of(ckpt, source)
+    epoch = ckpt.value("trainer.epoch")
+    meta: dict[Path, Any] = {
+        ("epoch",): epoch if isinstance(epoch, int) else 0, ("global_step",): step,
+    }  # fmt: skip
+    written = {("trainer", *path): data for path, data in meta.items()}
+    placed |= {path for path, data in written.items() if ckpt.value(joined(path)) == data}
+    made = {path: data for path, data in written.items() if joined(path) not in ckpt.values}
+    for key in _LIGHTNING_EXTRA:
+        found = _leaves(ckpt, "extra", key)
+        placed |= set(found)
+        meta |= _below(found, 1)
+    held = set(meta)
+    if ("pytorch-lightning_version",) not in meta:
+        meta["pytorch-lightning_version",] = _LIGHTNING_VERSION
+    if not any(p[0] == "callbacks" for p in meta):
+        meta["callbacks",] = {}
+    if not any(p[0] == "loops" for p in meta):
+        meta["loops",] = _loops(step)
+        notes.append(
+            f"the loops of Lightning go on at batch {step} of epoch 0, since the source counts {step} steps; the data loader of the "
+            "script decides which rows those are"
+        )
+    made |= {
+        p: x for path, data in meta.items() if path not in held for p, x in flattened(data, ("extra", *path)).items()
+    }
+    for i, (paths, scheduler) in enumerate(_schedulers(ckpt)):
+        placed |= paths
+        meta |= {("lr_schedulers", i, *p): leaf for p, leaf in scheduler.items()}
+    if not any(p[0] == "lr_schedulers" for p in meta):
+        meta["lr_schedulers",] = []
+        if ckpt.value("scheduler") == []:  # what reading gives for it
+            placed.add(("scheduler",))
+        elif "scheduler" not in ckpt.values:
+            made["scheduler",] = []
+    dcp = layouts.find("dcp")
+    assert dcp.write is not None
+    state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
+    keys = {"model": "state_dict", "optim": "optimizer_0"}
+
+    def tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
+        return {(keys[str(p[0])], *p[1:]): leaf for p, leaf in leaves.items()}
+
+    rest, kept = left_over(ckpt, placed)
+    small = [*rest, SmallFile("meta.pt", meta)]
+    parts = [
+        ("", data_files(ckpt, small, options)), ("", dcp.write(state, source, replace(options, own=None, tree=tree))),
+    ]  # fmt: skip
+    out = joined_drafts("lightning", ckpt, parts, options, world)
+    out.notes += [*notes, *kept]
+    out.synthesized_values |= {joined(p): data for p, data in made.items()}
+    return out
+
+
+def _loops(step: int) -> dict[str, Any]:
+    """The progress of Lightning's fit loop after so many optimizer steps, one a batch (lightning/pytorch/loops)."""
+
+    def progress(n: int, *keys: str) -> dict[str, Any]:
+        return {part: dict.fromkeys(keys, n) for part in ("total", "current")}
+
+    whole, short = ("ready", "completed", "started", "processed"), ("ready", "completed")
+    one = {"ready": 1, "completed": 0, "started": 1, "processed": 0}
+    fit = {
+        "state_dict": {}, "epoch_loop.state_dict": {"_batches_that_stepped": step},
+        "epoch_loop.batch_progress": {**progress(step, *whole), "is_last_batch": False},
+        "epoch_loop.scheduler_progress": progress(step, *short),
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {"step": progress(step, *short), "zero_grad": progress(step, "ready", "completed", "started")}
+        },
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": progress(0, *short),
+        "epoch_loop.val_loop.state_dict": {}, "epoch_loop.val_loop.batch_progress": {**progress(0, *whole), "is_last_batch": False},
+        "epoch_progress": {"total": dict(one), "current": dict(one)},
+    }  # fmt: skip
+    return {"fit_loop": fit}
+
+
+def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
+    """The model at the root, the optimizer flattened by parameter (StateDictOptions(flatten_optimizer_state_dict=True))."""
+    out: dict[Path, Any] = {}
+    for path, leaf in leaves.items():
+        kind = path[:2]
+        if path[0] == "model":
+            out[path[1:]] = leaf
+        elif kind == ("optim", "state"):
+            out["optimizer", f"state.{joined(path[2:])}"] = leaf
+        elif kind == ("optim", "param_groups") and not isinstance(leaf, TensorEntry):
+            for fqn in leaves.get((*path[:3], "params"), ()) if path[3:] != ("params",) else ():
+                out["optimizer", f"param_groups.{fqn}.{joined(path[3:])}"] = leaf
+        else:
+            out[
+                {"optim": "optimizer", "scheduler": "lr_scheduler", "trainer": "train_state"}.get(
+                    str(path[0]), path[0]
+                ),
+                *path[1:],
+            ] = leaf
+    return out
+
+
+def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """What torchtitan's CheckpointManager asks for."""
+    _refuse_several_optimizers(ckpt, "torchtitan")
+    if shared := next((n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "param_groups")), None):
+        raise Unsupported(
+            f'"{shared}" is a tensor, one for all parameters of a group, and torchtitan keeps options by parameter. Write dcp or full, or save the '
+            "option as a number."
+        )
+    world = options.ranks(ckpt)
+    step = _step_of(ckpt, source)
+    needed: dict[Path, Any] = {
+        ("trainer", "step"): step, ("trainer", "ntokens_seen"): 0, ("scheduler", "last_epoch"): step
+    }  # fmt: skip
+    made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
+    dcp = layouts.find("dcp")
+    assert dcp.write is not None
+    values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
+    draft = dcp.write(
+        replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, own=None, tree=_titan_tree)
+    )
+    draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
+    draft.checkpoint.layout = "torchtitan"
+    draft.synthesized_values |= {joined(p): data for p, data in made.items()}
+    # each parameter has the options of its group, and a reader makes groups of those with equal ones
+    groups = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
+    optim = {p: leaf for p, leaf in _titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
+    read = canonical(optim, shape_of, None, None).leaves if groups else {}
+    after = {joined(p): Value(p, x) for p, x in read.items() if p[:2] == ("optim", "param_groups")}
+    draft.changed |= changed_values(groups, after, "torchtitan keeps options by parameter")
+    draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
+    if made:
+        draft.notes.append(
+            f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"
+        )
+    ranks = {p[1] for p in _leaves(ckpt, "dataloader") if len(p) > 1} - {"world_size"}
+    if ranks != {f"dp_rank_{r}" for r in range(world)}:
+        draft.notes.append(
+            f"torchtitan cannot move the state of its data loader to {world} ranks: load with "
+            'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
+        )
+    return draft
