@@ -6,8 +6,8 @@
 >>> ckpttool.diff("runs/step-1000", "out/dcp").equal                                             # doctest: +SKIP
 True
 
-Nothing is imported until it is used; none of these imports torch. Not even a module of Python's own library: `python -m ckpttool`
-has the current folder on its path until `__main__` takes it off.
+Nothing is imported until it is used; none of these imports torch. Not even a module of Python's own library: `python -m
+ckpttool` has the current folder on its path until `__main__` takes it off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The program: `ckpttool` and `python -m ckpttool`. Until its modules are imported, a signal ends it here, with a word.
 
-Python puts the current folder first on the path for `-m`, and a folder that somebody else has filled may hold a torch.py, so it is
-removed. A ckpttool.py in it is found before this file; `python -P -m ckpttool` and `ckpttool` leave the folder out.
+Python puts the current folder first on the path for `-m`, and a folder that somebody else has filled may hold a
+torch.py, so it is removed. A ckpttool.py in it is found before this file; `python -P -m ckpttool` and `ckpttool` leave
+the folder out.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""JSON of any names: written, and what somebody else wrote parsed within bounds. There, a short text cannot fill the memory or the stack.
+"""JSON of any names: written, and what somebody else wrote parsed within bounds. There, a short text cannot fill the
+memory or the stack.
 
 Memory: an empty list takes three bytes of text and more than sixty as an object. So brackets, strings and commas are
 counted before anything is parsed, at the speed of bytes.count, and what would take more than 32 MiB and twelve times
@@ -50,7 +51,8 @@ def parse(data: bytes, what: str) -> Any:
 def encode(data: Any, **layout: Any) -> bytes:
     """JSON in UTF-8, with the arguments of `json.dumps` for its layout.
 
-    Names and texts of a checkpoint may hold half of a surrogate pair, which UTF-8 has no bytes for: it becomes a JSON escape.
+    Names and texts of a checkpoint may hold half of a surrogate pair, which UTF-8 has no bytes for: it becomes a JSON
+    escape.
     """
     return json.dumps(data, ensure_ascii=False, **layout).encode("utf-8", "backslashreplace")
 
@@ -67,8 +69,8 @@ def refuse_bomb(data: bytes, what: str) -> None:
     need += _ITEM * structure.count(b",")
     if need > _FLOOR + _RATIO * len(data):
         raise Unsafe(
-            f"{what}: {lists} lists, {objects} objects and {strings} strings in {len(data)} bytes would fill the memory "
-            f"(about {need >> 20} MiB). No checkpoint has such a record; take another copy, or remove the file."
+            f"{what}: {lists} lists, {objects} objects and {strings} strings in {len(data)} bytes would fill the "
+            f"memory (about {need >> 20} MiB). No checkpoint has such a record; take another copy, or remove the file."
         )
     brackets = structure.translate(None, b",:")
     if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_DEPTH:

@@ -22,11 +22,11 @@
     ├── NotPermitted             14     the system does not let this user read or write there
     └── Interrupted             130     stopped by a signal; the next run continues
 
-x: what a run has written so far is of no use after such an error and is removed (`keeps_work` is False). After any other
-error it is kept, and the same command continues from there.
+x: what a run has written so far is of no use after such an error and is removed (`keeps_work` is False). After any
+other error it is kept, and the same command continues from there.
 
-A message says what was found, why that stops us and what to do, with file, tensor and numbers. It names an option as the
-caller knows it: `argument("world_size", 0)` is `world_size=0` in Python, and `--world-size 0` on the command line.
+A message says what was found, why that stops us and what to do, with file, tensor and numbers. It names an option as
+the caller knows it: `argument("world_size", 0)` is `world_size=0` in Python, and `--world-size 0` on the command line.
 """
 
 from __future__ import annotations
@@ -38,19 +38,46 @@ from contextlib import contextmanager
 from .printable import printable, printable_lines
 
 __all__ = [
-    "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "DoesNotFit", "GateFailed",
-    "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotPermitted", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
-    "Unsupported", "UsageError", "argument", "as_flags", "flags_are_named", "kind_of", "kind_of_failure", "note_change", "what_changed",
-]  # fmt: skip
+    "EXIT_CODES",
+    "CkpttoolError",
+    "ContinuityFailed",
+    "Corrupt",
+    "DestinationExists",
+    "Differs",
+    "DoesNotFit",
+    "GateFailed",
+    "IncompleteWeights",
+    "Interrupted",
+    "Locked",
+    "MissingPackage",
+    "NoSpace",
+    "NotPermitted",
+    "NotRecognised",
+    "RankLost",
+    "RemoteError",
+    "SourceChanged",
+    "Unreadable",
+    "Unsafe",
+    "Unsupported",
+    "UsageError",
+    "argument",
+    "as_flags",
+    "flags_are_named",
+    "kind_of",
+    "kind_of_failure",
+    "note_change",
+    "what_changed",
+]
 
 
 class CkpttoolError(Exception):
     """Anything ckpttool refuses or fails to do.
 
-    `keeps_work`: whether what a run has written so far can still become the destination, so that the next run continues.
+    `keeps_work`: whether what a run has written so far can still become the destination, so that the next run
+    continues.
 
-    Its text is safe to print, whatever names are in it: one line, with escapes for what does not print (`args[0]` has it as it was made).
-    `listing` are lines of ours below it.
+    Its text is safe to print, whatever names are in it: one line, with escapes for what does not print (`args[0]` has
+    it as it was made). `listing` are lines of ours below it.
     """
 
     exit_code = 1
@@ -173,7 +200,8 @@ class GateFailed(CkpttoolError):
 
 
 class RankLost(CkpttoolError):
-    """A rank of a job was killed, or makes no progress. The job says nothing about the checkpoint; it can be run again."""
+    """A rank of a job was killed, or makes no progress. The job says nothing about the checkpoint; it can be run
+    again."""
 
     exit_code = 13
 
@@ -217,7 +245,8 @@ def kind_of(e: CkpttoolError) -> str:
 
 
 def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) -> type[CkpttoolError]:
-    """The class of the error for a failed system call: what is not permitted, and a full disk, are no fault of the file."""
+    """The class of the error for a failed system call: what is not permitted, and a full disk, are no fault of the
+    file."""
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return NotPermitted
     return NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
@@ -225,10 +254,18 @@ def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) 
 
 #: Arguments whose option is not their name with dashes.
 _FLAGS = {
-    "max_memory_bytes": "--max-memory", "threads": "--jobs", "max_shard_bytes": "--max-shard-size", "pull_request": "--pr",
-    "member_bytes": "--member-size", "key": "--sign-key", "certificate": "--sign-cert", "chain": "--cert-chain",
-    "hold": "--legal-hold", "identities": "--identity", "certificates": "--cert",
-}  # fmt: skip
+    "max_memory_bytes": "--max-memory",
+    "threads": "--jobs",
+    "max_shard_bytes": "--max-shard-size",
+    "pull_request": "--pr",
+    "member_bytes": "--member-size",
+    "key": "--sign-key",
+    "certificate": "--sign-cert",
+    "chain": "--cert-chain",
+    "hold": "--legal-hold",
+    "identities": "--identity",
+    "certificates": "--cert",
+}
 
 
 class CommandLine:
@@ -252,8 +289,8 @@ _command: CommandLine | None = None
 
 @contextmanager
 def as_flags(command: CommandLine | None = None) -> Iterator[None]:
-    """Messages made inside name options as the command line does; the process is one program then. An option that `command` lacks is
-    named with a command that has it."""
+    """Messages made inside name options as the command line does; the process is one program then. An option that
+    `command` lacks is named with a command that has it."""
     global _command
     before, _command = _command, command or CommandLine()
     try:
@@ -263,7 +300,8 @@ def as_flags(command: CommandLine | None = None) -> Iterator[None]:
 
 
 def flags_are_named() -> list[str] | None:
-    """None where `as_flags` is not in effect, otherwise the options of the command: for those who start processes whose messages are shown too."""
+    """None where `as_flags` is not in effect, otherwise the options of the command: for those who start processes whose
+    messages are shown too."""
     return None if _command is None else list(_command.flags)
 
 
@@ -290,7 +328,8 @@ def argument(name: str, value: object = None, of: str | None = None) -> str:
     ...     argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
     ('--world-size 0', '--drop', '--wrap', '--only model,optim')
 
-    The command line may be one of a command that lacks it. Then it says whose option it is: "--drop of `ckpttool convert`".
+    The command line may be one of a command that lacks it. Then it says whose option it is: "--drop of `ckpttool
+    convert`".
 
     Args:
         value: None for the name alone, True or False for an option that is a switch.

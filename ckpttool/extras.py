@@ -13,9 +13,18 @@ __all__ = ["installed", "missing", "need"]
 
 #: The extra of ckpttool that brings a package, by the name that it is imported by.
 _EXTRA = {
-    "torch": "torch", "transformers": "torch", "jinja2": "torch", "model_signing": "audit", "pyrage": "audit", "s3fs": "s3",
-    "gcsfs": "gcs", "distributed": "dask", "ray": "ray", "mpi4py": "mpi", "peft": "peft",
-}  # fmt: skip
+    "torch": "torch",
+    "transformers": "torch",
+    "jinja2": "torch",
+    "model_signing": "audit",
+    "pyrage": "audit",
+    "s3fs": "s3",
+    "gcsfs": "gcs",
+    "distributed": "dask",
+    "ray": "ray",
+    "mpi4py": "mpi",
+    "peft": "peft",
+}
 
 
 def installed(package: str) -> bool:
@@ -24,8 +33,8 @@ def installed(package: str) -> bool:
 
 
 def missing(what: str, *packages: str, why: str = "") -> MissingPackage:
-    """The error for `what`, the subject of the sentence, which needs `packages` that all come with one extra; `why` they
-    cannot be imported, where they are installed."""
+    """The error for `what`, the subject of the sentence, which needs `packages` that all come with one extra; `why`
+    they cannot be imported, where they are installed."""
     *first, last = (p.replace("_", "-") for p in packages)
     names = f"{', '.join(first)} and {last}" if first else last
     state = f"cannot be imported ({why})" if why and all(map(installed, packages)) else "not installed"

@@ -1,7 +1,7 @@
 """`Layout`, which the modules of converters/ export as LAYOUTS, and the detection of the layout of a path.
 
-A layout is a few functions over the index; it never copies bytes. Other packages register theirs in the entry-point group
-"ckpttool.layouts".
+A layout is a few functions over the index; it never copies bytes. Other packages register theirs in the entry-point
+group "ckpttool.layouts".
 """
 
 from __future__ import annotations
@@ -34,11 +34,33 @@ from .storage import remote, urls
 from .storage.source import Source, read_error
 
 __all__ = [
-    "Layout", "LayoutWarning", "ModelHints", "Place", "ReadOptions", "ReferenceModel", "Saves", "WriteOptions", "checkpoint_of", "detect", "find",
-    "flags_of", "known_orders", "late", "layouts", "option", "options_of", "place", "target_of", "tree_of", "written",
-]  # fmt: skip
+    "Layout",
+    "LayoutWarning",
+    "ModelHints",
+    "Place",
+    "ReadOptions",
+    "ReferenceModel",
+    "Saves",
+    "WriteOptions",
+    "checkpoint_of",
+    "detect",
+    "find",
+    "flags_of",
+    "known_orders",
+    "late",
+    "layouts",
+    "option",
+    "options_of",
+    "place",
+    "target_of",
+    "tree_of",
+    "written",
+]
 
-_MODULES = "dcp full hf deepspeed.zero deepspeed.universal fsdp1 audit trainers torchsnapshot megatron torch_checkpointing nanotron"
+_MODULES = (
+    "dcp full hf deepspeed.zero deepspeed.universal fsdp1 audit trainers torchsnapshot megatron torch_checkpointing "
+    "nanotron"
+)
 BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in _MODULES.split())
 _GROUP = "ckpttool.layouts"
 
@@ -114,7 +136,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WriteOptions(ModelHints):
-    """Arguments of `Layout.write`; None if the source or the layout decides. `own` is an instance of `Layout.options`, or None."""
+    """Arguments of `Layout.write`; None if the source or the layout decides. `own` is an instance of `Layout.options`,
+    or None."""
 
     target: str = ""  # name of the destination
     world_size: int | None = None
@@ -142,7 +165,8 @@ class WriteOptions(ModelHints):
 def tree_of(
     leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any, options: WriteOptions
 ) -> tuple[dict[Path, Any], list[str]]:
-    """(the tree that a layout of trees writes, notes) of the leaves of a state: that of the source, or the one asked for."""
+    """(the tree that a layout of trees writes, notes) of the leaves of a state: that of the source, or the one asked
+    for."""
     return (options.tree(leaves), []) if options.tree is not None else own_tree(leaves, origin, same)
 
 
@@ -170,26 +194,33 @@ class Layout:
         read: place -> index; reads headers and pickles only.
         write: index -> draft of the same checkpoint in this layout; None where it is only read.
         locate: parses what `read` has skipped (the framing of items), and returns an index of raw byte ranges.
-        mount: the place to read from, if it is not the given one (the files inside an archive; a folder with files next to it).
-        options: frozen dataclass of what only its writer understands, made with `option`; the command line makes its options
+        mount: the place to read from, if it is not the given one (the files inside an archive; a folder with files next
+        to it).
+        options: frozen dataclass of what only its writer understands, made with `option`; the command line makes its
+        options
             of the fields, and `convert(options=)` takes an instance.
         prepare: the part of the source that these options ask for, under the names it gets; before `write`.
         holds: components that it can hold ("model", "optim", ...), with these options; empty for all of them.
         is_file: the checkpoint is one file and not a folder.
         as_file: of a folder, the same layout as one file; written where the destination has one of its `suffixes`.
-        suffixes: endings of the names of such files, by which a destination without `--to` is known; of a folder, endings that
+        suffixes: endings of the names of such files, by which a destination without `--to` is known; of a folder,
+        endings that
             it may have although files have them too (Lightning's .ckpt).
         aliases: other names that people use for it.
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
-        reader_uses: those of READ_HINTS that `read` looks at; the others are refused where no writer looks at them either.
+        reader_uses: those of READ_HINTS that `read` looks at; the others are refused where no writer looks at them
+        either.
         writer_uses: those of WRITE_HINTS that `prepare` and `write` look at.
         keeps_config: what it writes can be read again without `ModelHints.config`.
-        needs_named_optimizer: an engine or a trainer resumes from it, and finds the optimizer's state by the names or the order of the
+        needs_named_optimizer: an engine or a trainer resumes from it, and finds the optimizer's state by the names or
+        the order of the
             parameters; a state whose optimizer could not be named is refused.
         of_trainer: the directory of one trainer, made of parts in other layouts, which it outranks.
-        keeps_subclasses: it holds objects of tensor subclasses (index/composites.py), as such or as what they are made of; the others
+        keeps_subclasses: it holds objects of tensor subclasses (index/composites.py), as such or as what they are made
+        of; the others
             are refused where there are any.
-        keeps_calls: it holds every value as data. The others write pickles, in which no class may be called that ckpttool does not know
+        keeps_calls: it holds every value as data. The others write pickles, in which no class may be called that
+        ckpttool does not know
             (formats/pickles.py); values with such calls are listed as dropped.
         saves: how one folder can contain several saves; None if a folder is one save.
         check_replaceable: raises if what is at a destination must not be replaced.
@@ -226,7 +257,8 @@ class Layout:
 def late(where: str) -> Callable[..., Any]:
     """A function that is imported when it is called. `where` is written like an entry point: "package.module:function".
 
-    What writes a layout is named so: a command that reads one checkpoint loads the modules of all layouts, to detect its own.
+    What writes a layout is named so: a command that reads one checkpoint loads the modules of all layouts, to detect
+    its own.
     """
     module, _, name = where.partition(":")
     return lambda *args, **options: getattr(import_module(module), name)(*args, **options)
@@ -299,7 +331,8 @@ def _left_out(what: str) -> None:
 
 
 def _any_registered(path: Iterable[str]) -> bool:
-    """Whether some installed package may have an entry point of ours; importlib.metadata takes 30 times longer to say so."""
+    """Whether some installed package may have an entry point of ours; importlib.metadata takes 30 times longer to say
+    so."""
     if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
         return True
     for folder in path:
@@ -340,8 +373,8 @@ def find(name: str) -> Layout:
 
 
 def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
-    """The layout to write: the one that was named, or the one whose suffix the name of the destination has. A folder layout
-    that can be one file is one where the name says so.
+    """The layout to write: the one that was named, or the one whose suffix the name of the destination has. A folder
+    layout that can be one file is one where the name says so.
 
     Raises:
         UsageError: neither is known, or a folder is named like a file.
@@ -358,7 +391,8 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
         return target.as_file
     if not target.is_file and text.endswith(tuple({s for x in files for s in x.suffixes} - set(target.suffixes))):
         raise UsageError(
-            f"{target.name} writes a folder, but the destination {text!r} has the name of a file. Give the name of a folder."
+            f"{target.name} writes a folder, but the destination {text!r} has the name of a file. Give the name of a "
+            "folder."
         )
     return target
 
@@ -375,7 +409,8 @@ def flags_of(layout: Layout) -> dict[str, Field[Any]]:
 
 
 def type_of(layout: Layout, option: Field[Any]) -> type:
-    """bool, int, float or str: the type of a field of `Layout.options`, which may be written as a class or as its name, and `| None`."""
+    """bool, int, float or str: the type of a field of `Layout.options`, which may be written as a class or as its name,
+    and `| None`."""
     try:
         hint: Any = get_type_hints(layout.options)[option.name]
     except NameError:  # of a name that only a type checker has imported

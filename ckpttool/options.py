@@ -1,4 +1,5 @@
-"""Options as fields of dataclasses, from which the command line is made: those of layouts, and how a checkpoint is read."""
+"""Options as fields of dataclasses, from which the command line is made: those of layouts, and how a checkpoint is
+read."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def option(default: Any, help: str, *, flag: str | None = None, size: bool = Fal
 
     Args:
         help: one sentence, with the unit of a number.
-        flag: the option of the command line, with other names behind slashes; by default the name of the field with dashes.
+        flag: the option of the command line, with other names behind slashes; by default the name of the field with
+        dashes.
         size: the number is in bytes, and the command line takes 5GB and 500MiB for it.
         metavar: what stands for the value in help texts.
 
@@ -36,9 +38,9 @@ def option(default: Any, help: str, *, flag: str | None = None, size: bool = Fal
 class MergeRequest:
     """An adapter to merge into the checkpoint that is opened (engine/merging.py).
 
-    `adapter` is the checkpoint that holds it, None where it is in the same state; `names` of those to merge, in order, where there are
-    several; `config` the folder with adapter_config.json, where it is not beside the adapter; `lora_alpha` and `rslora` stand for an
-    adapter without that file.
+    `adapter` is the checkpoint that holds it, None where it is in the same state; `names` of those to merge, in order,
+    where there are several; `config` the folder with adapter_config.json, where it is not beside the adapter;
+    `lora_alpha` and `rslora` stand for an adapter without that file.
     """
 
     adapter: str | os.PathLike[str] | None = None
@@ -95,7 +97,8 @@ class OpenOptions:
                 object.__setattr__(self, name, tuple(value))
         if self.fill_from is not None and not self.salvage:
             raise UsageError(
-                f"{argument('fill_from')} fills in what a damaged checkpoint has lost; it goes with {argument('salvage', True)}."
+                f"{argument('fill_from')} fills in what a damaged checkpoint has lost; it goes with "
+                f"{argument('salvage', True)}."
             )
         for name in ("like", "flat_layout"):  # plan_id compares them as text
             value = getattr(self, name)
@@ -132,7 +135,8 @@ class Reading(Search, total=False):
 def list_reading_keywords(function: F) -> F:
     """A decorator for a function with `**reading: Unpack[...]` of one of the classes above.
 
-    Its signature lists these keywords one by one, for help() and TAB, and another keyword is a TypeError that names the function.
+    Its signature lists these keywords one by one, for help() and TAB, and another keyword is a TypeError that names the
+    function.
     """
     kind = function.__globals__[str(function.__annotations__["reading"]).removeprefix("Unpack[").removesuffix("]")]
     own = inspect.signature(function)

@@ -2,10 +2,11 @@
 
     printable("a\\x1b[2J größe") == "a\\\\x1b[2J größe"
 
-A name may hold anything: controls of a terminal, line ends that forge lines of ours, marks that turn the direction of text. Whatever
-Python calls not printable (controls, formatting and bidirectional marks, invisible spaces, line separators, bytes that are not UTF-8) is
-spelled out, and letters of every script stay as they are. Errors spell out their own text; the command line does so with every line that it prints
-(`cli.terminal`), and reports with every name. In JSON the escapes are JSON's, so that a name read back is the exact one.
+A name may hold anything: controls of a terminal, line ends that forge lines of ours, marks that turn the direction of
+text. Whatever Python calls not printable (controls, formatting and bidirectional marks, invisible spaces, line
+separators, bytes that are not UTF-8) is spelled out, and letters of every script stay as they are. Errors spell out
+their own text; the command line does so with every line that it prints (`cli.terminal`), and reports with every name.
+In JSON the escapes are JSON's, so that a name read back is the exact one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def printable_lines(text: str) -> str:
 
 
 def printable_json(data: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """Data as JSON, indented; readable beyond ASCII, with \\u escapes for what does not print. `default` is that of json.dumps."""
+    """Data as JSON, indented; readable beyond ASCII, with \\u escapes for what does not print. `default` is that of
+    json.dumps."""
     text = json.dumps(data, indent=1, ensure_ascii=False, default=default)
     return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
 

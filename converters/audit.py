@@ -3,9 +3,10 @@
     README.txt  tensors-00001.safetensors ...  values.json  MANIFEST.json  PROVENANCE.json  [RETENTION.json]
     SHA256SUMS  [model.sig]                                   one tar, in independent zstd frames, with a seek table
 
-docs/reference/archive-format.md has the format, ckpttool/audit/plan.py the arithmetic of it. Tensors are ordered by name and values by
-name, so that the layout and the world size of the source play no part. Reading is by `Archive`, whose members are files;
-an encrypted archive (NAME.tar.zst.age) is read by `audit verify` and `audit restore`, which take its key.
+docs/reference/archive-format.md has the format, ckpttool/audit/plan.py the arithmetic of it. Tensors are ordered by
+name and values by name, so that the layout and the world size of the source play no part. Reading is by `Archive`,
+whose members are files; an encrypted archive (NAME.tar.zst.age) is read by `audit verify` and `audit restore`, which
+take its key.
 
 Tied tensors are stored under each of their names, since some layouts know of them and others do not; that they were one
 is in PROVENANCE.json, and so is the order of the source, which is that of the model.
@@ -68,8 +69,8 @@ def mount(where: Place) -> Place:
         return where
     if file.endswith(ENCRYPTED):
         raise UsageError(
-            f"{source.root}/{file} is encrypted. `ckpttool audit restore --identity FILE` and `ckpttool audit verify --identity "
-            "FILE` read it."
+            f"{source.root}/{file} is encrypted. `ckpttool audit restore --identity FILE` and `ckpttool audit verify "
+            "--identity FILE` read it."
         )
     return Place(Archive(source, file), None)
 
@@ -200,9 +201,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         hashes = {m.name: (m.end - m.start, hashed[m.name]) for m in planned.members}
         hashes[plan.VALUES] = (len(held), records.sha256(held))
         manifest = records.Manifest(
-            {n: wanted[n] for n in tensors}, {n: digests[n] for n in tensors}, grouped, hashes, own.shuffle,
+            {n: wanted[n] for n in tensors},
+            {n: digests[n] for n in tensors},
+            grouped,
+            hashes,
+            own.shuffle,
             step_count(ckpt.value),
-        )  # fmt: skip
+        )
         smalls = {
             plan.VALUES: held,
             plan.MANIFEST: records.encode(manifest, planned.places),
@@ -216,10 +221,19 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if own.key is not None:
             listed.append((plan.SUMS, records.sha256(smalls[plan.SUMS])))
             smalls[plan.SIGNATURE] = _signed(listed, options.target, own)
-        draft.summary = asdict(facts_of(
-            options.target, 0, manifest, records.sha256(smalls[plan.MANIFEST]), records.sha256(smalls[plan.SUMS]),
-            story, parsed, signature=smalls.get(plan.SIGNATURE), encrypted=bool(own.recipients),
-        ))  # fmt: skip
+        draft.summary = asdict(
+            facts_of(
+                options.target,
+                0,
+                manifest,
+                records.sha256(smalls[plan.MANIFEST]),
+                records.sha256(smalls[plan.SUMS]),
+                story,
+                parsed,
+                signature=smalls.get(plan.SIGNATURE),
+                encrypted=bool(own.recipients),
+            )
+        )
         for name, data in smalls.items():
             _refuse_unreadable(name, data, sent[0])
         out = b"".join(plan.small(n, data, mtime) for n, data in smalls.items())
@@ -229,10 +243,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     made = DraftFile(options.target, size, planned.head, coded)
     out = Checkpoint("audit", options.target, None, [options.target], [size], tensors, dict(ckpt.values))
     draft = Draft(
-        out, {n: ckpt.tensors[n] for n in tensors}, [made],
-        before=lambda name, entry, row, written: planned.before.get(name, b""), tail=tail,
+        out,
+        {n: ckpt.tensors[n] for n in tensors},
+        [made],
+        before=lambda name, entry, row, written: planned.before.get(name, b""),
+        tail=tail,
         object_lock=retention.lock_arguments(parsed, own.lock_mode.upper()),
-    )  # fmt: skip
+    )
     return draft
 
 
@@ -319,8 +336,21 @@ def replacing(path: str) -> AbstractContextManager[None]:
 
 LAYOUTS = (
     Layout(
-        name="audit", title="Audit archive (.tar.zst)", detect=detect, read=read, write=write, mount=mount, keeps_subclasses=True, keeps_calls=True,
-        is_file=True, suffixes=(SUFFIX, ENCRYPTED), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected, replacing=replacing,
-        reader_uses=(), writer_uses=("config",),
+        name="audit",
+        title="Audit archive (.tar.zst)",
+        detect=detect,
+        read=read,
+        write=write,
+        mount=mount,
+        keeps_subclasses=True,
+        keeps_calls=True,
+        is_file=True,
+        suffixes=(SUFFIX, ENCRYPTED),
+        aliases=("archive",),
+        options=ArchiveOptions,
+        check_replaceable=refuse_protected,
+        replacing=replacing,
+        reader_uses=(),
+        writer_uses=("config",),
     ),
-)  # fmt: skip
+)

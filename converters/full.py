@@ -11,8 +11,9 @@ Written: a zip of stored records under `archive/`, each 64-byte aligned and with
     {"model": {fqn: tensor}, "optim": {"state": {fqn: {slot: tensor}}, "param_groups": [...]}, ...the rest}
 
 or, of what was dcp or full, the source's own tree: its keys, its names of parameters, its integer ids.
-Tied weights share a storage again; tensors of the optimizer never do. `archive/ckpttool.json` holds the digests; torch does not look at it. What
-weights_only=True would refuse (instances of classes) is listed as dropped; numpy arrays become tensors.
+Tied weights share a storage again; tensors of the optimizer never do. `archive/ckpttool.json` holds the digests; torch
+does not look at it. What weights_only=True would refuse (instances of classes) is listed as dropped; numpy arrays
+become tensors.
 
 Sources: torch/serialization.py, torch/_weights_only_unpickler.py (what may be loaded), torch_zip.py.
 """
@@ -55,7 +56,8 @@ __all__ = ["LAYOUTS"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-# What torch's weights_only unpickler builds besides plain values (torch/_weights_only_unpickler.py): by a call, and as a reference.
+# What torch's weights_only unpickler builds besides plain values (torch/_weights_only_unpickler.py): by a call, and as
+# a reference.
 _LOADABLE = {Global("torch", "device"), Global("torch", "Size"), Global("collections", "Counter")}
 _REFERENCES = {
     *_LOADABLE,
@@ -150,7 +152,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     for d in dropped:
         del values[d.name]
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
-    # an optimizer counts the steps of each parameter in place: those that ranks share in ZeRO's files must not share a storage
+    # an optimizer counts the steps of each parameter in place: those that ranks share in ZeRO's files must not share a
+    # storage
     may_share = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "optim"}
     same = {n: o for n, o in tied_weights(may_share).items() if wanted[n].dtype == wanted[o].dtype}
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
@@ -212,8 +215,17 @@ def _not_loadable(x: Any) -> str | None:
 
 LAYOUTS = (
     Layout(
-        name="full", title="one torch.save file (FULL_STATE_DICT)", detect=detect, read=read, write=write, is_file=True,
-        suffixes=(".pt", ".pth", ".bin", ".ckpt"), aliases=("torch", "pytorch", "pt", "full_state_dict"), own_keys=True,
-        reader_uses=("config", "like"), writer_uses=(), keeps_subclasses=True,
+        name="full",
+        title="one torch.save file (FULL_STATE_DICT)",
+        detect=detect,
+        read=read,
+        write=write,
+        is_file=True,
+        suffixes=(".pt", ".pth", ".bin", ".ckpt"),
+        aliases=("torch", "pytorch", "pt", "full_state_dict"),
+        own_keys=True,
+        reader_uses=("config", "like"),
+        writer_uses=(),
+        keeps_subclasses=True,
     ),
-)  # fmt: skip
+)

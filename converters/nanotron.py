@@ -1,19 +1,24 @@
 """nanotron: a step folder in which every tensor of the model is a file of its own that says which boxes it holds.
 
-    10/model/<path of the module>/model_<name>_pp-rank-{p}-of-{P}_tp-rank-{t}-of-{T}.safetensors    a rank's part, one tensor "data"
+    10/model/<path of the module>/model_<name>_pp-rank-{p}-of-{P}_tp-rank-{t}-of-{T}.safetensors    a rank's part, one
+        tensor "data"
     10/model/<path of the module>/model_<name>.safetensors       a tensor that is not cut
-    10/optimizer/optimizer_config.json                           type, sizes; with ZeRO-1 each rank's flat ranges and local shapes
-    10/optimizer/optimizer_pp-{p}-of-{P}[_dp-{d}-of-{D}]_tp-{t}-of-{T}_exp-0-of-1.pt   {"state", "param_groups", "names", "gradient_accumulator"}
+    10/optimizer/optimizer_config.json                           type, sizes; with ZeRO-1 each rank's flat ranges and
+                                                                 local shapes
+    10/optimizer/optimizer_pp-{p}-of-{P}[_dp-{d}-of-{D}]_tp-{t}-of-{T}_exp-0-of-1.pt   {"state", "param_groups",
+        "names", "gradient_accumulator"}
     10/lr_scheduler/lr_scheduler.pt, 10/random/tp-{t}-of-{T}_dp-{d}-of-{D}_pp-{p}-of-{P}.pt
-    10/checkpoint_metadata.json                                  {"version", "tp", "dp", "metas": {"last_train_step", ...}}
+    10/checkpoint_metadata.json                                  {"version", "tp", "dp", "metas": {"last_train_step",
+                                                                 ...}}
 
-The header of a part has "unsharded_shape" and "local_global_slices_pairs": "local#global;local#global", each a slice a dimension,
-"start,stop,step|...". With numpy 2, nanotron writes "(np.int64(16), 6)" for a shape, which it cannot read itself. The optimizer has the
-parts of the model; with ZeRO-1 a data-parallel rank has a flat range of its part. The fp32 copies of bf16 weights are in
-"gradient_accumulator" and become extra.master.<name>. Experts on ranks of their own are refused.
+The header of a part has "unsharded_shape" and "local_global_slices_pairs": "local#global;local#global", each a slice a
+dimension, "start,stop,step|...". With numpy 2, nanotron writes "(np.int64(16), 6)" for a shape, which it cannot read
+itself. The optimizer has the parts of the model; with ZeRO-1 a data-parallel rank has a flat range of its part. The
+fp32 copies of bf16 weights are in "gradient_accumulator" and become extra.master.<name>. Experts on ranks of their own
+are refused.
 
-Sources: nanotron/serialize/{weights,optimizer,metadata,utils,random}.py, optim/zero.py, parallel/parameters.py of 0.4; fixtures/nanotron,
-which those wrote (fixtures/nanotron_jobs.py).
+Sources: nanotron/serialize/{weights,optimizer,metadata,utils,random}.py, optim/zero.py, parallel/parameters.py of 0.4;
+fixtures/nanotron, which those wrote (fixtures/nanotron_jobs.py).
 """
 
 from __future__ import annotations
@@ -55,7 +60,8 @@ class _Box(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A box of a tensor that begins at a byte of a file, with its strides in elements; the box's `local` counts from there."""
+    """A box of a tensor that begins at a byte of a file, with its strides in elements; the box's `local` counts from
+    there."""
 
     file: int
     offset: int
@@ -129,9 +135,15 @@ class _Reading:
     def checkpoint(self) -> Checkpoint:
         """What was read."""
         out = Checkpoint(
-            "nanotron", self.source.root, self.world, self.files, [self.source.size(f) for f in self.files], self.tensors,
-            self.values, trainer="nanotron",
-        )  # fmt: skip
+            "nanotron",
+            self.source.root,
+            self.world,
+            self.files,
+            [self.source.size(f) for f in self.files],
+            self.tensors,
+            self.values,
+            trainer="nanotron",
+        )
         out.records, out.ranks, out.notes = self.records, self.ranks, self.notes
         return out
 
@@ -169,12 +181,16 @@ class _Reading:
             shape, dtype = rows[0][2].shape, rows[0][1].dtype
             if any((part.shape, slot.dtype) != (shape, dtype) for _, slot, part in rows):
                 raise Corrupt(
-                    f'{self.source.root}: the parts of "{name}" are of different shapes or dtypes. They are from different saves.'
+                    f'{self.source.root}: the parts of "{name}" are of different shapes or dtypes. They are from '
+                    "different saves."
                 )
             self.shapes[name] = shape
-            self._put(("model", name), dtype, shape, [
-                _Held(n, slot.offset, boxes.strides(part.local), b) for n, slot, part in rows for b in part.held
-            ])  # fmt: skip
+            self._put(
+                ("model", name),
+                dtype,
+                shape,
+                [_Held(n, slot.offset, boxes.strides(part.local), b) for n, slot, part in rows for b in part.held],
+            )
 
     def _part(self, path: str, local: tuple[int, ...], about: Mapping[str, str]) -> _Part:
         """The boxes of a file, by its header."""
@@ -234,8 +250,8 @@ class _Reading:
         sizes = self._object(file, config, "parallelism")
         if sizes.get("expert_parallel_size", "1") != "1":
             raise Unsupported(
-                f"{self.source.root}: experts on {sizes['expert_parallel_size']} ranks of their own, of whose weights nanotron's files do not tell "
-                "the expert. Save with expert_parallel_size=1."
+                f"{self.source.root}: experts on {sizes['expert_parallel_size']} ranks of their own, of whose weights "
+                "nanotron's files do not tell the expert. Save with expert_parallel_size=1."
             )
         ranges = self._object(file, self._object(file, config, "configs"), "param_name_to_dp_rank_offsets")
         _, dps, tps = self._complete(names, sizes, bool(ranges))
@@ -337,8 +353,9 @@ class _Reading:
         for pp, dp, tp in product(*map(range, many)):
             if (str(pp), str(dp) if zero else None, str(tp)) not in there and (zero or not dp):
                 raise Corrupt(
-                    f"{self.source.root}/optimizer has no file of pp {pp}, dp {dp}, tp {tp}, and optimizer_config.json says that the job had "
-                    f"{many[0]}, {many[1]} and {many[2]} of them. The copy is incomplete; fetch the folder again."
+                    f"{self.source.root}/optimizer has no file of pp {pp}, dp {dp}, tp {tp}, and optimizer_config.json "
+                    f"says that the job had {many[0]}, {many[1]} and {many[2]} of them. The copy is incomplete; fetch "
+                    "the folder again."
                 )
         return many
 
@@ -358,7 +375,8 @@ class _Reading:
         first, _ = steps.setdefault((name, slot), (found, leaf))
         if first != found:
             raise Corrupt(
-                f'{what}: "{name}" has another {slot} than in the files of other ranks. They are from different steps; fetch the files of one save.'
+                f'{what}: "{name}" has another {slot} than in the files of other ranks. They are from different steps; '
+                "fetch the files of one save."
             )
 
     # -------------------------------------------------------------------------------------------------------- the rest
@@ -432,6 +450,12 @@ def _as_dicts(x: Any) -> Any:
 
 LAYOUTS = (
     Layout(
-        name="nanotron", title="directory of nanotron", detect=detect, read=read, reader_uses=(), writer_uses=(), of_trainer=True,
+        name="nanotron",
+        title="directory of nanotron",
+        detect=detect,
+        read=read,
+        reader_uses=(),
+        writer_uses=(),
+        of_trainer=True,
     ),
-)  # fmt: skip
+)

@@ -49,7 +49,8 @@ class HfOptions:
             object.__setattr__(self, "adapter_config", os.path.abspath(self.adapter_config))
         if self.adapter and self.include_optimizer:
             raise UsageError(
-                f"{argument('adapter', True)} writes the adapter alone; it cannot be combined with {argument('include_optimizer', True)}."
+                f"{argument('adapter', True)} writes the adapter alone; it cannot be combined with "
+                f"{argument('include_optimizer', True)}."
             )
         of_adapter = {
             "adapter_name": self.adapter_name,
@@ -62,7 +63,8 @@ class HfOptions:
         for name, value in (("rslora", self.rslora or None), ("base_model", self.base_model)):
             if value is not None and self.lora_alpha is None:
                 raise UsageError(
-                    f"{argument(name, value)} is for the adapter_config.json that {argument('lora_alpha')} makes; give both."
+                    f"{argument(name, value)} is for the adapter_config.json that {argument('lora_alpha')} makes; give "
+                    "both."
                 )
         if self.lora_alpha is not None and not (math.isfinite(self.lora_alpha) and self.lora_alpha > 0):
             raise UsageError(f"{argument('lora_alpha', self.lora_alpha)}: it must be a number above 0.")
@@ -72,7 +74,8 @@ class HfOptions:
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The configuration of the DeepSpeed engine that will load the save; None: as in the source, or DeepSpeed's default."""
+    """The configuration of the DeepSpeed engine that will load the save; None: as in the source, or DeepSpeed's
+    default."""
 
     sub_group_size: int | None = option(
         None, "sub_group_size in the config of the engine that will load it; DeepSpeed's default is 1e9 elements."
@@ -112,9 +115,11 @@ class DirectoryOptions:
     """How a trainer's directory is laid out."""
 
     state_dict_type: str = option(
-        "sharded", "What the FSDP plugin of the job asks for: sharded (SHARDED_STATE_DICT) or full (FULL_STATE_DICT); ddp for a "
-        "job without FSDP, on one GPU or more.", metavar="sharded|full|ddp",
-    )  # fmt: skip
+        "sharded",
+        "What the FSDP plugin of the job asks for: sharded (SHARDED_STATE_DICT) or full (FULL_STATE_DICT); ddp for a "
+        "job without FSDP, on one GPU or more.",
+        metavar="sharded|full|ddp",
+    )
 
     def __post_init__(self) -> None:
         if self.state_dict_type not in ("sharded", "full", "ddp"):

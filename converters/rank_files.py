@@ -5,8 +5,8 @@
     assembled(files, ranks, ...)  a ShardedTensor or DTensor of which every rank has a part, or a tensor that all have
     slot_of(...), rest_of(...)       the same for a slot of the optimizer, and for what is neither
 
-Where ranks have the same part (replicas of HYBRID_SHARD, buffers) that of the first is kept, and those that differ from it are listed
-(`keep_first`); engine/mixups.py judges them. Numbers that all ranks must share (the step) are compared.
+Where ranks have the same part (replicas of HYBRID_SHARD, buffers) that of the first is kept, and those that differ from
+it are listed (`keep_first`); engine/mixups.py judges them. Numbers that all ranks must share (the step) are compared.
 """
 
 from __future__ import annotations
@@ -39,9 +39,25 @@ from ckpttool.index.names import COMPONENTS
 from ckpttool.storage.source import ReadAt, Source
 
 __all__ = [
-    "SIDE", "Files", "Group", "Rank", "Unlike", "assembled", "column_of", "compare_replicas", "groups_of", "hold_a_state", "keep_first", "load", "parts_of", "replicated", "rest_of", "scalar",
-    "shown", "slot_of",
-]  # fmt: skip
+    "SIDE",
+    "Files",
+    "Group",
+    "Rank",
+    "Unlike",
+    "assembled",
+    "column_of",
+    "compare_replicas",
+    "groups_of",
+    "hold_a_state",
+    "keep_first",
+    "load",
+    "parts_of",
+    "replicated",
+    "rest_of",
+    "scalar",
+    "shown",
+    "slot_of",
+]
 
 _RANKED = re.compile(
     r"(?P<head>.*?)(?P<word>(rank|shard))(?P<mark>[_-]?)(?P<rank>\d{1,6})(?P<tail>([._-].*)?\.(pt|pth|bin|ckpt|tar))"
@@ -65,7 +81,8 @@ class Group(NamedTuple):
 
 
 class Unlike(NamedTuple):
-    """A copy in `file` that differs from the kept one, which is a value of this name, or at (file, offset, bytes) `kept`."""
+    """A copy in `file` that differs from the kept one, which is a value of this name, or at (file, offset, bytes)
+    `kept`."""
 
     name: str
     file: int
@@ -140,7 +157,8 @@ def groups_of(names: Iterable[str]) -> list[Group]:
         rank = int(m["rank"])
         if rank in group.ranks:
             raise Corrupt(
-                f'"{group.ranks[rank]}" and "{name}" both belong to rank {rank}. Remove the one that is not of this save.'
+                f'"{group.ranks[rank]}" and "{name}" both belong to rank {rank}. Remove the one that is not of this '
+                "save."
             )
         group.ranks[rank] = name
     return [Group(g.pattern, dict(sorted(g.ranks.items()))) for g in found.values()]
@@ -157,7 +175,8 @@ def parts_of(
 ) -> tuple[dict[str, Any], int]:
     """{"model": [Rank], "optim": [[Rank]], "rest": {group: [Rank]}, "notes": [text]}, and the world size.
 
-    Files of ranks that are missing are added to `lost`, and the others taken; `assembled` refuses what they do not have.
+    Files of ranks that are missing are added to `lost`, and the others taken; `assembled` refuses what they do not
+    have.
 
     Raises:
         Corrupt: ranks are missing, and `lost` is None. Unsupported: there are two models.
@@ -197,8 +216,8 @@ def parts_of(
             elif missing:
                 text = ", ".join(group.pattern.replace("*", str(r)) for r in missing[:4])
                 raise Corrupt(
-                    f"{source.root}: of {world} ranks {len(missing)} have no file {group.pattern}, first {text}. The copy "
-                    "is incomplete; fetch the files of all ranks."
+                    f"{source.root}: of {world} ranks {len(missing)} have no file {group.pattern}, first {text}. The "
+                    "copy is incomplete; fetch the files of all ranks."
                 )
         if by["model"] and (group, by) in models:
             out["model"] = by["model"]
@@ -214,9 +233,10 @@ def parts_of(
 
 
 def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> list[str]:
-    """The notes on files of a group that are in others' places, which are none unless such files are allowed. torch.save writes a file's name into it. Where the ranks in those names are these ranks in another order, files were
-    exchanged; where some are, or two files are equal byte by byte, one was copied over another; else the job saved under other names, and that
-    tells nothing.
+    """The notes on files of a group that are in others' places, which are none unless such files are allowed.
+    torch.save writes a file's name into it. Where the ranks in those names are these ranks in another order, files were
+    exchanged; where some are, or two files are equal byte by byte, one was copied over another; else the job saved
+    under other names, and that tells nothing.
 
     Raises:
         Corrupt: with the first file that is in another's place.
@@ -231,8 +251,8 @@ def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> li
     wrong = next((r for r, s in stated.items() if r != s), None)
     if wrong is not None and sorted(stated.values()) == sorted(stated):
         raise Corrupt(
-            f"{files.source.root}/{group.ranks[wrong]} was saved as the file of rank {stated[wrong]}, and that of rank {wrong} "
-            "lies under another name. Files of ranks were exchanged or renamed; put them back."
+            f"{files.source.root}/{group.ranks[wrong]} was saved as the file of rank {stated[wrong]}, and that of rank "
+            f"{wrong} lies under another name. Files of ranks were exchanged or renamed; put them back."
         )
     if wrong is None or stated[wrong] not in group.ranks:
         return []
@@ -269,7 +289,8 @@ def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
 
 
 def hold_a_state(source: Source, groups: list[Group]) -> bool:
-    """Whether files of ranks hold a model or an optimizer, judging by the lowest rank's of each group: any program may write rank_0.pt."""
+    """Whether files of ranks hold a model or an optimizer, judging by the lowest rank's of each group: any program may
+    write rank_0.pt."""
     for group in groups:
         files, name = Files(source), next(iter(group.ranks.values()))
         try:
@@ -286,7 +307,8 @@ def _flat_or_sharded(tree: dict[Any, Any]) -> bool:
 
 
 def _world(files: Files, model: list[Rank], groups: list[Group]) -> int:
-    """How many ranks wrote the checkpoint, as the files say; each sharded tensor must be of the rank that its file names.
+    """How many ranks wrote the checkpoint, as the files say; each sharded tensor must be of the rank that its file
+    names.
 
     Raises:
         Corrupt: files are exchanged, or of jobs of different size.
@@ -303,8 +325,8 @@ def _world(files: Files, model: list[Rank], groups: list[Group]) -> int:
             s = files.shards(r.file, key, x)
             if s.rank is not None and s.rank != r.rank:
                 raise Corrupt(
-                    f'{files.path(r.file)}: "{key}" was written by rank {s.rank}, the file is named after rank {r.rank}. '
-                    "Files of ranks were exchanged or renamed; put them back."
+                    f'{files.path(r.file)}: "{key}" was written by rank {s.rank}, the file is named after rank '
+                    f"{r.rank}. Files of ranks were exchanged or renamed; put them back."
                 )
             if s.world is not None:
                 stated.setdefault(s.world, f'"{key}" in {files.names[r.file]}')
@@ -330,8 +352,8 @@ def column_of(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
     missing = [r for r in ranks if key not in r.tree]
     if missing:
         raise Corrupt(
-            f'{files.path(missing[0].file)} has no "{key}", which {files.names[ranks[0].file]} and others have. The files '
-            "are from different saves; fetch the files of one save."
+            f'{files.path(missing[0].file)} has no "{key}", which {files.names[ranks[0].file]} and others have. The '
+            "files are from different saves; fetch the files of one save."
         )
     return [r.tree[key] for r in ranks]
 
@@ -361,8 +383,8 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
             first, shape, dtype = r, s.shape, s.dtype
         elif (s.shape, s.dtype) != (shape, dtype):
             raise Corrupt(
-                f'{files.path(r.file)}: "{name}" is {s.dtype} {s.shape}, in {files.names[first.file]} it is {dtype} {shape}. '
-                "The files are from different saves; fetch the files of one save."
+                f'{files.path(r.file)}: "{name}" is {s.dtype} {s.shape}, in {files.names[first.file]} it is {dtype} '
+                f"{shape}. The files are from different saves; fetch the files of one save."
             )
         for start, tensor in s.pieces:
             old = found.setdefault((start, tensor.shape), (r.file, tensor))
@@ -379,8 +401,8 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
 
 
 def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tuple[int, StoredTensor]) -> None:
-    """Add `b` to `files.unlike` if it is another copy than `a`; both are (file, tensor). CRC32s tell, and where there are none for
-    just these bytes, the first bytes.
+    """Add `b` to `files.unlike` if it is another copy than `a`; both are (file, tensor). CRC32s tell, and where there
+    are none for just these bytes, the first bytes.
 
     Raises:
         Corrupt: they are the steps of a parameter.
@@ -395,8 +417,8 @@ def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tu
         return
     if name.endswith(".step") and a[1].numel == b[1].numel == 1:
         raise Corrupt(
-            f'{files.path(b[0])}: "{name}" is {shown(scalar(files, *b))}, in {files.names[a[0]]} it is {shown(scalar(files, *a))}. The files are of '
-            "different steps; fetch the files of one save."
+            f'{files.path(b[0])}: "{name}" is {shown(scalar(files, *b))}, in {files.names[a[0]]} it is '
+            f"{shown(scalar(files, *a))}. The files are of different steps; fetch the files of one save."
         )
     files.unlike.append(Unlike(name, b[0], Extent(a[0], *a[1].extent)))
 
@@ -415,15 +437,16 @@ def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) ->
         if not isinstance(x, StoredTensor) or (x.dtype, x.shape) != (first.dtype, first.shape):
             kind = f"{x.dtype} {x.shape}" if isinstance(x, StoredTensor) else short(x)
             raise Corrupt(
-                f'{files.path(r.file)}: "{name}" is {kind}, in {files.names[ranks[0].file]} it is {first.dtype} {first.shape}. '
-                "The files are from different saves; fetch the files of one save."
+                f'{files.path(r.file)}: "{name}" is {kind}, in {files.names[ranks[0].file]} it is {first.dtype} '
+                f"{first.shape}. The files are from different saves; fetch the files of one save."
             )
         compare_replicas(files, name, (ranks[0].file, first), (r.file, x))
     return files.entry(ranks[0].file, first)
 
 
 def keep_first(unlike: Sequence[Unlike], ckpt: Checkpoint) -> None:
-    """Put copies into an index, under the names that it has for those that it keeps; one of what it lacks is no loss of its own."""
+    """Put copies into an index, under the names that it has for those that it keeps; one of what it lacks is no loss of
+    its own."""
     places: dict[int, list[tuple[int, str]]] = {}
     for name, t in ckpt.tensors.items() if unlike else ():
         for file, offset in zip(t.chunks.file, t.chunks.offset, strict=True):

@@ -1,6 +1,7 @@
 """torchsnapshot: what `Snapshot.take(path, app_state)` writes.
 
-    DIR/.snapshot_metadata              {"version", "world_size", "manifest": {"<rank>/<key>/<key>...": entry}}; written last
+    DIR/.snapshot_metadata              {"version", "world_size", "manifest": {"<rank>/<key>/<key>...": entry}}; written
+                                        last
     DIR/batched/<uuid>                  many small tensors
     DIR/<rank>/..., replicated/..., sharded/...      one tensor or object a file
 
@@ -9,7 +10,8 @@ An entry has a `type`:
     dict, OrderedDict      keys, text or integers; "/" and "%" of a key are %2F and %25 in paths
     list                   its items are at <path>/0, <path>/1, ...
     int, str, bool         serialized_value, text; float: base64 of a double; bytes: base64
-    Tensor                 dtype "torch.float32", shape, location, serializer, byte_range [first, end) or null, replicated
+    Tensor                 dtype "torch.float32", shape, location, serializer, byte_range [first, end) or null,
+                           replicated
     ShardedTensor, DTensor shards [{offsets, sizes, tensor}] of this rank; the tensor is those of all ranks,
                            and nothing else tells its shape
     ChunkedTensor          dtype, shape, chunks [{offsets, sizes, tensor}], replicated
@@ -17,10 +19,10 @@ An entry has a `type`:
 
 `serializer` is buffer_protocol (the elements, row-major) or torch_save; those of quantized tensors are refused.
 
-An entry that is not sharded is of the rank it is listed under, unless `replicated`. Where ranks have the same value it is kept
-once. Where they differ, RNG states are rng.<rank>, other values of ranks besides the first extra.per_rank.<rank>.<key>. Tensors of
-the model or the optimizer that several ranks have, not replicated, may be copies or parts: they are refused, unless
---allow-equal-ranks says that they are copies.
+An entry that is not sharded is of the rank it is listed under, unless `replicated`. Where ranks have the same value it
+is kept once. Where they differ, RNG states are rng.<rank>, other values of ranks besides the first
+extra.per_rank.<rank>.<key>. Tensors of the model or the optimizer that several ranks have, not replicated, may be
+copies or parts: they are refused, unless --allow-equal-ranks says that they are copies.
 
 Sources: torchsnapshot 0.1.0, manifest.py, flatten.py, serialization.py; a snapshot in fixtures/, which it wrote.
 """
@@ -84,14 +86,22 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """The index of a snapshot.
 
     Raises:
-        Corrupt: the manifest is not one. Unsupported: ranks have tensors of their own under one name, or quantized ones.
+        Corrupt: the manifest is not one. Unsupported: ranks have tensors of their own under one name, or quantized
+        ones.
     """
     source = where.source
     world, entries = _manifest(source)
     reading = _Reading(source, world, entries, options)
-    named = with_canonical_keys(canonical(
-        reading.leaves(), shape_of, options.like and options.like.optimizer, same_bytes, options.only, known_orders(options)
-    ))  # fmt: skip
+    named = with_canonical_keys(
+        canonical(
+            reading.leaves(),
+            shape_of,
+            options.like and options.like.optimizer,
+            same_bytes,
+            options.only,
+            known_orders(options),
+        )
+    )
     out = checkpoint_of(named, "torchsnapshot", source.root, world, reading.files, source)
     out.records = reading.records
     out.notes += reading.notes
@@ -108,8 +118,8 @@ def _manifest(source: Source) -> tuple[int, dict[_Key, dict[int, _Entry]]]:
     data = source.read_all(_METADATA, _MOST_METADATA)
     if not data.lstrip().startswith(b"{"):
         raise Unsupported(
-            f"{what} is not JSON. Older releases of torchsnapshot wrote YAML there, which ckpttool does not read: restore the snapshot "
-            "with torchsnapshot and take it again with release 0.1.0."
+            f"{what} is not JSON. Older releases of torchsnapshot wrote YAML there, which ckpttool does not read: "
+            "restore the snapshot with torchsnapshot and take it again with release 0.1.0."
         )
     found = bounded_json.parse(data, what)
     world, manifest = found.get("world_size"), found.get("manifest")
@@ -185,19 +195,20 @@ class _Reading:
                 out.update({of_rank(rank, p): _at(of_rank(rank, p), x) for p, x in theirs.items()})
         if copies and not self.options.allow_equal_ranks:
             raise Unsupported(
-                f"{self.what}: several ranks have their own {copies[0]}, neither sharded nor replicated (and {len(set(copies)) - 1} more). "
-                "They may be copies, as of DDP without replicated=[\"**\"], or parts, as of tensor parallelism. If they are copies, "
-                f"use {argument('allow_equal_ranks', True)}: those of the first rank are taken."
-            )  # fmt: skip
+                f"{self.what}: several ranks have their own {copies[0]}, neither sharded nor replicated (and "
+                f'{len(set(copies)) - 1} more). They may be copies, as of DDP without replicated=["**"], or parts, as '
+                f"of tensor parallelism. If they are copies, use {argument('allow_equal_ranks', True)}: those of the "
+                "first rank are taken."
+            )
         if copies:
             self.notes.append(
                 f"ranks have their own {copies[0]} and {len(set(copies)) - 1} more: those of the first rank are taken"
             )
         if differing:
             self.notes.append(
-                f"ranks differ in {', '.join(sorted(set(differing))[:8])}: the first rank's is kept under its name, the others' as "
-                "extra.per_rank.<rank>"
-            )  # fmt: skip
+                f"ranks differ in {', '.join(sorted(set(differing))[:8])}: the first rank's is kept under its name, "
+                "the others' as extra.per_rank.<rank>"
+            )
         self._fold(out)
         return out
 
@@ -309,7 +320,8 @@ class _Reading:
             return file, first, end - first
         if entry.get("serializer") != "torch_save":
             raise Unsupported(
-                f"{what}: a tensor in the form {short(entry.get('serializer'))} (quantized), which ckpttool does not read."
+                f"{what}: a tensor in the form {short(entry.get('serializer'))} (quantized), which ckpttool does not "
+                "read."
             )
         t = torch_zip.read(self.source.reader_of(name), first, end - first, f"{self.source.root}/{name}")
         if not isinstance(t, StoredTensor) or (t.dtype, t.shape) != (dtype, shape) or not t.contiguous:
@@ -330,7 +342,8 @@ class _Reading:
         first, end = _numbers(found, what) if isinstance(found, list) and len(found) == 2 else (0, size)
         if (found is not None and (first, end) != tuple(found)) or not first <= end <= size:
             raise Corrupt(
-                f"{what}: bytes {short(found)} of {name}, which has {size}. The file was not copied whole; fetch it again."
+                f"{what}: bytes {short(found)} of {name}, which has {size}. The file was not copied whole; fetch it "
+                "again."
             )
         return name, self.numbers[name], first, end
 
@@ -412,6 +425,11 @@ def _primitive(kind: str, text: Any, what: str) -> Any:
 
 LAYOUTS = (
     Layout(
-        name="torchsnapshot", title="snapshot of torchsnapshot", detect=detect, read=read, reader_uses=("config", "like"), writer_uses=(),
+        name="torchsnapshot",
+        title="snapshot of torchsnapshot",
+        detect=detect,
+        read=read,
+        reader_uses=("config", "like"),
+        writer_uses=(),
     ),
-)  # fmt: skip
+)

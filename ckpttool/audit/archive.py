@@ -1,12 +1,12 @@
 """An open archive: its members as the files of a `Source`, proved to be laid out as its own manifest says.
 
-Tensors are read from it as from any folder: `tensors-00001.safetensors` and the others are files, with byte planes merged, and
-each read decompresses only the frames that it meets. Opening reads the tables at the end, the manifest, and one frame per
-member.
+Tensors are read from it as from any folder: `tensors-00001.safetensors` and the others are files, with byte planes
+merged, and each read decompresses only the frames that it meets. Opening reads the tables at the end, the manifest, and
+one frame per member.
 
 Proved on opening, without reading data: the frames are where the plan of the manifest puts them; every tar header and
-safetensors header is the planned one; no member is missing, unknown or there twice; the small members have the hashes in
-SHA256SUMS. verification.py checks the data.
+safetensors header is the planned one; no member is missing, unknown or there twice; the small members have the hashes
+in SHA256SUMS. verification.py checks the data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Archive(Source):
     """The members of an archive as files, and what its records say.
 
     Raises:
-        NotRecognised: it is not an archive of ckpttool. Corrupt, Unsafe: it is damaged, or not laid out as its manifest says.
+        NotRecognised: it is not an archive of ckpttool. Corrupt, Unsafe: it is damaged, or not laid out as its manifest
+        says.
     """
 
     local = False
@@ -128,7 +129,8 @@ class Archive(Source):
             fits = name in order and order.index(name) > rank
         if not fits:
             raise Unsafe(
-                f"{self.root}: member {tarball.short(name)} does not belong there: it cannot follow {before or 'the beginning'}."
+                f"{self.root}: member {tarball.short(name)} does not belong there: it cannot follow "
+                f"{before or 'the beginning'}."
             )
 
     def _bytes(self, at: int, length: int, most: int = FRAME) -> bytes:
@@ -191,8 +193,8 @@ class Archive(Source):
         if want != have:
             k = next((i for i, (a, b) in enumerate(zip(want, have, strict=False)) if a != b), min(len(want), len(have)))
             raise Corrupt(
-                f"{self.root}: frame {k} of {len(have)} does not begin where the manifest has one begin ({len(want)} in "
-                "all). It was not written by ckpttool, or was assembled from parts."
+                f"{self.root}: frame {k} of {len(have)} does not begin where the manifest has one begin ({len(want)} "
+                "in all). It was not written by ckpttool, or was assembled from parts."
             )
 
     def record(self, name: str) -> bytes:
@@ -204,8 +206,8 @@ class Archive(Source):
         most = records.most_bytes(self.base.size(self.file))
         if self.size(name) > most:
             raise Unsafe(
-                f"{self.root}: {name} has {self.size(name)} bytes in an archive of {self.base.size(self.file)}; at most "
-                f"{most} are read."
+                f"{self.root}: {name} has {self.size(name)} bytes in an archive of {self.base.size(self.file)}; at "
+                f"most {most} are read."
             )
         return self.read(name, 0, self.size(name))
 
@@ -298,8 +300,9 @@ class Archive(Source):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a listing shows of an archive. `bytes` are those of the file; times are UTC, "2026-11-21T10:20:30Z". `sums_sha256` is
-    the hash of SHA256SUMS, and so of everything but the signature; `signed_by` the key that the signature names, not verified."""
+    """What a listing shows of an archive. `bytes` are those of the file; times are UTC, "2026-11-21T10:20:30Z".
+    `sums_sha256` is the hash of SHA256SUMS, and so of everything but the signature; `signed_by` the key that the
+    signature names, not verified."""
 
     name: str
     bytes: int
@@ -335,9 +338,16 @@ def facts(source: Source, file: str) -> Facts:
     archive = Archive(source, file)
     archive.values()
     return facts_of(
-        file, source.size(file), archive.manifest, archive.manifest_sha256, archive.sums_sha256, archive.provenance,
-        archive.retention(), signature=archive.record(plan.SIGNATURE) if archive.signed else None, encrypted=False,
-    )  # fmt: skip
+        file,
+        source.size(file),
+        archive.manifest,
+        archive.manifest_sha256,
+        archive.sums_sha256,
+        archive.provenance,
+        archive.retention(),
+        signature=archive.record(plan.SIGNATURE) if archive.signed else None,
+        encrypted=False,
+    )
 
 
 def facts_of(
@@ -356,15 +366,26 @@ def facts_of(
     origin = provenance.get("source") or {}
     hold = (kept or {}).get("legal_hold") or {}
     return Facts(
-        name=file, bytes=nbytes, created=str(provenance.get("created") or ""), step=found.step,
-        layout=str(origin.get("layout") or ""), trainer=origin.get("trainer"), world_size=origin.get("world_size"),
-        tensors=len(found.tensors), tensor_bytes=sum(t.nbytes for t in found.tensors.values()),
+        name=file,
+        bytes=nbytes,
+        created=str(provenance.get("created") or ""),
+        step=found.step,
+        layout=str(origin.get("layout") or ""),
+        trainer=origin.get("trainer"),
+        world_size=origin.get("world_size"),
+        tensors=len(found.tensors),
+        tensor_bytes=sum(t.nbytes for t in found.tensors.values()),
         components=tuple(sorted({str(t.path[0]) for t in found.tensors.values()}, key=COMPONENTS.index)),
-        merkle_root=found.merkle_root, manifest_sha256=manifest_sha256,
+        merkle_root=found.merkle_root,
+        manifest_sha256=manifest_sha256,
         meta={str(k): str(v) for k, v in (provenance.get("meta") or {}).items()},
-        retain_until=(kept or {}).get("retain_until"), legal_hold=hold.get("reason"), signed=signature is not None,
-        encrypted=encrypted, sums_sha256=sums_sha256, signed_by=signing.describe(signature) if signature is not None else "",
-    )  # fmt: skip
+        retain_until=(kept or {}).get("retain_until"),
+        legal_hold=hold.get("reason"),
+        signed=signature is not None,
+        encrypted=encrypted,
+        sums_sha256=sums_sha256,
+        signed_by=signing.describe(signature) if signature is not None else "",
+    )
 
 
 def _sealed_facts(source: Source, file: str) -> Facts:

@@ -2,8 +2,8 @@
 
 An archive's own records, the ledger and the hold file next to the archive all count. Of two retentions the longer one
 counts, and a legal hold lasts until the ledger records its release, so replacing an archive cannot shorten what was
-promised. A ledger event applies to an archive when it names the archive's file, or its manifest hash and export time; so an
-archive that was renamed keeps its holds.
+promised. A ledger event applies to an archive when it names the archive's file, or its manifest hash and export time;
+so an archive that was renamed keeps its holds.
 
 `holds` places and ends legal holds, `pruning` deletes.
 """
@@ -63,10 +63,10 @@ __all__ = [
 class Row:
     """An archive of a store, or one that should be there and is `missing`.
 
-    `retain_until` and `held` combine the archive's own records and the ledger. `verified` is when the ledger last recorded a
-    successful verification. `damaged` says why a file is not a valid archive; then there are no facts. `ledger` is "match",
-    "differs", "renamed" or "unknown" (see `ledger.Match`), "missing" if the store has no ledger, None if the archive is
-    damaged or missing. `warnings` are sentences about contradictions.
+    `retain_until` and `held` combine the archive's own records and the ledger. `verified` is when the ledger last
+    recorded a successful verification. `damaged` says why a file is not a valid archive; then there are no facts.
+    `ledger` is "match", "differs", "renamed" or "unknown" (see `ledger.Match`), "missing" if the store has no ledger,
+    None if the archive is damaged or missing. `warnings` are sentences about contradictions.
     """
 
     name: str
@@ -102,7 +102,8 @@ def listing(store: str) -> list[Row]:
 
 
 def missing(store: str) -> list[Row]:
-    """The archives that the ledger or a hold file of a store names, that no line deletes, and that are there under no name.
+    """The archives that the ledger or a hold file of a store names, that no line deletes, and that are there under no
+    name.
 
     Opens only archives that the ledger does not record under their names.
 
@@ -172,7 +173,8 @@ class History:
             return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.records(lines or []))
 
     def events(self, name: str) -> Iterable[dict[str, Any]]:
-        """All events that may apply to an archive. Its hold file comes last: a release in the ledger does not end these holds."""
+        """All events that may apply to an archive. Its hold file comes last: a release in the ledger does not end these
+        holds."""
         others = (e for n, held in self.files.items() if n != name for e in held)
         return (*others, *(self.lines or ()), *self.files.get(name, ()))
 
@@ -183,7 +185,8 @@ def holds_in_file(source: Source, name: str) -> list[dict[str, Any]]:
 
 
 def order(row: Row) -> tuple[Any, ...]:
-    """The sort key of a listing: the newest first, then those without a date, then the missing, then the damaged ones."""
+    """The sort key of a listing: the newest first, then those without a date, then the missing, then the damaged
+    ones."""
     made = created_at(row.facts) if row.facts else None
     step = row.facts.step if row.facts and row.facts.step is not None else -1
     return (
@@ -252,14 +255,15 @@ def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict
         )
     for reason in (r for r in by_ledger if r not in by_file):
         out.append(
-            f"line {by_ledger[reason]['seq']} of the ledger holds it ({reason}), but {beside} does not. The hold counts, but would be "
-            "lost with the ledger: `ckpttool audit hold` writes the file again"
+            f"line {by_ledger[reason]['seq']} of the ledger holds it ({reason}), but {beside} does not. The hold "
+            "counts, but would be lost with the ledger: `ckpttool audit hold` writes the file again"
         )
     return out
 
 
 def holds_in_ledger(lines: Iterable[dict[str, Any]], name: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    """({reason: the line} of the holds that lines of this name placed and none ended, {reason: the line that ended it})."""
+    """({reason: the line} of the holds that lines of this name placed and none ended, {reason: the line that ended
+    it})."""
     held: dict[str, dict[str, Any]] = {}
     ended: dict[str, int] = {}
     begun = 0  # the line of the last deletion, which older versions gave no end

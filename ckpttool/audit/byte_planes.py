@@ -3,10 +3,12 @@
     element      0     1     2             plane 0     plane 1
     bytes       a0 a1 b0 b1 c0 c1    ->    a0 b0 c0    a1 b1 c1
 
-A block is `BLOCK` bytes, from the tensor's first byte on; the last one may be shorter. In a block of n elements of `item`
-bytes, byte j of element i is stored at j * n + i. Bytes that do not fill an element stay at the end of their block.
+A block is `BLOCK` bytes, from the tensor's first byte on; the last one may be shorter. In a block of n elements of
+`item` bytes, byte j of element i is stored at j * n + i. Bytes that do not fill an element stay at the end of their
+block.
 
-It works by halves, with shifts and casts of whole words, which is five times as fast as transposing bytes. `item` is a power of two.
+It works by halves, with shifts and casts of whole words, which is five times as fast as transposing bytes. `item` is a
+power of two.
 """
 
 from __future__ import annotations

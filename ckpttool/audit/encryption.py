@@ -5,8 +5,8 @@
 
 So every byte is authenticated before it is returned, and so is the end of the file. `age -d -i key FILE` reads it.
 
-pyrage pulls plain bytes and pushes ciphertext itself. `Encryptor` therefore runs it in a thread, between two bounded queues;
-only the caller's thread touches anything else. Reading needs no thread.
+pyrage pulls plain bytes and pushes ciphertext itself. `Encryptor` therefore runs it in a thread, between two bounded
+queues; only the caller's thread touches anything else. Reading needs no thread.
 
 Source: the age format, https://age-encryption.org/v1 (C2SP, age.md).
 """

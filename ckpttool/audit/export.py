@@ -1,8 +1,8 @@
 """`audit export` and `audit restore`: conversions into an archive and out of it, and what belongs to an archive.
 
-An export also writes a line into the store's ledger, sets the object lock if the store has one, and for an encrypted archive
-writes a sidecar, NAME.tar.zst.age.json, with the archive's facts and the hashes of the ciphertext, so that it can be listed,
-kept and checked without the key.
+An export also writes a line into the store's ledger, sets the object lock if the store has one, and for an encrypted
+archive writes a sidecar, NAME.tar.zst.age.json, with the archive's facts and the hashes of the ciphertext, so that it
+can be listed, kept and checked without the key.
 """
 
 from __future__ import annotations
@@ -65,17 +65,21 @@ def export(
         (the others): as `convert`.
 
     Raises:
-        CkpttoolError: as `convert`, and the destination is as it was before; or the archive is there and its sidecar or its
+        CkpttoolError: as `convert`, and the destination is as it was before; or the archive is there and its sidecar or
+        its
             line in the ledger could not be written, which the message says.
     """
     return export_with(
-        src, dst, options, in_ledger=in_ledger,
+        src,
+        dst,
+        options,
+        in_ledger=in_ledger,
         reading=OpenOptions(**reading),
         writing=WriteRequest(dtype=dtype, drop=drop, ignore_recorded_digests=ignore_recorded_digests),
         running=RunOptions(
             force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
         ),
-    )  # fmt: skip
+    )
 
 
 def export_with(
@@ -95,9 +99,12 @@ def export_with(
     if in_ledger and (urls.is_url(folder) or os.path.isdir(folder)):
         clock = ledger.clock_behind(ledger.refuse_unwritable(folder))  # warn now, not after everything was copied
     result = convert_with(
-        src, dst, replace(reading, only=options.only), replace(writing, to="audit", options=options),
+        src,
+        dst,
+        replace(reading, only=options.only),
+        replace(writing, to="audit", options=options),
         replace(running, verify=running.verify and not sealed),
-    )  # fmt: skip
+    )
     if clock:
         result.notes.append(clock)
     entry, recorded = None, not sealed
@@ -128,8 +135,8 @@ def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> Ck
     kind = type(e) if isinstance(e, CkpttoolError) else CkpttoolError
     if not sidecar_there:
         return kind(
-            f"{e} The archive {where} is whole, but {sidecar.name(where)} is missing, and without it nobody can list or keep "
-            "it. Delete the archive and export again."
+            f"{e} The archive {where} is whole, but {sidecar.name(where)} is missing, and without it nobody can list "
+            "or keep it. Delete the archive and export again."
         )
     return kind(
         f"{e} The archive {where} is whole, but the ledger has no line for it. When the ledger can be written, run "
@@ -168,13 +175,16 @@ def restore(
         CkpttoolError: as `convert`; every tensor has been compared with the digest in the manifest.
     """
     return restore_with(
-        archive, dst, identities=identities, scratch=scratch,
+        archive,
+        dst,
+        identities=identities,
+        scratch=scratch,
         reading=OpenOptions(only=only, **reading),
         writing=WriteRequest(to=to, options=options, world_size=world_size, dtype=dtype, drop=drop),
         running=RunOptions(
             force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
         ),
-    )  # fmt: skip
+    )
 
 
 def restore_with(

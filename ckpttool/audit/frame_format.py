@@ -4,12 +4,12 @@
 
 Plain `zstd -d` decompresses it and skips the tables. Sources: frames and skippable frames, RFC 8878 and
 zstd_compression_format.md of facebook/zstd; the seek table, contrib/seekable_format/zstd_seekable_compression_format.md
-there. The CRC table is our own: a skippable frame (magic 0x184D2A5C) with b"CKPTCRC1", the number of frames, the CRC32 of
-each frame's bytes in the file, and the CRC32 of all that. All numbers are little-endian.
+there. The CRC table is our own: a skippable frame (magic 0x184D2A5C) with b"CKPTCRC1", the number of frames, the CRC32
+of each frame's bytes in the file, and the CRC32 of all that. All numbers are little-endian.
 
-Every frame has at most `FRAME` bytes of content, its size in the header, one segment, a checksum and no dictionary, so that
-its header has only one form. With that, the CRC table and the seek table, every bit of the file is covered by something
-else in it: `frame_walk.walk` finds any bit that was changed, and says in which frame.
+Every frame has at most `FRAME` bytes of content, its size in the header, one segment, a checksum and no dictionary, so
+that its header has only one form. With that, the CRC table and the seek table, every bit of the file is covered by
+something else in it: `frame_walk.walk` finds any bit that was changed, and says in which frame.
 
 `frame_writer` writes such files, `frame_reader` reads ranges of them, `frame_walk` checks them from end to end.
 """
@@ -116,7 +116,8 @@ def seek_table(sizes: array[int], lengths: array[int], checksums: array[int], la
 
 @dataclass
 class Table:
-    """The frames of a file, in columns: the place of each in the file and in the content, its checksum, the CRC32 of its bytes."""
+    """The frames of a file, in columns: the place of each in the file and in the content, its checksum, the CRC32 of
+    its bytes."""
 
     offsets: array[int]
     sizes: array[int]
@@ -139,7 +140,10 @@ def read_table(source: Source, file: str) -> Table:
         Unsafe: they have frames of more than `FRAME` bytes, or too many.
     """
     path = os.path.join(source.root, file)
-    none = f"{path} does not end with the tables of an archive. It is not an archive, or it was cut off; fetch the file again."
+    none = (
+        f"{path} does not end with the tables of an archive. It is not an archive, or it was cut off; fetch the file "
+        "again."
+    )
     wrong = f"{path}: the tables at its end are damaged: "
     size = source.size(file)
     if size < 8 + _FOOT.size:
@@ -172,8 +176,8 @@ def read_table(source: Source, file: str) -> Table:
     if frames:
         if max(sizes) > MOST_FRAME_BYTES or max(lengths) > FRAME:
             raise Unsafe(
-                f"{path}: its seek table has a frame of {max(sizes)} bytes that decompress to {max(lengths)}; frames of an "
-                f"archive have at most {FRAME}."
+                f"{path}: its seek table has a frame of {max(sizes)} bytes that decompress to {max(lengths)}; frames "
+                f"of an archive have at most {FRAME}."
             )
         if not min(lengths):
             raise Corrupt(f"{wrong}frame {lengths.index(0)} is empty.{LOOK}")

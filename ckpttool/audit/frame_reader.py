@@ -36,9 +36,7 @@ class FrameReader:
     were needed in part are cached decompressed.
     """
 
-    def __init__(
-        self, source: Source, file: str, table: Table, item_at: Callable[[int], int], kept: int = 8
-    ) -> None:  # fmt: skip
+    def __init__(self, source: Source, file: str, table: Table, item_at: Callable[[int], int], kept: int = 8) -> None:
         self.source, self.file, self.table, self.item_at, self.kept = source, file, table, item_at, kept
         self._frames: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._lock = threading.Lock()
@@ -95,9 +93,9 @@ class FrameReader:
             return data
         except FrameFault as e:
             raise DamagedFrame(
-                f"{os.path.join(self.source.root, self.file)}: bytes {t.offsets[i]}..{t.offsets[i] + t.sizes[i]}, which "
-                f"decompress to {t.starts[i]}..{t.starts[i] + t.lengths[i]} of the tar, are damaged: {e}. Fetch the file "
-                "again or take another copy.",
+                f"{os.path.join(self.source.root, self.file)}: bytes {t.offsets[i]}..{t.offsets[i] + t.sizes[i]}, "
+                f"which decompress to {t.starts[i]}..{t.starts[i] + t.lengths[i]} of the tar, are damaged: {e}. Fetch "
+                "the file again or take another copy.",
                 t.starts[i],
                 t.lengths[i],
             ) from None

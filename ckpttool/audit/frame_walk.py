@@ -1,4 +1,5 @@
-"""Every frame of an archive, from the first byte to the last, whatever is damaged; frame_format.py describes the file."""
+"""Every frame of an archive, from the first byte to the last, whatever is damaged; frame_format.py describes the
+file."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ _PATIENCE = 1 << 22
 class Walked(NamedTuple):
     """A frame of a file, or a fault in it.
 
-    `start` and `length` are those of its content, `offset` and `size` of its bytes; `stored` is the content, or None and
-    `fault` says what is wrong. For bytes that are not a frame, `start` is -1 and `length` 0.
+    `start` and `length` are those of its content, `offset` and `size` of its bytes; `stored` is the content, or None
+    and `fault` says what is wrong. For bytes that are not a frame, `start` is -1 and `length` 0.
     """
 
     start: int
@@ -170,7 +171,10 @@ def _see(source: Source, file: str, piece: _Piece) -> _Seen:
         return _Seen(piece.length, None, str(e), crc)
     beside = None
     if len(data) != piece.length:
-        beside = f"the seek table has {piece.length} bytes for the frame at {piece.offset}, which decompresses to {len(data)}"
+        beside = (
+            f"the seek table has {piece.length} bytes for the frame at {piece.offset}, which decompresses to "
+            f"{len(data)}"
+        )
     elif piece.checksum is not None and (own := int.from_bytes(raw[-4:], "little")) != piece.checksum:
         beside = (
             f"the seek table has checksum {piece.checksum:08x} for the frame at {piece.offset}, which has {own:08x}"

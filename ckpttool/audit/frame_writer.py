@@ -1,8 +1,8 @@
 """Writes the file of an archive, frame by frame; frame_format.py describes it.
 
-Frames begin at cuts, which the caller knows beforehand, and every `FRAME` bytes from there on. The caller splits tensors
-into byte planes as it appends, one thread hashes members in order, and `jobs` threads compress. Memory is bounded by the
-buffers of the frames in flight: 2 * jobs + 2, allocated once.
+Frames begin at cuts, which the caller knows beforehand, and every `FRAME` bytes from there on. The caller splits
+tensors into byte planes as it appends, one thread hashes members in order, and `jobs` threads compress. Memory is
+bounded by the buffers of the frames in flight: 2 * jobs + 2, allocated once.
 """
 
 from __future__ import annotations
@@ -78,9 +78,13 @@ class _Compress:
         if key not in self.local.made:
             # the window of a whole frame makes every frame a single segment; a hash_log of 0 leaves it to the level
             parameters = zstandard.ZstdCompressionParameters(
-                compression_level=self.level, window_log=FRAME.bit_length() - 1, hash_log=hash_log,
-                write_content_size=True, write_checksum=True, write_dict_id=False,
-            )  # fmt: skip
+                compression_level=self.level,
+                window_log=FRAME.bit_length() - 1,
+                hash_log=hash_log,
+                write_content_size=True,
+                write_checksum=True,
+                write_dict_id=False,
+            )
             self.local.made[key] = zstandard.ZstdCompressor(compression_params=parameters)
         return self.local.made[key]
 
@@ -113,14 +117,20 @@ class FrameWriter:
     """A sink for the content of an archive; `write` gets the bytes of the file, in order, in the thread that appends.
 
     `cuts` begin with one at 0 and ascend, `members` do not overlap. With `earlier`, it is given the same content as an
-    earlier writer, from the beginning; a frame that was written then is decompressed and compared with the content, which is
-    faster than compressing again. `write` gets it as if it were new.
+    earlier writer, from the beginning; a frame that was written then is decompressed and compared with the content,
+    which is faster than compressing again. `write` gets it as if it were new.
     """
 
     def __init__(
-        self, write: Callable[[bytes | memoryview], object], cuts: Sequence[Cut], members: Sequence[Member], *, level: int,
-        jobs: int, earlier: EarlierFile | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        write: Callable[[bytes | memoryview], object],
+        cuts: Sequence[Cut],
+        members: Sequence[Member],
+        *,
+        level: int,
+        jobs: int,
+        earlier: EarlierFile | None = None,
+    ) -> None:
         assert cuts[0].offset == 0 and all(a.offset < b.offset for a, b in pairwise(cuts))
         self.write = write
         self.cuts = cuts

@@ -3,8 +3,8 @@
 A hold is a line in the ledger and a file, NAME.hold.json, that `release` removes after its own line. While the file is
 there its holds count, whatever the ledger says; where the two disagree, `archive_store.listing` says so.
 
-A hold that succeeded is not followed by a deletion: see `ledger.turn`. Object lock makes the store itself refuse, so there a
-hold may even come between a deletion's line and the deletion.
+A hold that succeeded is not followed by a deletion: see `ledger.turn`. Object lock makes the store itself refuse, so
+there a hold may even come between a deletion's line and the deletion.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["hold", "release"]
 
 
 def hold(archive: str, reason: str) -> dict[str, Any]:
-    """Put an archive under a legal hold: in the ledger, in NAME.hold.json next to it and, if the store supports it, on the
-    object.
+    """Put an archive under a legal hold: in the ledger, in NAME.hold.json next to it and, if the store supports it, on
+    the object.
 
     Returns the entry of the ledger; its `object_lock` says whether the store holds the object, too.
 
@@ -50,9 +50,10 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
             begun = None if turn.alone or locked else ledger.unfinished(lines, name)
             if begun is not None:
                 raise Locked(
-                    f"{urls.redact_url(archive)} is not held: since line {begun['seq']} of the ledger, {begun['time']}, {begun['by']} is about to "
-                    f"{begun['event']} it, and no line says how that ended. If that run was killed, run it again, or hold the archive an hour "
-                    "after that line: by then it cannot be deleted any more."
+                    f"{urls.redact_url(archive)} is not held: since line {begun['seq']} of the ledger, "
+                    f"{begun['time']}, {begun['by']} is about to {begun['event']} it, and no line says how that ended. "
+                    "If that run was killed, run it again, or hold the archive an hour after that line: by then it "
+                    "cannot be deleted any more."
                 )
             require(store, name)
             _, known = look(store, name)
@@ -64,8 +65,8 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
             _write_beside(store, name, turn, entry)
         except CkpttoolError as e:
             raise type(e)(
-                f"{e} {name} is held by line {entry['seq']} of the ledger, but the hold would be lost with the ledger. Run the same "
-                "command again to write both."
+                f"{e} {name} is held by line {entry['seq']} of the ledger, but the hold would be lost with the ledger. "
+                "Run the same command again to write both."
             ) from e
         return entry
 
@@ -86,7 +87,8 @@ def _write_beside(store: str, name: str, turn: ledger.Turn, entry: dict[str, Any
 
 
 def release(archive: str, reason: str) -> dict[str, Any]:
-    """End every legal hold of an archive; `reason` says why. Retention is not affected. The hold file is removed after the line is written.
+    """End every legal hold of an archive; `reason` says why. Retention is not affected. The hold file is removed after
+    the line is written.
 
     Raises:
         UsageError: no reason, no such archive, or nothing holds it. RemoteError: the store still holds the object; run

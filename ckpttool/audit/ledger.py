@@ -5,16 +5,18 @@
 
 A line is the canonical JSON of its entry (keys sorted, no spaces, ASCII) and a newline. `hash` is the SHA-256 of the
 canonical JSON of all other fields, `prev` the hash of the line before, 64 zeros in the first. So no line can be
-altered, removed, inserted, swapped or doubled without rewriting all that follow. The chain alone does not show that lines
-are missing at its end, or that somebody rewrote all of it; a hash that was written down elsewhere does (`head` of `verify`).
+altered, removed, inserted, swapped or doubled without rewriting all that follow. The chain alone does not show that
+lines are missing at its end, or that somebody rewrote all of it; a hash that was written down elsewhere does (`head` of
+`verify`).
 
 In a folder, a line is appended under a lock, in one write, and made durable. A run killed in that write may leave a
-torn last line; nothing is appended until somebody has looked at it and removed it, since a ledger that repairs itself hides
-what was done to it. In an object store, the whole object is replaced, on the condition that it has not changed.
+torn last line; nothing is appended until somebody has looked at it and removed it, since a ledger that repairs itself
+hides what was done to it. In an object store, the whole object is replaced, on the condition that it has not changed.
 
-Whoever holds, releases, deletes or replaces an archive does so in a `turn`. In a folder, the lock lasts as long as the turn, so
-one of them acts at a time. An object store has no locks, and there the order of the lines decides: a deletion looks for holds
-in the lines before its own, and a hold is refused while a deletion in the lines before it has no end (`unfinished`).
+Whoever holds, releases, deletes or replaces an archive does so in a `turn`. In a folder, the lock lasts as long as the
+turn, so one of them acts at a time. An object store has no locks, and there the order of the lines decides: a deletion
+looks for holds in the lines before its own, and a hold is refused while a deletion in the lines before it has no end
+(`unfinished`).
 """
 
 from __future__ import annotations
@@ -52,7 +54,24 @@ from ..errors import (
 from ..storage import objects, urls
 from .retention import stamp, time_of
 
-__all__ = ["FILE", "FIRST", "Match", "Turn", "append", "backwards", "clock_behind", "in_time", "match", "read", "read_or_none", "records", "refuse_unwritable", "turn", "unfinished", "verify"]  # fmt: skip
+__all__ = [
+    "FILE",
+    "FIRST",
+    "Match",
+    "Turn",
+    "append",
+    "backwards",
+    "clock_behind",
+    "in_time",
+    "match",
+    "read",
+    "read_or_none",
+    "records",
+    "refuse_unwritable",
+    "turn",
+    "unfinished",
+    "verify",
+]
 
 FILE = "ledger.jsonl"
 FIRST = "0" * 64  # what the first line has for the hash of the line before
@@ -116,11 +135,13 @@ class Turn:
         """Add an entry, durably, and return it.
 
         Args:
-            following: called with the entries that this one will follow, and once more whenever others add one before us; gives
+            following: called with the entries that this one will follow, and once more whenever others add one before
+            us; gives
                 further facts, or raises, and then nothing is added.
 
         Raises:
-            Corrupt: the last line is torn or altered; nothing was added. RemoteError, CkpttoolError: it cannot be written.
+            Corrupt: the last line is torn or altered; nothing was added. RemoteError, CkpttoolError: it cannot be
+            written.
             UsageError: the facts use reserved names, or are too large.
         """
         if taken := sorted(_OWN & facts.keys()):
@@ -136,8 +157,8 @@ class Turn:
             entry = _append_file(self.store, self._fd, facts)
         where = urls.redact_url(self.store)
         note_change(
-            f"Line {entry['seq']} of the ledger of {where} was written: {event} of {archive}. `ckpttool audit list {shlex.quote(where)}` "
-            "shows what is there; the same command again does what is missing."
+            f"Line {entry['seq']} of the ledger of {where} was written: {event} of {archive}. `ckpttool audit list "
+            f"{shlex.quote(where)}` shows what is there; the same command again does what is missing."
         )
         return entry
 
@@ -173,7 +194,8 @@ def refuse_unwritable(store: str) -> list[dict[str, Any]]:
     if urls.is_url(store):
         if not store.startswith("s3://"):
             raise Unsupported(
-                f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use {argument('no_ledger', True)}, and keep the hashes elsewhere."
+                f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use {argument('no_ledger', True)}, "
+                "and keep the hashes elsewhere."
             )
         return read(store)
     try:
@@ -216,8 +238,8 @@ def verify(store: str, head: str | None = None) -> dict[str, Any]:
     entries = read_or_none(store)
     if entries is None:
         raise Corrupt(
-            f"{_place(store)} is missing: {store} has no ledger, so nothing shows what was done to its archives. If there "
-            "was one, bring it back."
+            f"{_place(store)} is missing: {store} has no ledger, so nothing shows what was done to its archives. If "
+            "there was one, bring it back."
         )
     if head is not None and all(e["hash"] != head for e in entries):
         raise Differs(
@@ -236,16 +258,21 @@ def verify(store: str, head: str | None = None) -> dict[str, Any]:
 def backwards(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Lines whose time is more than five minutes before that of the line before: {"line", "time", "before", "seconds"}.
 
-    `before` is the time of the line before, `seconds` by how much it is later. A clock was wrong when one of the two was
-    written; the ledger does not show which.
+    `before` is the time of the line before, `seconds` by how much it is later. A clock was wrong when one of the two
+    was written; the ledger does not show which.
     """
     out = []
     for a, b in pairwise(entries):
         step = time_of(a["time"]) - time_of(b["time"])
         if step > _SKEW:
-            out.append({
-                "line": b["seq"], "time": b["time"], "before": a["time"], "seconds": int(step.total_seconds()),
-            })  # fmt: skip
+            out.append(
+                {
+                    "line": b["seq"],
+                    "time": b["time"],
+                    "before": a["time"],
+                    "seconds": int(step.total_seconds()),
+                }
+            )
     return out
 
 
@@ -255,8 +282,9 @@ def clock_behind(entries: Sequence[Mapping[str, Any]]) -> str | None:
     if not entries or time_of(entries[-1]["time"]) - now <= _SKEW:
         return None
     return (
-        f"this machine's clock says {stamp(now)}, and the last line of the ledger was written at {entries[-1]['time']}. One "
-        "of the two clocks is wrong. Dates of archives, and so retention and prune, follow the clock"
+        f"this machine's clock says {stamp(now)}, and the last line of the ledger was written at "
+        f"{entries[-1]['time']}. One of the two clocks is wrong. Dates of archives, and so retention and prune, follow "
+        "the clock"
     )
 
 
@@ -277,9 +305,7 @@ class Match:
 
 def records(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """{name: the last line that says which archive has it}."""
-    return {
-        e["archive"]: e for e in entries if e["event"] in _RECORDS and isinstance(e.get("manifest_sha256"), str)
-    }  # fmt: skip
+    return {e["archive"]: e for e in entries if e["event"] in _RECORDS and isinstance(e.get("manifest_sha256"), str)}
 
 
 def match(recorded: Mapping[str, dict[str, Any]], name: str, known: Mapping[str, Any]) -> Match:
@@ -287,7 +313,8 @@ def match(recorded: Mapping[str, dict[str, Any]], name: str, known: Mapping[str,
 
     Args:
         recorded: what `records` found.
-        known: what was found of it: "manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256", "signed" (bool)
+        known: what was found of it: "manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256", "signed"
+        (bool)
             and "signed_by"; what is None, empty or missing on either side is not compared.
     """
     line = recorded.get(name)
@@ -315,7 +342,10 @@ def _unlike(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
             return f"its {key} is {have}, and line {line['seq']} of the ledger has {listed}"
     signed, listed = known.get("signed"), line.get("signed")
     if isinstance(signed, bool) and isinstance(listed, bool) and signed != listed:
-        return f"it is {'signed' if signed else 'not signed'}, and line {line['seq']} of the ledger has it {'' if listed else 'not '}signed"
+        return (
+            f"it is {'signed' if signed else 'not signed'}, and line {line['seq']} of the ledger has it "
+            f"{'' if listed else 'not '}signed"
+        )
     keys, before = (set(_KEY.findall(str(m.get("signed_by") or ""))) for m in (known, line))
     if keys and before and keys != before:
         return f"it is signed by {known['signed_by']}, and line {line['seq']} of the ledger has {line['signed_by']}"

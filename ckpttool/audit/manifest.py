@@ -1,8 +1,8 @@
 """The records of an archive: MANIFEST.json, SHA256SUMS and README.txt, written and proved.
 
-MANIFEST.json describes the state: every tensor with its digest and its place, every data member with its SHA-256, the Merkle
-root. It is the same, byte for byte, whatever layout and world size the state came from. PROVENANCE.json says where it came
-from; it alone differs between two archives of one state, and `--reproducible` leaves the differences out.
+MANIFEST.json describes the state: every tensor with its digest and its place, every data member with its SHA-256, the
+Merkle root. It is the same, byte for byte, whatever layout and world size the state came from. PROVENANCE.json says
+where it came from; it alone differs between two archives of one state, and `--reproducible` leaves the differences out.
 
 A manifest is accepted only if it is, byte for byte, what ckpttool would write for its content.
 """
@@ -97,9 +97,15 @@ def encode(found: Manifest, places: Mapping[str, plan.Place]) -> bytes:
 def _row(name: str, found: Manifest, place: plan.Place) -> dict[str, Any]:
     t = found.tensors[name]
     row = {
-        "name": name, "path": list(t.path), "dtype": t.dtype, "shape": list(t.shape), "digest": found.digests[name],
-        "member": place.member, "offset": place.offset, "bytes": place.nbytes,
-    }  # fmt: skip
+        "name": name,
+        "path": list(t.path),
+        "dtype": t.dtype,
+        "shape": list(t.shape),
+        "digest": found.digests[name],
+        "member": place.member,
+        "offset": place.offset,
+        "bytes": place.nbytes,
+    }
     return row | {"planes": place.item} if place.item > 1 else row
 
 

@@ -15,8 +15,8 @@ SUFFIX, ENCRYPTED = ".tar.zst", ".tar.zst.age"  # of the names of archives, plai
 class ArchiveOptions:
     """The options of `audit export`.
 
-    `key`, `password`, `certificate`, `chain` sign; `recipients` encrypt; `lock_mode` is that of an object store's lock. `epoch`
-    is the time of a reproducible record in seconds (SOURCE_DATE_EPOCH); without it there is none.
+    `key`, `password`, `certificate`, `chain` sign; `recipients` encrypt; `lock_mode` is that of an object store's lock.
+    `epoch` is the time of a reproducible record in seconds (SOURCE_DATE_EPOCH); without it there is none.
     """
 
     level: int = 1

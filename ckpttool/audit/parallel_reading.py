@@ -3,8 +3,8 @@
     {"path", "archive", "first", "stop", "jobs"}              frames [first, stop)
     what `Reading.run_part` returns, or {"error": ...}
 
-A part is a run of members, since the SHA-256 of a member needs its bytes in order; frames begin and end with members (plan.py). A worker
-opens the archive for itself, and refuses one with another manifest.
+A part is a run of members, since the SHA-256 of a member needs its bytes in order; frames begin and end with members
+(plan.py). A worker opens the archive for itself, and refuses one with another manifest.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def run(request: str) -> str:
 
 
 def _archive_id(archive: Archive) -> list[Any]:
-    """What tells an archive from others, on any machine: its manifest, and the identity of its file without the device."""
+    """What tells an archive from others, on any machine: its manifest, and the identity of its file without the
+    device."""
     return [archive.manifest_sha256, *archive.identities()[archive.file][1:]]
 
 
@@ -103,7 +104,8 @@ def _open(asked: str) -> Archive:
         raise
     archive.close()
     raise CkpttoolError(
-        f"this worker finds another archive at {path} than the process that asked: all machines must see the same file under this path."
+        f"this worker finds another archive at {path} than the process that asked: all machines must see the same file "
+        "under this path."
     )
 
 

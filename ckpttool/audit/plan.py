@@ -4,13 +4,13 @@
     member:  tar header 512 B | safetensors header | tensors | padding to 512 B
 
 The members with tensors are planned before a byte is copied. What follows them is small, and its length is known only
-when it is written. The reader plans again from the manifest and refuses an archive that differs from the plan by a byte,
-so nothing can be hidden in it.
+when it is written. The reader plans again from the manifest and refuses an archive that differs from the plan by a
+byte, so nothing can be hidden in it.
 
-Frames (frame_format.py) begin at the tar header of every member and at every tensor of at least `LARGE` bytes, so that one
-tensor can be decompressed without its neighbours, and at the end of every member, where an interrupted export can continue.
-Byte planes (byte_planes.py) are made of large tensors only. Such a tensor is stored as one of bytes (U8) with its dtype and
-shape in the metadata of its file, so that the planes are not taken for numbers.
+Frames (frame_format.py) begin at the tar header of every member and at every tensor of at least `LARGE` bytes, so that
+one tensor can be decompressed without its neighbours, and at the end of every member, where an interrupted export can
+continue. Byte planes (byte_planes.py) are made of large tensors only. Such a tensor is stored as one of bytes (U8) with
+its dtype and shape in the metadata of its file, so that the planes are not taken for numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,22 @@ from ..index.names import COMPONENTS
 from . import tarball
 from .frame_writer import Cut, Member
 
-__all__ = ["LARGE", "MANIFEST", "PROVENANCE", "README", "RETENTION", "SIGNATURE", "SUMS", "VALUES", "Place", "Plan", "groups", "make", "padding_after", "small"]  # fmt: skip
+__all__ = [
+    "LARGE",
+    "MANIFEST",
+    "PROVENANCE",
+    "README",
+    "RETENTION",
+    "SIGNATURE",
+    "SUMS",
+    "VALUES",
+    "Place",
+    "Plan",
+    "groups",
+    "make",
+    "padding_after",
+    "small",
+]
 
 README, VALUES, MANIFEST, PROVENANCE = "README.txt", "values.json", "MANIFEST.json", "PROVENANCE.json"
 RETENTION, SUMS, SIGNATURE = "RETENTION.json", "SHA256SUMS", "model.sig"
@@ -65,8 +80,9 @@ class Plan:
 
 
 def groups(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list[list[str]]:
-    """Tensors by member: in the order of components and names, until `most` bytes are reached; larger ones get a member of their own.
-    Within a member as safetensors sorts them. The layout and the world size of the source do not matter."""
+    """Tensors by member: in the order of components and names, until `most` bytes are reached; larger ones get a member
+    of their own. Within a member as safetensors sorts them. The layout and the world size of the source do not
+    matter."""
     out: list[list[str]] = []
     size = 0
     for name in sorted(tensors, key=lambda n: (COMPONENTS.index(str(tensors[n].path[0])), n)):

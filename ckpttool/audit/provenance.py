@@ -1,8 +1,8 @@
 """PROVENANCE.json: where a state came from, who kept it and why, and what other layouts need to restore it as it was.
 
-It contains nothing of the state itself: two archives of one state differ here and nowhere else. `order`, `origin` and `tied`
-are hints for writers (the model's order of tensors, the user's own keys, names that were one tensor); they are used only if
-the manifest confirms them.
+It contains nothing of the state itself: two archives of one state differ here and nowhere else. `order`, `origin` and
+`tied` are hints for writers (the model's order of tensors, the user's own keys, names that were one tensor); they are
+used only if the manifest confirms them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _DEEPEST = 64  # parts of a path
 def collect(
     how: ArchiveOptions, now: datetime, mtime: int, ckpt: Checkpoint, source: Source, config: str | None
 ) -> dict[str, Any]:
-    """The record of an export; `mtime`, in seconds, is when the source was last written. If it is reproducible, it contains only what was given on the command line."""
+    """The record of an export; `mtime`, in seconds, is when the source was last written. If it is reproducible, it
+    contains only what was given on the command line."""
     import platform
     import socket
 
@@ -45,10 +46,14 @@ def collect(
         return out
     sizes = source.identities()
     out["source"] = {
-        "path": source.root, "layout": ckpt.layout, "trainer": ckpt.trainer, "world_size": ckpt.world_size,
-        "files": len(sizes), "bytes": sum(i[2] for i in sizes.values()),
+        "path": source.root,
+        "layout": ckpt.layout,
+        "trainer": ckpt.trainer,
+        "world_size": ckpt.world_size,
+        "files": len(sizes),
+        "bytes": sum(i[2] for i in sizes.values()),
         "modified": retention.stamp(datetime.fromtimestamp(mtime, UTC)),
-    }  # fmt: skip
+    }
     out["step"] = step_count(ckpt.value)
     out["made_on"] = {"host": socket.gethostname(), "user": _user(), "system": platform.platform()}
     installed = {name: found for name in _PACKAGES if (found := _installed(name))}
@@ -157,7 +162,8 @@ def _time(x: Any) -> bool:
 
 
 def mtime(record: Mapping[str, Any]) -> int:
-    """The time of the members of an archive: when its source was last written or, if reproducible, that of the record."""
+    """The time of the members of an archive: when its source was last written or, if reproducible, that of the
+    record."""
     when = (record.get("source") or {}).get("modified") or record["created"]
     return int(retention.time_of(when).timestamp()) if when else 0
 
@@ -176,9 +182,14 @@ def _pairs(x: Any) -> bool:
 
 def _source(x: Any) -> bool:
     kinds = {
-        "path": _text, "layout": _text, "trainer": _optional(_text), "world_size": _optional(_count), "files": _count,
-        "bytes": _count, "modified": _time,
-    }  # fmt: skip
+        "path": _text,
+        "layout": _text,
+        "trainer": _optional(_text),
+        "world_size": _optional(_count),
+        "files": _count,
+        "bytes": _count,
+        "modified": _time,
+    }
     return isinstance(x, dict) and x.keys() == kinds.keys() and all(fits(x[k]) for k, fits in kinds.items())
 
 
@@ -190,8 +201,20 @@ def _files(x: Any) -> bool:
 
 _ALWAYS = ("schema", "tool", "version", "created", "only", "meta", "git_commit")
 _KINDS: dict[str, Any] = {
-    "schema": _text, "tool": _text, "version": _text, "created": _optional(_time),
+    "schema": _text,
+    "tool": _text,
+    "version": _text,
+    "created": _optional(_time),
     "only": _optional(lambda x: _texts(x) and x and set(x) <= set(COMPONENTS) and len(set(x)) == len(x)),
-    "meta": _named, "git_commit": _optional(_text), "source": _source, "step": _optional(_count), "made_on": _named,
-    "versions": _named, "notes": _texts, "order": _texts, "origin": _pairs, "tied": _named, "config_files": _files,
-}  # fmt: skip
+    "meta": _named,
+    "git_commit": _optional(_text),
+    "source": _source,
+    "step": _optional(_count),
+    "made_on": _named,
+    "versions": _named,
+    "notes": _texts,
+    "order": _texts,
+    "origin": _pairs,
+    "tied": _named,
+    "config_files": _files,
+}

@@ -1,9 +1,9 @@
 """Deletes archives that no policy keeps and nothing protects.
 
-Policies say what is kept. What none of them keeps is deleted only if it is a sound archive with a date that is not in the
-future, under no retention and no hold, and the one that the ledger records under its name: an archive that the ledger does
-not know may have been under a hold in a ledger that was lost. The ledger records the deletion before it happens and how it
-ended, and a hold in a line before it wins.
+Policies say what is kept. What none of them keeps is deleted only if it is a sound archive with a date that is not in
+the future, under no retention and no hold, and the one that the ledger records under its name: an archive that the
+ledger does not know may have been under a hold in a ledger that was lost. The ledger records the deletion before it
+happens and how it ended, and a hold in a line before it wins.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ def prune(
     """Delete the archives that no policy keeps and nothing protects.
 
     Args:
-        keep_last: keep this many of the newest of every run (`--meta run=` of the export; archives without it are one run).
+        keep_last: keep this many of the newest of every run (`--meta run=` of the export; archives without it are one
+        run).
         keep_within: keep those exported within this time before `now`.
         keep_every: keep those of training steps that are multiples of it.
         dry_run: change nothing, not even the ledger.
-        no_ledger: also delete archives that the ledger does not know, and in stores without one; known holds still count.
+        no_ledger: also delete archives that the ledger does not know, and in stores without one; known holds still
+        count.
         now: the time; that of the clock if not given.
 
     Raises:
@@ -75,22 +77,24 @@ def prune(
     """
     if keep_last is None and keep_within is None and keep_every is None:
         raise UsageError(
-            f"Say what to keep: {argument('keep_last')}, {argument('keep_within')}, {argument('keep_every')}, or several of them."
+            f"Say what to keep: {argument('keep_last')}, {argument('keep_within')}, {argument('keep_every')}, or "
+            "several of them."
         )
     if any(n is not None and n < 1 for n in (keep_last, keep_every)) or (
         keep_within is not None and keep_within <= timedelta(0)
     ):
         raise UsageError(
-            f"{argument('keep_last')}, {argument('keep_within')} and {argument('keep_every')} must be greater than zero."
+            f"{argument('keep_last')}, {argument('keep_within')} and {argument('keep_every')} must be greater than "
+            "zero."
         )
     now = (now or datetime.now(UTC)).astimezone(UTC)
     history = History.of(store)
     names = archive_names(store)
     if names and history.lines is None and not no_ledger:
         raise Corrupt(
-            f"{urls.redact_url(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows which are "
-            f"under a legal hold; without it, one of those could be deleted. Restore the ledger, or pass {argument('no_ledger', True)} if there never "
-            "was one."
+            f"{urls.redact_url(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows "
+            "which are under a legal hold; without it, one of those could be deleted. Restore the ledger, or pass "
+            f"{argument('no_ledger', True)} if there never was one."
         )
     seen = {name: look(store, name) for name in names}
     rows = sorted((row_of(name, known, history) for name, (_, known) in seen.items()), key=order)
@@ -201,7 +205,10 @@ def _delete(store: str, row: Row, source: Source, history: History, now: datetim
         lines = [e for e in history.lines or () if e["seq"] < entry["seq"]]
         why = why_protected(row_of(row.name, known, History(lines, files, history.recorded)), now)
         if not why and not turn.alone and not ledger.in_time(entry):
-            why = f"the deletion that line {entry['seq']} of the ledger announced comes too late; others may rely on the archive by now"
+            why = (
+                f"the deletion that line {entry['seq']} of the ledger announced comes too late; others may rely on the "
+                "archive by now"
+            )
         if not why:
             lost = row.name
             try:

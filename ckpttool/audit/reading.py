@@ -1,6 +1,7 @@
 """Every frame of an archive, hashed by member and by tensor, and what is wrong with it.
 
-`Reading` reads all frames, or a run of them; what it found of a run can be added to another one, which then judges the whole.
+`Reading` reads all frames, or a run of them; what it found of a run can be added to another one, which then judges the
+whole.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class Reading:
         self._read(walk(self.source, self.file, jobs), progress)
 
     def run_part(self, first: int, stop: int, jobs: int) -> dict[str, Any]:
-        """Read frames [first, stop), which begin and end with members, and nothing else; what was found, for `absorb`, as plain data."""
+        """Read frames [first, stop), which begin and end with members, and nothing else; what was found, for `absorb`,
+        as plain data."""
         assert self.archive is not None
         table = self.archive.table
         begin = table.starts[first]
@@ -137,9 +139,12 @@ class Reading:
         )
         self._read(walk_frames(self.source, self.file, table, first, stop, jobs), silent)
         return {
-            "findings": [asdict(f) for f in self.findings], "wrong_members": sorted(self.wrong_members),
-            "wrong_tensors": sorted(self.wrong_tensors), "sums": self.sums, "digests": self.digests,
-        }  # fmt: skip
+            "findings": [asdict(f) for f in self.findings],
+            "wrong_members": sorted(self.wrong_members),
+            "wrong_tensors": sorted(self.wrong_tensors),
+            "sums": self.sums,
+            "digests": self.digests,
+        }
 
     def absorb(self, found: Mapping[str, Any]) -> None:
         """Add what `run_part` found, part after part in their order."""

@@ -4,15 +4,16 @@ NAME.tar.zst.age.json
 
     {"schema", "archive": {what a listing shows}, "ciphertext": {"bytes", "sha256", "blake3", "block_bytes", "blocks"}}
 
-BLAKE3 is a hash tree over the ciphertext; `blocks` are the SHA-256 of every 64 MiB of it, so that damage can be located. The
-hash tree over the plain bytes is the Merkle root, in "archive". "open" is the command that decrypts it without ckpttool.
+BLAKE3 is a hash tree over the ciphertext; `blocks` are the SHA-256 of every 64 MiB of it, so that damage can be
+located. The hash tree over the plain bytes is the Merkle root, in "archive". "open" is the command that decrypts it
+without ckpttool.
 
 NAME.hold.json (NAME as the archive has it, with its .tar.zst)
 
     {"schema", "archive": NAME, "holds": [{"reason", "since", "by", "manifest_sha256", "created"}]}
 
-The legal holds that `audit hold` placed, so that they survive the loss of the ledger and are copied along with the folder. The
-ledger records them, too; a hold in either one counts.
+The legal holds that `audit hold` placed, so that they survive the loss of the ledger and are copied along with the
+folder. The ledger records them, too; a hold in either one counts.
 """
 
 from __future__ import annotations
@@ -61,16 +62,22 @@ def ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
             progress("hash", b + len(data), size)
         blocks.append(block.hexdigest())
     return {
-        "bytes": size, "sha256": whole.hexdigest(), "blake3": tree.hexdigest(), "block_bytes": BLOCK, "blocks": blocks,
-    }  # fmt: skip
+        "bytes": size,
+        "sha256": whole.hexdigest(),
+        "blake3": tree.hexdigest(),
+        "block_bytes": BLOCK,
+        "blocks": blocks,
+    }
 
 
 def encode(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
     """The sidecar of an archive with these facts and hashes."""
     parsed = {
-        "schema": _SCHEMA, "open": f"age -d -i SECRET.key -o {archive['name'].removesuffix('.age')} {archive['name']}",
-        "archive": dict(archive), "ciphertext": dict(hashes),
-    }  # fmt: skip
+        "schema": _SCHEMA,
+        "open": f"age -d -i SECRET.key -o {archive['name'].removesuffix('.age')} {archive['name']}",
+        "archive": dict(archive),
+        "ciphertext": dict(hashes),
+    }
     return bounded_json.encode(parsed, indent=1) + b"\n"
 
 

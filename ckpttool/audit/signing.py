@@ -1,8 +1,8 @@
 """model.sig: an OpenSSF model-signing bundle over the files of an archive, made and verified without unpacking it.
 
-A bundle is a DSSE envelope around an in-toto statement that lists (file, SHA-256), with the signature and either a hint at
-the key or the certificates. It equals what `model_signing sign` makes of the unpacked folder, so anybody can check that folder
-without ckpttool (model.sig itself is not signed):
+A bundle is a DSSE envelope around an in-toto statement that lists (file, SHA-256), with the signature and either a hint
+at the key or the certificates. It equals what `model_signing sign` makes of the unpacked folder, so anybody can check
+that folder without ckpttool (model.sig itself is not signed):
 
     tar --zstd -xf ARCHIVE.tar.zst -C DIR
     python -m model_signing verify key DIR --signature DIR/model.sig --public_key pub.pem
@@ -11,7 +11,8 @@ without ckpttool (model.sig itself is not signed):
 Keys are on the curves P-256, P-384 or P-521. A key is identified by the SHA-256 of its public PEM file, as `sha256sum
 pub.pem` prints it. A certificate is validated for the time when its validity began, so that a signature outlives it.
 
-Sigstore's keyless signatures need a network and a browser, and ckpttool does not make them. Sign the unpacked folder instead: `python -m model_signing sign sigstore DIR --signature ARCHIVE.tar.zst.sig`, and `verify sigstore` likewise.
+Sigstore's keyless signatures need a network and a browser, and ckpttool does not make them. Sign the unpacked folder
+instead: `python -m model_signing sign sigstore DIR --signature ARCHIVE.tar.zst.sig`, and `verify sigstore` likewise.
 
 ECDSA uses a random number for each signature, so the same files signed twice have different bundles.
 
@@ -194,8 +195,8 @@ def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | 
     method = signed.serialization_type
     if (method.get("method"), method.get("hash_type")) != ("files", "sha256"):
         return Unsupported(
-            f"{SIGNATURE} signs the {method.get('hash_type')!a} of {method.get('method')!a}; an archive lists the SHA-256 of its "
-            "files. Unpack it and check it with model_signing."
+            f"{SIGNATURE} signs the {method.get('hash_type')!a} of {method.get('method')!a}; an archive lists the "
+            "SHA-256 of its files. Unpack it and check it with model_signing."
         )
     then, now = {r.identifier: r.digest.digest_hex for r in signed.resource_descriptors()}, dict(resources)
     faults = {
@@ -205,8 +206,8 @@ def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | 
     }
     summary = "; ".join(f"{what}: {_names(names)}" for what, names in faults.items() if names)
     return Differs(
-        f"{SIGNATURE}: the signature is good, but the files are others than those signed ({summary}). They were altered "
-        "afterwards, or the signature is that of another archive."
+        f"{SIGNATURE}: the signature is good, but the files are others than those signed ({summary}). They were "
+        "altered afterwards, or the signature is that of another archive."
     )
 
 

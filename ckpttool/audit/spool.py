@@ -1,7 +1,8 @@
 """The plain bytes of an encrypted archive while it is read, in a file without a name.
 
-ckpttool decrypts age files only from start to end, and restoring and verifying need random access. So they read from a spool: a
-file that is unlinked before the first byte is written, so that the plain bytes disappear with the process, however it ends.
+ckpttool decrypts age files only from start to end, and restoring and verifying need random access. So they read from a
+spool: a file that is unlinked before the first byte is written, so that the plain bytes disappear with the process,
+however it ends.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Spool(Source):
                 done += os.write(self._fd, data[done:])
             except OSError as e:
                 raise NoSpace(
-                    f"{self.root}: the plain bytes of {self.name} do not fit ({e.strerror}); choose a larger {argument('scratch')}."
+                    f"{self.root}: the plain bytes of {self.name} do not fit ({e.strerror}); choose a larger "
+                    f"{argument('scratch')}."
                 ) from e
         self._end += len(data)
 

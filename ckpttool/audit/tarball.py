@@ -2,8 +2,8 @@
 
 A header is 512 bytes, as the standard library's tarfile makes them in the GNU format (sizes beyond 8 GiB in base 256);
 the data is padded with zeros to 512; two zero blocks end the tar. Reading is the inverse and no more: a header must be,
-byte for byte, the one that would be written for its name, size and time, so links, devices, sparse files, extensions and
-owners cannot occur.
+byte for byte, the one that would be written for its name, size and time, so links, devices, sparse files, extensions
+and owners cannot occur.
 
 Source: POSIX.1-2017, pax, "ustar Interchange Format"; the GNU tar manual, "Basic Tar Format".
 """
@@ -56,8 +56,14 @@ def entry(block: bytes, what: str) -> Entry | None:
     except (tarfile.HeaderError, ValueError) as e:
         raise Corrupt(f"{what}: a tar header is damaged ({e}).") from None
     found = Entry(info.name, info.size, int(info.mtime))
-    kind = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link", tarfile.DIRTYPE: "a folder",
-            tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a pipe"}.get(info.type)  # fmt: skip
+    kind = {
+        tarfile.SYMTYPE: "a symbolic link",
+        tarfile.LNKTYPE: "a hard link",
+        tarfile.DIRTYPE: "a folder",
+        tarfile.CHRTYPE: "a device",
+        tarfile.BLKTYPE: "a device",
+        tarfile.FIFOTYPE: "a pipe",
+    }.get(info.type)
     if kind or info.type != tarfile.REGTYPE:
         raise Unsafe(f"{what}: member {short(info.name)} is {kind or 'no regular file'}; an archive holds only those.")
     try:

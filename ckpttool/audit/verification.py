@@ -34,8 +34,8 @@ __all__ = ["Finding", "Verdict", "verify_archive"]
 @dataclass
 class Verdict:
     """The result of a verification; sound if `findings` is empty. `signature` says who signed, or why that is unknown,
-    `ledger` what the store's ledger says about the archive, `warnings` where ledger and hold file disagree and why workers were not used,
-    `workers` who read: `parallel_reading.read_with_workers`, None for one process."""
+    `ledger` what the store's ledger says about the archive, `warnings` where ledger and hold file disagree and why
+    workers were not used, `workers` who read: `parallel_reading.read_with_workers`, None for one process."""
 
     path: str
     depth: str
@@ -88,7 +88,8 @@ def verify_archive(
     Args:
         public_key, certificates: who must have signed it; where None a signature is only described.
         against: a checkpoint in any layout that must hold the same state.
-        root: what it must have: a Merkle root (of all tensors), or "sha256:" and the hash of MANIFEST.json (of all state).
+        root: what it must have: a Merkle root (of all tensors), or "sha256:" and the hash of MANIFEST.json (of all
+        state).
         workers: who reads, as in `convert`.
         path_for_workers: where they open it; where None this process reads it alone.
 
@@ -187,8 +188,13 @@ def _against(
     found = diff(path or Place(archive.base, archive.file), against, only=only, workers=workers, progress=progress)
     if not found.equal:
         names = [
-            *found.only_in_a, *found.only_in_b, *found.dtypes, *found.shapes, *found.values, *(d.name for d in found.data),
-        ]  # fmt: skip
+            *found.only_in_a,
+            *found.only_in_b,
+            *found.dtypes,
+            *found.shapes,
+            *found.values,
+            *(d.name for d in found.data),
+        ]
         raise Differs(
             f'{against} differs from {archive.root}: {len(names)} entries differ, first "{names[0]}". '
             "`ckpttool diff` shows the values."

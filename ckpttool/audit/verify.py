@@ -1,4 +1,5 @@
-"""`audit verify` as a command: open the archive, verify it, compare it with the ledger, and record the verdict there."""
+"""`audit verify` as a command: open the archive, verify it, compare it with the ledger, and record the verdict
+there."""
 
 from __future__ import annotations
 
@@ -41,12 +42,13 @@ def verify(
 ) -> Verdict:
     """Verify an archive. Of an encrypted one without a key, the ciphertext is compared with its sidecar.
 
-    If the store has a ledger, the archive is compared with the one recorded under this name, at any depth, and the result is
-    appended if the ledger is writable.
+    If the store has a ledger, the archive is compared with the one recorded under this name, at any depth, and the
+    result is appended if the ledger is writable.
 
     Args:
         jobs: threads that decompress and hash; of each worker, where there are some.
-        workers: who reads the archive, as in `ckpttool.convert`. One process reads an encrypted one, or one whose structure is
+        workers: who reads the archive, as in `ckpttool.convert`. One process reads an encrypted one, or one whose
+        structure is
             damaged; a warning says so.
 
     Raises:
@@ -56,7 +58,8 @@ def verify(
     serve_if_worker(workers)
     if quick and workers is not None:
         raise UsageError(
-            f"{argument('workers', workers)}: only structure and signature were asked for, which one process reads. Leave one of the two out."
+            f"{argument('workers', workers)}: only structure and signature were asked for, which one process reads. "
+            "Leave one of the two out."
         )
     where = place(path)
     source, file = where.source, where.file
@@ -71,7 +74,8 @@ def verify(
         recorded = ledger.records(lines or [])
         if by_ledger and file not in recorded:
             raise UsageError(
-                f"{argument('deep', True)}: {unread or f'{store} has no ledger with an export of {file}'}; give {argument('against')} or {argument('root')}."
+                f"{argument('deep', True)}: {unread or f'{store} has no ledger with an export of {file}'}; give "
+                f"{argument('against')} or {argument('root')}."
             )
     except CkpttoolError:
         source.close()
@@ -94,9 +98,18 @@ def verify(
             source.close()
             source = spool
         found = verify_archive(
-            source, name, quick=quick, public_key=public_key, certificates=certificates, against=against, root=root,
-            jobs=jobs, workers=workers, path_for_workers=path if source is where.source else None, progress=progress,
-        )  # fmt: skip
+            source,
+            name,
+            quick=quick,
+            public_key=public_key,
+            certificates=certificates,
+            against=against,
+            root=root,
+            jobs=jobs,
+            workers=workers,
+            path_for_workers=path if source is where.source else None,
+            progress=progress,
+        )
         found.ledger = unread
         _compare(found, store, file, lines, recorded, by_ledger)
     except (Corrupt, Differs) as e:
@@ -189,10 +202,17 @@ def _ciphertext(source: Source, file: str, root: str | None, quick: bool, progre
 
 def _note(found: Verdict, store: str, file: str, in_ledger: bool) -> Verdict:
     _append(
-        store, file, in_ledger, sound=not found.findings, depth=found.depth, merkle_root=found.merkle_root,
-        manifest_sha256=found.manifest_sha256, created=found.created or "", bytes=found.file_bytes,
+        store,
+        file,
+        in_ledger,
+        sound=not found.findings,
+        depth=found.depth,
+        merkle_root=found.merkle_root,
+        manifest_sha256=found.manifest_sha256,
+        created=found.created or "",
+        bytes=found.file_bytes,
         why=str(found.findings[0])[:500] if found.findings else None,
-    )  # fmt: skip
+    )
     return found
 
 

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import UsageError
 from .help import about
-from .terminal import (  # fmt: skip
+from .terminal import (
     Json,
     Quiet,
     note,
@@ -36,8 +36,8 @@ def clean(
 ) -> None:
     """Remove what interrupted runs left next to a destination, and put back an old destination that they moved away.
 
-    Removes what belongs to you and is not in use; anything else is named. In an object store the next run at the same URL
-    uses or removes what was left.
+    Removes what belongs to you and is not in use; anything else is named. In an object store the next run at the same
+    URL uses or removes what was left.
     """
     from ..engine.inspect import human
     from ..storage import urls

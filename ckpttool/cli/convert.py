@@ -14,7 +14,7 @@ from ..options import OpenOptions
 from .help import READING, about
 from .layout_options import given
 from .reading import NOTHING_ASKED, reads
-from .terminal import (  # fmt: skip
+from .terminal import (
     CanonicalKeys,
     Cast,
     Drop,
@@ -52,19 +52,24 @@ __all__ = ["convert"]
 
 #: {what `--for` calls a trainer: (the layout that it resumes from, whether with canonical keys)}
 TRAINERS = {
-    "accelerate": ("accelerate", False), "trainer": ("trainer", False), "lightning": ("lightning", False),
-    "torchtitan": ("torchtitan", False), "deepspeed": ("zero3", False), "torch": ("dcp", True),
-}  # fmt: skip
+    "accelerate": ("accelerate", False),
+    "trainer": ("trainer", False),
+    "lightning": ("lightning", False),
+    "torchtitan": ("torchtitan", False),
+    "deepspeed": ("zero3", False),
+    "torch": ("dcp", True),
+}
 
 _MEANT = {"trainer": "Hugging Face Trainer, TRL", "torch": "a loop of your own, with dcp.load"}
 
 #: {a trainer that --for does not write for: why, and what to do}
 _NOT_WRITTEN = {
-    "verl": "it resumes from pickled DTensors, which are bound to one version of torch and to the ranks that wrote them. Write the "
-    "weights with --to hf, and give that folder as the path of the model.",
-    "torchtune": "a recipe resumes from its own recipe_state.pt. Write the weights with --to hf, and give that folder as checkpoint_dir; or weights and "
-    "optimizer under its names with --map torchtune-llama3, and put them into its two files (docs, torchtune).",
-}  # fmt: skip
+    "verl": "it resumes from pickled DTensors, which are bound to one version of torch and to the ranks that wrote "
+    "them. Write the weights with --to hf, and give that folder as the path of the model.",
+    "torchtune": "a recipe resumes from its own recipe_state.pt. Write the weights with --to hf, and give that folder "
+    "as checkpoint_dir; or weights and optimizer under its names with --map torchtune-llama3, and put "
+    "them into its two files (docs, torchtune).",
+}
 
 
 def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
@@ -144,8 +149,8 @@ def convert(
         list[str] | None,
         typer.Option(
             "--dequantize",
-            help="Write quantised tensors (torchao's 8-bit, 4-bit and fp8 optimizers) whose names match as float32, the exact value of "
-            "each code; may be repeated. To move to plain AdamW: 'optim.*'.",
+            help="Write quantised tensors (torchao's 8-bit, 4-bit and fp8 optimizers) whose names match as float32, "
+            "the exact value of each code; may be repeated. To move to plain AdamW: 'optim.*'.",
             metavar="GLOB",
         ),
     ] = None,
@@ -192,15 +197,29 @@ def convert(
         canonical_keys = canonical_keys or own
     target = target_of(to, dst)
     writing = planning.WriteRequest(
-        to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, cast=cast_rules(cast),
-        canonical_keys=canonical_keys, drop=drop, ignore_recorded_digests=ignore_recorded_digests,
-        strip_wrappers=strip_wrappers, regroup=regroup, vocab_size=vocab_size, dequantize=dequantize, map=name_map,
-    )  # fmt: skip
+        to=target.name,
+        options=options_of(target, given(ctx)),
+        world_size=world_size,
+        dtype=dtype,
+        cast=cast_rules(cast),
+        canonical_keys=canonical_keys,
+        drop=drop,
+        ignore_recorded_digests=ignore_recorded_digests,
+        strip_wrappers=strip_wrappers,
+        regroup=regroup,
+        vocab_size=vocab_size,
+        dequantize=dequantize,
+        map=name_map,
+    )
     meter = Meter(quiet)
     running = conversion.RunOptions(
-        force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs,
-        workers=workers, progress=meter,
-    )  # fmt: skip
+        force=force,
+        verify=not no_verify,
+        max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+        threads=jobs,
+        workers=workers,
+        progress=meter,
+    )
     if dry_run:
         try:
             found = dry_run_with(src, dst, reading, writing, running)
@@ -230,7 +249,8 @@ def convert(
     if done.workers is not None:
         count = done.workers["parts"]
         note(
-            f"{done.workers['name']} filled {count} part{'s'[: count != 1]}; {done.workers['again']} were submitted again",
+            f"{done.workers['name']} filled {count} part{'s'[: count != 1]}; {done.workers['again']} were submitted "
+            "again",
             quiet,
         )
     note(
@@ -266,8 +286,9 @@ def _print_plan(found: DryRun, verbose: bool) -> None:
         f"{human(found.written_bytes)}{room}"
     )
     say(
-        f"reads {human(found.read_bytes)}, writes {human(found.written_bytes)}: about {_duration(found.seconds)} if the disks do "
-        f"{human(found.bytes_per_second)}/s; memory: at most {human(found.memory_bytes)}{_of_workers(found)}"
+        f"reads {human(found.read_bytes)}, writes {human(found.written_bytes)}: about {_duration(found.seconds)} if "
+        f"the disks do {human(found.bytes_per_second)}/s; memory: at most "
+        f"{human(found.memory_bytes)}{_of_workers(found)}"
     )
     for file in found.files[:40]:
         say(f"  {file['name']:44s} {human(file['bytes']):>12s}")

@@ -9,7 +9,7 @@ import typer
 from ..options import OpenOptions
 from .help import READING, about
 from .reading import NOTHING_ASKED, reading_keywords, reads
-from .terminal import (  # fmt: skip
+from .terminal import (
     Json,
     Latest,
     Meter,
@@ -54,9 +54,15 @@ def diff(
     meter = Meter(quiet)
     try:
         found = compare(
-            a, b, rtol=rtol, atol=atol, map=name_map, workers=workers, progress=meter,
+            a,
+            b,
+            rtol=rtol,
+            atol=atol,
+            map=name_map,
+            workers=workers,
+            progress=meter,
             **reading_keywords(reading, "allow_equal_ranks", "allow_mixed_steps"),
-        )  # fmt: skip
+        )
     finally:
         meter.close()
     if as_json:

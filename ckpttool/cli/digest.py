@@ -9,7 +9,7 @@ import typer
 from ..options import OpenOptions
 from .help import READING, about
 from .reading import NOTHING_ASKED, reading_keywords, reads
-from .terminal import (  # fmt: skip
+from .terminal import (
     Json,
     Latest,
     Meter,
@@ -51,9 +51,13 @@ def digest(
     finally:
         meter.close()
     if as_json:
-        print_json({
-            "digest": found.digest, **({"tensors": found.tensors} if tensors else {}), "not_read": found.not_read,
-        })  # fmt: skip
+        print_json(
+            {
+                "digest": found.digest,
+                **({"tensors": found.tensors} if tensors else {}),
+                "not_read": found.not_read,
+            }
+        )
         return
     not_read(found.not_read, quiet)
     for line in found.lines():

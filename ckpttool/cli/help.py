@@ -32,7 +32,8 @@ F = TypeVar("F", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class About:
-    """What --help and the man page say besides options: `examples` of (purpose, command line), `exits` {code: meaning}."""
+    """What --help and the man page say besides options: `examples` of (purpose, command line), `exits` {code:
+    meaning}."""
 
     examples: tuple[tuple[str, str], ...]
     exits: Mapping[int, str]

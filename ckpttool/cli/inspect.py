@@ -12,7 +12,7 @@ from ..errors import NotRecognised, UsageError, argument
 from ..options import OpenOptions
 from .help import READING, about
 from .reading import NOTHING_ASKED, reads
-from .terminal import (  # fmt: skip
+from .terminal import (
     Json,
     Latest,
     Meter,
@@ -129,7 +129,10 @@ def _no_match(pattern: str, names: Iterable[str]) -> str:
 
     near = [n for n in names if pattern.strip("*").lower() in n.lower()]
     if near and pattern.strip("*"):
-        hint = f"{'1 name contains' if len(near) == 1 else f'{len(near)} names contain'} it, first {near[0]}: use '*{pattern.strip('*')}*'"
+        hint = (
+            f"{'1 name contains' if len(near) == 1 else f'{len(near)} names contain'} it, first {near[0]}: use "
+            f"'*{pattern.strip('*')}*'"
+        )
     elif close := get_close_matches(pattern, list(names), 1, 0.5):
         hint = f"did you mean {close[0]!r}?"
     else:

@@ -1,7 +1,8 @@
-"""Options of the command line that belong to a layout, made from the fields of `Layout.options` when a command needs them.
+"""Options of the command line that belong to a layout, made from the fields of `Layout.options` when a command needs
+them.
 
-A `LayoutCommand` has its own options and those of every layout that it can write, one panel per layout; `given(ctx)` returns
-the values that the user passed. `ckpttool --help` and other commands import no layout.
+A `LayoutCommand` has its own options and those of every layout that it can write, one panel per layout; `given(ctx)`
+returns the values that the user passed. `ckpttool --help` and other commands import no layout.
 """
 
 from __future__ import annotations
@@ -88,8 +89,14 @@ def _option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
     is_flag = kind is bool
     no = f"/--no-{flag[2:]}" if is_flag and default is True else ""
     return TyperOption(
-        param_decls=[flag + no], type=None if is_flag else str if size else kind,
-        is_flag=is_flag, default=None, help=text, metavar="SIZE" if size else field.metadata["metavar"],
-        expose_value=False, callback=keep, rich_help_panel=f"{WRITING}{names}",
+        param_decls=[flag + no],
+        type=None if is_flag else str if size else kind,
+        is_flag=is_flag,
+        default=None,
+        help=text,
+        metavar="SIZE" if size else field.metadata["metavar"],
+        expose_value=False,
+        callback=keep,
+        rich_help_panel=f"{WRITING}{names}",
         show_default=False,
-    )  # fmt: skip
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from .help import about
-from .terminal import (  # fmt: skip
+from .terminal import (
     Json,
     print_json,
     say,

@@ -156,7 +156,8 @@ def main() -> None:
         sys.unraisablehook = _unraisable
         streams()
         warnings.showwarning = _show
-        gc.disable()  # a large index is millions of objects that live until the end; looking for cycles is half of the time
+        # a large index is millions of objects that live until the end; looking for cycles is half of the time
+        gc.disable()
         _run_and_explain()
     except KeyboardInterrupt:  # before anything was begun, or another one while an error was printed
         _end(Interrupted(_interrupted()))
@@ -211,14 +212,15 @@ def _interrupted() -> str:
         return f"interrupted. {done}"
     if _stopped > 1:
         return (
-            "interrupted twice. No destination was changed; what was being written may be left beside it: the same command goes on from that or "
-            "removes it, and `ckpttool clean` removes it, too."
+            "interrupted twice. No destination was changed; what was being written may be left beside it: the same "
+            "command goes on from that or removes it, and `ckpttool clean` removes it, too."
         )
     return "interrupted; nothing was changed."
 
 
 def _unraisable(what: Any) -> None:
-    """An interrupt in a finalizer, where Python can raise nothing, comes again a moment later; anything else as usual."""
+    """An interrupt in a finalizer, where Python can raise nothing, comes again a moment later; anything else as
+    usual."""
     if what.exc_type is KeyboardInterrupt:
         _interrupt_soon()
     else:
@@ -254,8 +256,8 @@ def _run() -> None:
 
 
 def _status(program: Any) -> int:
-    """The exit status of a command line. Its mistakes are raised as errors of ours; typer would print them raw, and end silently when it
-    is interrupted."""
+    """The exit status of a command line. Its mistakes are raised as errors of ours; typer would print them raw, and end
+    silently when it is interrupted."""
     try:
         status = program(standalone_mode=False)
     except Exception as e:
@@ -285,7 +287,8 @@ def _exit(status: int) -> NoReturn:
 
 
 def _ignore_signals() -> None:
-    """After the last thread has ended: Python puts the handlers of the system back, which would end us with another status."""
+    """After the last thread has ended: Python puts the handlers of the system back, which would end us with another
+    status."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -296,8 +299,8 @@ def _lost(e: OSError) -> None:
     if isinstance(e, BrokenPipeError):
         _exit(141)  # as a program that SIGPIPE ends: whoever read our output has enough
     note(
-        f"error: standard output: {e.strerror}. What was printed is incomplete; a checkpoint that this command wrote is not "
-        "affected."
+        f"error: standard output: {e.strerror}. What was printed is incomplete; a checkpoint that this command wrote "
+        "is not affected."
     )
     _exit(_refused(e).exit_code)
 

@@ -20,11 +20,15 @@ def page() -> str:
     program: Any = typer.main.get_command(app)
     lines = [
         f'.TH CKPTTOOL 1 "" "ckpttool {__version__}" "User Commands"',
-        ".SH NAME", f"ckpttool \\- {_text(program.help).rstrip('.')}",
-        ".SH SYNOPSIS", ".B ckpttool", ".I COMMAND", "[OPTIONS] [ARGUMENTS]",
+        ".SH NAME",
+        f"ckpttool \\- {_text(program.help).rstrip('.')}",
+        ".SH SYNOPSIS",
+        ".B ckpttool",
+        ".I COMMAND",
+        "[OPTIONS] [ARGUMENTS]",
         *_about(program),
         ".SH COMMANDS",
-    ]  # fmt: skip
+    ]
     for name, command in commands(program):
         lines += _command(name, command)
     return "\n".join(lines) + "\n"

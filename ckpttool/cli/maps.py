@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .help import about
-from .terminal import (  # fmt: skip
+from .terminal import (
     Json,
     print_json,
     say,

@@ -11,7 +11,7 @@ from ..options import OpenOptions
 from .help import READING, about
 from .layout_options import given
 from .reading import NOTHING_ASKED, reads
-from .terminal import (  # fmt: skip
+from .terminal import (
     Cast,
     Drop,
     Dtype,
@@ -77,23 +77,34 @@ def pull(
     began = time.monotonic()
     try:
         done = run(
-            repository, dst, revision=revision,
+            repository,
+            dst,
+            revision=revision,
             reading=reading,
             writing=WriteRequest(
-                to=layout.name, options=options_of(layout, given(ctx)), world_size=world_size, dtype=dtype,
-                cast=cast_rules(cast), drop=drop, ignore_recorded_digests=ignore_recorded_digests,
+                to=layout.name,
+                options=options_of(layout, given(ctx)),
+                world_size=world_size,
+                dtype=dtype,
+                cast=cast_rules(cast),
+                drop=drop,
+                ignore_recorded_digests=ignore_recorded_digests,
             ),
             running=RunOptions(force=force, threads=jobs, progress=meter),
-        )  # fmt: skip
+        )
     finally:
         meter.close()
     seconds, result = time.monotonic() - began, done.result
     if as_json:
         told = {"url": done.url, "commit": done.commit, "compared": done.compared, **result.to_json()}
-        print_json({
-            **told, "notes": [*result.notes, *done.notes], "seconds": round(seconds, 3),
-            "peak_memory_mib": int(peak().split()[1]),
-        })  # fmt: skip
+        print_json(
+            {
+                **told,
+                "notes": [*result.notes, *done.notes],
+                "seconds": round(seconds, 3),
+                "peak_memory_mib": int(peak().split()[1]),
+            }
+        )
         return
     from ..engine.inspect import human
 

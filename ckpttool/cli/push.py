@@ -11,7 +11,7 @@ from ..options import OpenOptions
 from .help import READING, about
 from .layout_options import given
 from .reading import NOTHING_ASKED, reads
-from .terminal import (  # fmt: skip
+from .terminal import (
     Cast,
     Drop,
     Dtype,
@@ -88,24 +88,43 @@ def push(
     from ..layouts import find, options_of
 
     writing = WriteRequest(
-        options=options_of(find("hf"), given(ctx)), dtype=dtype, cast=cast_rules(cast), drop=drop,
+        options=options_of(find("hf"), given(ctx)),
+        dtype=dtype,
+        cast=cast_rules(cast),
+        drop=drop,
         ignore_recorded_digests=ignore_recorded_digests,
-    )  # fmt: skip
+    )
     src = newest_of(src, latest, quiet or as_json)
     meter = Meter(quiet)
     began = time.monotonic()
     try:
         done = push_with(
-            src, target, reading, writing, revision=revision, public=public, pull_request=pr, message=message, stage=stage,
-            threads=jobs, dry_run=dry_run, progress=meter,
-        )  # fmt: skip
+            src,
+            target,
+            reading,
+            writing,
+            revision=revision,
+            public=public,
+            pull_request=pr,
+            message=message,
+            stage=stage,
+            threads=jobs,
+            dry_run=dry_run,
+            progress=meter,
+        )
     finally:
         meter.close()
     seconds = time.monotonic() - began
     if as_json:
-        print_json({
-            **asdict(done), "dropped": [{"name": n, "bytes": b, "why": why} for n, b, why in done.dropped], "dry_run": dry_run, "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1]),
-        })  # fmt: skip
+        print_json(
+            {
+                **asdict(done),
+                "dropped": [{"name": n, "bytes": b, "why": why} for n, b, why in done.dropped],
+                "dry_run": dry_run,
+                "seconds": round(seconds, 3),
+                "peak_memory_mib": int(peak().split()[1]),
+            }
+        )
         return
     from ..engine.inspect import human
 

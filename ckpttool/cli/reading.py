@@ -1,4 +1,5 @@
-"""Options that say how a checkpoint is read: made of the fields of `OpenOptions`, so that every command that reads one has them all.
+"""Options that say how a checkpoint is read: made of the fields of `OpenOptions`, so that every command that reads one
+has them all.
 
 @reads()
 def digest(path: Src, reading: OpenOptions = NOTHING_ASKED, tensors: ... = False) -> None:
@@ -28,7 +29,8 @@ _LISTS = ("only", "wrap")
 
 
 def reads(*without: str) -> Callable[[F], F]:
-    """A decorator for a command with a parameter `reading`, in whose place it gets the options that say how a checkpoint is read.
+    """A decorator for a command with a parameter `reading`, in whose place it gets the options that say how a
+    checkpoint is read.
 
     Args:
         without: fields of `OpenOptions` that this command has no use for.
@@ -55,7 +57,8 @@ def reads(*without: str) -> Callable[[F], F]:
 
 
 def reading_keywords(reading: OpenOptions, *without: str) -> dict[str, Any]:
-    """{name: value} of the options that `reads(*without)` adds, for a function of the Python interface that takes them one by one."""
+    """{name: value} of the options that `reads(*without)` adds, for a function of the Python interface that takes them
+    one by one."""
     return {f.name: getattr(reading, f.name) for f in _options(without)}
 
 

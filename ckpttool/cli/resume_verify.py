@@ -15,7 +15,7 @@ from ..options import OpenOptions
 from ..printable import printable
 from .help import READING, about
 from .reading import NOTHING_ASKED, reading_keywords, reads
-from .terminal import (  # fmt: skip
+from .terminal import (
     Json,
     Latest,
     Quiet,
@@ -184,7 +184,8 @@ def resume_verify(
         str | None,
         typer.Option(
             "--module-prefix",
-            help="Prefix that the names of the checkpoint have and those of the job's model do not, such as net. of a LightningModule.",
+            help="Prefix that the names of the checkpoint have and those of the job's model do not, such as net. of a "
+            "LightningModule.",
             metavar="NAME.",
             rich_help_panel="Job",
         ),
@@ -193,7 +194,8 @@ def resume_verify(
         bool | None,
         typer.Option(
             "--deterministic/--no-deterministic",
-            help="Use deterministic kernels and collectives. By default as the job of --reference did; otherwise if torch has them.",
+            help="Use deterministic kernels and collectives. By default as the job of --reference did; otherwise if "
+            "torch has them.",
             rich_help_panel="Job",
         ),
     ] = None,
@@ -270,7 +272,8 @@ def resume_verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not, 12 if it does not fit."""
+    """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not, 12 if it
+    does not fit."""
     from ..resume.ranks.torchrun import in_job, lasting_job, leave_together
     from ..resume.report import files as reports
     from ..resume.report.terminal import screen
@@ -298,16 +301,43 @@ def resume_verify(
     with lasting_job():
         try:
             found = run(
-                src, against=against, reference=reference, job=job,
-                world_size=world_size, mesh=mesh,
-                against_world_size=against_world_size, steps=steps, start_step=start_step, data=data, seed=seed,
-                sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, dtype=dtype, device=device, clip=clip,
-                profile=profile, calibrate=calibrate, keep_dropout=keep_dropout,
-                activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload, module_prefix=module_prefix,
-                deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, timeout=timeout, peak_tflops=peak_tflops,
-                min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
-                max_load_seconds=max_load_seconds, status=telling, **reading_keywords(reading, "only"),
-            )  # fmt: skip
+                src,
+                against=against,
+                reference=reference,
+                job=job,
+                world_size=world_size,
+                mesh=mesh,
+                against_world_size=against_world_size,
+                steps=steps,
+                start_step=start_step,
+                data=data,
+                seed=seed,
+                sequence=sequence,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                dtype=dtype,
+                device=device,
+                clip=clip,
+                profile=profile,
+                calibrate=calibrate,
+                keep_dropout=keep_dropout,
+                activation_checkpointing=activation_checkpointing,
+                compile=compile_,
+                cpu_offload=cpu_offload,
+                module_prefix=module_prefix,
+                deterministic=deterministic,
+                reread=reread,
+                round_trip=round_trip,
+                scratch=scratch,
+                timeout=timeout,
+                peak_tflops=peak_tflops,
+                min_mfu=min_mfu,
+                max_reserved_gib=max_reserved_gib,
+                max_step_seconds=max_step_seconds,
+                max_load_seconds=max_load_seconds,
+                status=telling,
+                **reading_keywords(reading, "only"),
+            )
         finally:
             telling.close()
         if found is not None:  # None on other ranks than the first of a job that was started from outside

@@ -58,7 +58,7 @@ __all__ = [
     "refuse_empty",
     "say",
     "streams",
-]  # fmt: skip
+]
 
 Src = Annotated[
     str,
@@ -80,7 +80,8 @@ To = Annotated[
     str | None,
     typer.Option(
         "--to",
-        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, accelerate, trainer, lightning, torchtitan or megatron.",
+        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, "
+        "accelerate, trainer, lightning, torchtitan or megatron.",
         autocompletion=layout_names,
         metavar="LAYOUT",
     ),
@@ -98,7 +99,8 @@ NameMap = Annotated[
     str | None,
     typer.Option(
         "--map",
-        help="Names and order of another program, for weights and optimizer: a map of `ckpttool maps`, a file, or none.",
+        help="Names and order of another program, for weights and optimizer: a map of `ckpttool maps`, a file, or "
+        "none.",
         metavar="NAME|FILE",
     ),
 ]
@@ -125,7 +127,8 @@ Threads = Annotated[
         "--jobs",
         "-j",
         min=1,
-        help="Number of threads that read, and of threads that write. With 1, one thread does everything: less CPU time, more wall time.",
+        help="Number of threads that read, and of threads that write. With 1, one thread does everything: less CPU "
+        "time, more wall time.",
     ),
 ]
 
@@ -143,8 +146,8 @@ Workers = Annotated[
     str | None,
     typer.Option(
         "--workers",
-        help="Who does the work: N processes here, or the workers of a dask, Ray or MPI cluster. Default: half of the cores, at "
-        "most 8, from 4 GB on.",
+        help="Who does the work: N processes here, or the workers of a dask, Ray or MPI cluster. Default: half of the "
+        "cores, at most 8, from 4 GB on.",
         metavar="N|dask:ADDRESS|ray:auto|mpi|MODULE:FACTORY",
         callback=_serve_if_worker,
     ),
@@ -171,7 +174,8 @@ NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not read the res
 
 
 def newest_of(path: str, latest: bool, quiet: bool = False) -> str:
-    """The checkpoint to read: the path itself, or with --latest the newest complete one below it, which a note names."""
+    """The checkpoint to read: the path itself, or with --latest the newest complete one below it, which a note
+    names."""
     if not latest:
         return path
     from ..engine.discover.detection import latest as look
@@ -276,9 +280,15 @@ class Meter:
         )
 
         bar = Progress(
-            TextColumn("{task.description:8s}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[memory]}"), console=console(stderr=True), transient=True,
-        )  # fmt: skip
+            TextColumn("{task.description:8s}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[memory]}"),
+            console=console(stderr=True),
+            transient=True,
+        )
         self.task = bar.add_task(what, total=max(1, total), memory="")
         bar.start()
         self.bar = bar
@@ -301,7 +311,8 @@ class OutputLost(Exception):
 class Stdout:
     """Standard output; its failures raise OutputLost, unlike those of the files that a command works on.
 
-    Whatever is written has escapes for what does not print, but for line ends; `drawn` are controls of the terminal, by rich.
+    Whatever is written has escapes for what does not print, but for line ends; `drawn` are controls of the terminal, by
+    rich.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -334,7 +345,8 @@ class Stdout:
 
 
 class Stderr:
-    """Standard error, whose failures are ignored: a full log or a closed terminal must not end a conversion. Otherwise as `Stdout`."""
+    """Standard error, whose failures are ignored: a full log or a closed terminal must not end a conversion. Otherwise
+    as `Stdout`."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -413,8 +425,8 @@ def note(text: str, quiet: bool = False) -> None:
 
 
 def left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool = False) -> None:
-    """Print one line about (name, bytes, why) that the target does not hold, and one about files that were not read; with
-    `verbose`, every name."""
+    """Print one line about (name, bytes, why) that the target does not hold, and one about files that were not read;
+    with `verbose`, every name."""
     from ..engine.discover.unread_files import NOT_READ, human, listed
     from ..index.checkpoint import Unread
 
@@ -466,7 +478,8 @@ def draw(*renderables: Any) -> None:
 
 
 def console(stderr: bool = False, **options: Any) -> Console:
-    """A `rich.console.Console` on stdout or stderr. What it is given cannot control the terminal; what rich adds can."""
+    """A `rich.console.Console` on stdout or stderr. What it is given cannot control the terminal; what rich adds
+    can."""
     from rich.console import Console
     from rich.segment import Segment
 

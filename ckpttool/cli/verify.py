@@ -9,7 +9,7 @@ import typer
 from ..options import OpenOptions
 from .help import READING, about
 from .reading import NOTHING_ASKED, reading_keywords, reads
-from .terminal import (  # fmt: skip
+from .terminal import (
     Json,
     Latest,
     Meter,

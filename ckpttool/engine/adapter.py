@@ -1,7 +1,8 @@
-"""adapter_extract, adapter_merge: the LoRA of a checkpoint as PEFT's files, and a model with its LoRA merged in any layout.
+"""adapter_extract, adapter_merge: the LoRA of a checkpoint as PEFT's files, and a model with its LoRA merged in any
+layout.
 
-Both are conversions: one of the part of the weights that PEFT saves, one of a checkpoint whose merged weights are computed
-(merging.py). Everything that holds for `convert` holds for them.
+Both are conversions: one of the part of the weights that PEFT saves, one of a checkpoint whose merged weights are
+computed (merging.py). Everything that holds for `convert` holds for them.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ def adapter_extract(
         src: a checkpoint that holds an adapter: of the whole model that PEFT wrapped, or the adapter alone.
         dst: the folder to write, with adapter_model.safetensors and adapter_config.json.
         adapter_name: which adapter, where there are several; "default" where None.
-        adapter_config: folder with adapter_config.json, where it is neither beside the checkpoint nor one folder above it.
+        adapter_config: folder with adapter_config.json, where it is neither beside the checkpoint nor one folder above
+        it.
         config: as `open`; where `adapter_config` is None, the folder with adapter_config.json too.
-        lora_alpha: of the LoraConfig, where there is no adapter_config.json; one is made of it, and of names and shapes.
+        lora_alpha: of the LoraConfig, where there is no adapter_config.json; one is made of it, and of names and
+        shapes.
         rslora: with `lora_alpha`: use_rslora of the LoraConfig.
         base_model: with `lora_alpha`: base_model_name_or_path of adapter_config.json.
         strip_prefix: modules that names of weights begin with, to leave out ("net.").
@@ -57,7 +60,8 @@ def adapter_extract(
         (the others): as `convert`.
 
     Raises:
-        Unsupported: there is no adapter, no adapter_config.json and no `lora_alpha`, or a kind whose names are not known.
+        Unsupported: there is no adapter, no adapter_config.json and no `lora_alpha`, or a kind whose names are not
+        known.
     """
     config = reading.get("config")
     if config is not None and os.path.isdir(config) and not os.path.exists(os.path.join(config, "config.json")):
@@ -65,9 +69,14 @@ def adapter_extract(
     hf = layouts.find("hf")
     assert hf.options is not None
     options = hf.options(
-        adapter=True, adapter_name=adapter_name, adapter_config=adapter_config, lora_alpha=lora_alpha, rslora=rslora,
-        base_model=base_model, strip_prefix=strip_prefix,
-    )  # fmt: skip
+        adapter=True,
+        adapter_name=adapter_name,
+        adapter_config=adapter_config,
+        lora_alpha=lora_alpha,
+        rslora=rslora,
+        base_model=base_model,
+        strip_prefix=strip_prefix,
+    )
     writing = WriteRequest(to="hf", options=options, dtype=dtype, ignore_recorded_digests=ignore_recorded_digests)
     running = RunOptions(
         force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
@@ -100,15 +109,18 @@ def adapter_merge(
     progress: Progress = silent,
     **reading: Unpack[Reading],
 ) -> ConvertResult:
-    """Write a model with its LoRA merged: W + scaling * B @ A, with the bits that PEFT's merge_and_unload gives on a CPU.
+    """Write a model with its LoRA merged: W + scaling * B @ A, with the bits that PEFT's merge_and_unload gives on a
+    CPU.
 
-    One weight with its adapter is in memory at a time. Optimizer, scheduler and other state of the adapter's training is not
-    carried; the notes of the result say by how much the adapter was scaled. torch computes, and must be installed.
+    One weight with its adapter is in memory at a time. Optimizer, scheduler and other state of the adapter's training
+    is not carried; the notes of the result say by how much the adapter was scaled. torch computes, and must be
+    installed.
 
     Args:
         src: the base model, in any layout; or, without `adapter`, a checkpoint that holds base model and adapter.
         dst: path or URL of the merged model.
-        adapter: the checkpoint that holds the adapter: PEFT's folder, or any other layout. Its fp16 and bf16 tensors are
+        adapter: the checkpoint that holds the adapter: PEFT's folder, or any other layout. Its fp16 and bf16 tensors
+        are
             taken to fp32 first, as PeftModel.from_pretrained does; those in the state of a job keep their dtype.
         adapter_name: which adapter, or which ones in this order, where there are several.
         adapter_config: folder with adapter_config.json, where it is neither beside the adapter nor one folder above it.
@@ -118,7 +130,8 @@ def adapter_merge(
         (the others): as `convert`; `source_layout` to `wrap` are about `src`.
 
     Raises:
-        Unsupported: what cannot be merged exactly, by its name (IA3, LoHa, trained tokens, convolutions); or state of the
+        Unsupported: what cannot be merged exactly, by its name (IA3, LoHa, trained tokens, convolutions); or state of
+        the
             training would be left out, and neither `drop` nor `only` is set.
         Corrupt: adapter and base model do not fit. MissingPackage: torch is not installed.
     """
@@ -135,9 +148,14 @@ def adapter_merge(
         **reading,
     )
     writing = WriteRequest(
-        to=merge_target(to, dst).name, options=options, world_size=world_size, dtype=dtype, cast=cast, drop=drop,
+        to=merge_target(to, dst).name,
+        options=options,
+        world_size=world_size,
+        dtype=dtype,
+        cast=cast,
+        drop=drop,
         ignore_recorded_digests=ignore_recorded_digests,
-    )  # fmt: skip
+    )
     running = RunOptions(
         force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
     )

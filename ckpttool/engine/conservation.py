@@ -1,8 +1,9 @@
 """The law of a conversion: every entry of the source is kept, changed as declared, or dropped with a reason.
 
-Writers declare, the engine judges. `Account.add_step` compares the index before and after each change that the engine makes to a state
-(a name map, a cast); `Account.add_draft` compares it with what the writer has planned, before a byte is written; `other_values`
-compares the plan with what a reader finds in the result (verification.read_back does that for the bytes of tensors).
+Writers declare, the engine judges. `Account.add_step` compares the index before and after each change that the engine
+makes to a state (a name map, a cast); `Account.add_draft` compares it with what the writer has planned, before a byte
+is written; `other_values` compares the plan with what a reader finds in the result (verification.read_back does that
+for the bytes of tensors).
 
     kept      same name; same shape, dtype and source bytes, or an equal value
     changed   another name, dtype, shape or value, for a stated reason
@@ -42,8 +43,8 @@ class Account:
     def add_step(self, how: str, before: Checkpoint, after: Checkpoint, computed: bool = False) -> None:
         """Compare a state before and after one change to all of it, such as a name map.
 
-        An entry that the result has under no name is dropped, with `how` as the reason, unless its bytes, or its data, are there
-        under another name, or the entries of the result are `computed` from those that are gone.
+        An entry that the result has under no name is dropped, with `how` as the reason, unless its bytes, or its data,
+        are there under another name, or the entries of the result are `computed` from those that are gone.
         """
         if after is before:
             return
@@ -240,18 +241,21 @@ def changed_values(before: Mapping[str, Value], after: Mapping[str, Value], how:
 
 
 def written_values(draft: Draft, tensors: Container[str] = ()) -> dict[str, Value]:
-    """The values of a state that its destination holds, without those that the layout had to add and those that are `tensors` of
-    one element in the state."""
+    """The values of a state that its destination holds, without those that the layout had to add and those that are
+    `tensors` of one element in the state."""
     gone = {d.name for d in draft.dropped} | draft.synthesized_values.keys()
     return {n: v for n, v in draft.checkpoint.values.items() if n not in gone and n not in tensors}
 
 
 def other_values(found: Checkpoint, of_layout: Container[str], draft: Draft, digests: Mapping[str, str]) -> list[str]:
-    """Compare the values that a reader finds in a destination with those of its draft: types, bits of numbers, keys and order.
+    """Compare the values that a reader finds in a destination with those of its draft: types, bits of numbers, keys and
+    order.
 
     Args:
-        of_layout: values that the layout added, that the reader found as they were written, and that are not in `found`.
-        digests: {tensor: BLAKE3 in hex} of all tensors in `found`; an array in a value may be a tensor of its own there.
+        of_layout: values that the layout added, that the reader found as they were written, and that are not in
+        `found`.
+        digests: {tensor: BLAKE3 in hex} of all tensors in `found`; an array in a value may be a tensor of its own
+        there.
 
     Returns:
         Sentences about those that differ; none where all are equal.

@@ -1,7 +1,7 @@
 """plan -> fill -> read back -> commit: one checkpoint becomes another.
 
-`convert` asks the target layout for a draft, fills it, reads the result back from the disk, compares digests, and commits it
-in one rename.
+`convert` asks the target layout for a draft, fills it, reads the result back from the disk, compares digests, and
+commits it in one rename.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ __all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_wi
 class ConvertResult(Shown):
     """What a conversion did. Sizes are in bytes.
 
-    Every tensor and value of the source is in `kept`, `changed` {name: how} or `dropped` (name, bytes, why); `added` are entries of the
-    destination that the source does not have. `dropped` also lists files beside the checkpoint that were not read.
+    Every tensor and value of the source is in `kept`, `changed` {name: how} or `dropped` (name, bytes, why); `added`
+    are entries of the destination that the source does not have. `dropped` also lists files beside the checkpoint that
+    were not read.
     """
 
     source: str
@@ -68,7 +69,8 @@ class ConvertResult(Shown):
     workers: dict[str, Any] | None = None  # of a run with several workers: parallel_fill.fill_with_workers
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run, and what was changed {"name", "how"}."""
+        """Plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run, and what was changed {"name",
+        "how"}."""
         dropped = [{"name": name, "bytes": nbytes, "why": why} for name, nbytes, why in self.dropped]
         changed = [{"name": name, "how": how} for name, how in self.changed.items()]
         return {**asdict(self), "dropped": dropped, "changed": changed}
@@ -78,7 +80,10 @@ class ConvertResult(Shown):
         ranks = f" for {self.world_size} rank{'s' if self.world_size != 1 else ''}" if self.world_size else ""
         equal = ", read back and equal" if self.verified else ", not read back"
         yield f"{self.source} -> {self.destination}"
-        yield f"{self.layout_from} -> {self.layout_to}{ranks}: {self.tensors:,} tensors, {human(self.written_bytes)}{equal}"
+        yield (
+            f"{self.layout_from} -> {self.layout_to}{ranks}: {self.tensors:,} tensors, "
+            f"{human(self.written_bytes)}{equal}"
+        )
         if self.dropped:
             yield f"left behind: {len(self.dropped):,} entries, first {self.dropped[0][0]}"
         for text in self.notes:
@@ -131,10 +136,10 @@ def convert(
 ) -> ConvertResult:
     """Convert a checkpoint to another layout, world size or dtype, bit for bit.
 
-    The destination appears whole or not at all. What the target cannot hold, and state in files that the source's layout
-    does not read, stops the conversion unless `drop` is set; `hf` stores only weights, so dropping the optimizer there is
-    reported but not an error. What is copied is compared with the digests that were recorded of the source; cast tensors are
-    read again for that.
+    The destination appears whole or not at all. What the target cannot hold, and state in files that the source's
+    layout does not read, stops the conversion unless `drop` is set; `hf` stores only weights, so dropping the optimizer
+    there is reported but not an error. What is copied is compared with the digests that were recorded of the source;
+    cast tensors are read again for that.
 
     What an interrupted run of the same conversion has left is used after it was read again; such a result is read back
     even where `verify` is not set. An old destination that an interrupted run had taken away is put back first.
@@ -142,15 +147,17 @@ def convert(
     Args:
         src: a folder, a file, or the URL of one; never changed.
         dst: path or URL of the new checkpoint.
-        to: layout to write ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1", "torch_checkpointing", "megatron",
-            "audit", "accelerate", "trainer", "lightning", "torchtitan"); where None, the name of the destination tells (".pt", ".pth", ".bin" and
-            ".ckpt" are full).
+        to: layout to write ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1",
+        "torch_checkpointing", "megatron",
+            "audit", "accelerate", "trainer", "lightning", "torchtitan"); where None, the name of the destination tells
+            (".pt", ".pth", ".bin" and ".ckpt" are full).
         options: what only that layout understands: an `HfOptions`, `ZeroOptions` (zero1 to zero3), `UniversalOptions`,
-            `Fsdp1Options`, `ArchiveOptions` or `DirectoryOptions` (trainer, accelerate); `help` of these shows units and
-            defaults.
+            `Fsdp1Options`, `ArchiveOptions` or `DirectoryOptions` (trainer, accelerate); `help` of these shows units
+            and defaults.
         world_size: ranks of the job that will load it, at least 1; those of the source where None.
         only: components to convert (["model", "optim"]); all where None.
-        dtype: floating-point dtype of the weights ("bf16", "fp16", "fp32", "keep"); optimizer state keeps its own. "keep" where
+        dtype: floating-point dtype of the weights ("bf16", "fp16", "fp32", "keep"); optimizer state keeps its own.
+        "keep" where
             None.
         cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.
         canonical_keys: dcp and full: write "model" and "optim" with plain FQNs, as torch's `get_state_dict` names them,
@@ -158,39 +165,57 @@ def convert(
         drop: go on without what the target cannot hold, and without state in files that were not read.
         force: replace an existing checkpoint, whole.
         verify: read the result back from the disk and compare digests.
-        source_layout, config, like, flat_layout, wrap, tag, allow_equal_ranks, allow_mixed_steps: as `open`. `config`, `like`,
+        source_layout, config, like, flat_layout, wrap, tag, allow_equal_ranks, allow_mixed_steps: as `open`. `config`,
+        `like`,
             `flat_layout` and `wrap` also describe the model to the layout that is written.
         salvage: of a damaged source, write what is whole; ckpttool.json lists what is exact, rebuilt and missing.
         fill_from: with `salvage`, another step of the same run, for what is lost.
         strip_wrappers: dcp and full: leave prefixes of wrappers ("_orig_mod.", "module.") out of the source's own keys.
-        vocab_size: rows of the embedding and the output layer, with their moments: more are zeros, and rows are cut only if nothing was
+        vocab_size: rows of the embedding and the output layer, with their moments: more are zeros, and rows are cut
+        only if nothing was
             learned in them.
         regroup: give the optimizer the param groups of the checkpoint that `like` names.
         dequantize: globs of names of quantised tensors (["optim.*"]) to write as float32, the exact value of each code.
-        map: a name map: its file, or the name of one that comes with ckpttool ("torchtitan-llama3"), from one program's names and order of
-            weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer that wrote the source, if there is
-            one; "none" for no map.
+        map: a name map: its file, or the name of one that comes with ckpttool ("torchtitan-llama3"), from one program's
+        names and order of
+            weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer that wrote the
+            source, if there is one; "none" for no map.
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
-        max_memory_bytes: budget of all buffers of a process, in bytes; 150 MB where None, 220 MB where the source is in a store.
-        threads: threads that read, and as many that write; of each worker, where there are some. With 1, one thread does everything.
-        workers: who fills the parts of the destination at the same time: a number of processes on this machine, "dask:ADDRESS",
-            "ray:ADDRESS", "mpi", "package.module:factory", or a `concurrent.futures.Executor`. Where None, as many processes as
-            the machine and the bytes deserve: one for less than 4 GB or on fewer than 4 cores.
+        max_memory_bytes: budget of all buffers of a process, in bytes; 150 MB where None, 220 MB where the source is in
+        a store.
+        threads: threads that read, and as many that write; of each worker, where there are some. With 1, one thread
+        does everything.
+        workers: who fills the parts of the destination at the same time: a number of processes on this machine,
+        "dask:ADDRESS",
+            "ray:ADDRESS", "mpi", "package.module:factory", or a `concurrent.futures.Executor`. Where None, as many
+            processes as the machine and the bytes deserve: one for less than 4 GB or on fewer than 4 cores.
         progress: called with (what is done, bytes done, bytes in all).
 
     Raises:
-        CkpttoolError: one of `ckpttool.errors`; the destination is as it was before, or the message says that it is the new
+        CkpttoolError: one of `ckpttool.errors`; the destination is as it was before, or the message says that it is the
+        new
             one. What is worth knowing besides, such as what could not be removed, is in the notes of the exception.
     """
     source = OpenOptions(
         only=only, salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from), **reading
     )
     writing = WriteRequest(
-        to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
-        ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
-        regroup=regroup, dequantize=dequantize, map=None if map is None else os.fspath(map),
-    )  # fmt: skip
+        to=to,
+        options=options,
+        world_size=world_size,
+        dtype=dtype,
+        cast=cast,
+        canonical_keys=canonical_keys,
+        drop=drop,
+        ignore_recorded_digests=ignore_recorded_digests,
+        expected=expected,
+        strip_wrappers=strip_wrappers,
+        vocab_size=vocab_size,
+        regroup=regroup,
+        dequantize=dequantize,
+        map=None if map is None else os.fspath(map),
+    )
     running = RunOptions(
         force=force,
         verify=verify,
@@ -236,7 +261,8 @@ def _convert(
     running: RunOptions,
     said: list[str],
 ) -> ConvertResult:
-    """`convert`, after the destination was looked at; what is worth knowing is added to `said`, also where it raises."""
+    """`convert`, after the destination was looked at; what is worth knowing is added to `said`, also where it
+    raises."""
     force, verify, progress = running.force, running.verify, running.progress
     with reporting(progress), plan_with(src, dst, reading, writing) as planned:
         opened, draft, target = planned.opened, planned.draft, planned.target
@@ -296,24 +322,38 @@ def _convert(
             notes.append(f"continued an interrupted run: {again} parts were filled{read_again}")
         elif done:
             notes.append(
-                f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done and were read "
-                f"again{read_again}"
+                f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done and were "
+                f"read again{read_again}"
             )
         return ConvertResult(
-            source=source.root, destination=where, layout_from=opened.layout.name, layout_to=target.name,
-            world_size=draft.checkpoint.world_size, tensors=len(wanted), source_bytes=ckpt.nbytes, written_bytes=draft.nbytes,
-            digest=root, verified=verify or (built is not None and (done > 0 or again > 0)),
-            dropped=[(d.name, d.nbytes, d.why) for d in planned.account.dropped], kept=planned.account.kept,
-            changed=planned.account.changed, added=planned.account.added, notes=notes, about=draft.summary,
-            compared=len(wanted.keys() & ckpt.recorded.keys()), not_read=[r.to_json() for r in ckpt.unread], workers=facts,
-        )  # fmt: skip
+            source=source.root,
+            destination=where,
+            layout_from=opened.layout.name,
+            layout_to=target.name,
+            world_size=draft.checkpoint.world_size,
+            tensors=len(wanted),
+            source_bytes=ckpt.nbytes,
+            written_bytes=draft.nbytes,
+            digest=root,
+            verified=verify or (built is not None and (done > 0 or again > 0)),
+            dropped=[(d.name, d.nbytes, d.why) for d in planned.account.dropped],
+            kept=planned.account.kept,
+            changed=planned.account.changed,
+            added=planned.account.added,
+            notes=notes,
+            about=draft.summary,
+            compared=len(wanted.keys() & ckpt.recorded.keys()),
+            not_read=[r.to_json() for r in ckpt.unread],
+            workers=facts,
+        )
 
 
 @contextmanager
 def _workers(
     job: dict[str, Any] | None, draft: Draft, destination: Destination, running: RunOptions
 ) -> Iterator[Workers | None]:
-    """The workers that fill a draft; None where this process does it alone, and a note says why if it was asked for others."""
+    """The workers that fill a draft; None where this process does it alone, and a note says why if it was asked for
+    others."""
     spec = running.workers
     why = why_one_process(draft, job, destination.sharable, destination.part_bytes > 0)
     alone = spec in (1, "1") or (spec is None and default_count(draft.nbytes) == 1)

@@ -1,7 +1,7 @@
 """Where a conversion may write, and what writes there.
 
-What must not be replaced is refused before anything is opened; `open_destination` chooses between a local path, an object
-and a prefix of objects.
+What must not be replaced is refused before anything is opened; `open_destination` chooses between a local path, an
+object and a prefix of objects.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _refuse_foreign(target: str) -> None:
         if names == [target]:
             what = f"a file of {os.path.getsize(target):,} bytes"
         raise DestinationExists(
-            f"{urls.redact_url(target)} is {what} and not a checkpoint, so {argument('force', True)} does not replace it. Remove it yourself, or "
-            "choose another destination."
+            f"{urls.redact_url(target)} is {what} and not a checkpoint, so {argument('force', True)} does not replace "
+            "it. Remove it yourself, or choose another destination."
         ) from None
 
 
@@ -153,10 +153,12 @@ def recovered(target: str) -> list[str]:
 
 
 def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bool) -> Destination:
-    """The destination of a draft; `plan` identifies the conversion, so that the same one continues what was interrupted.
+    """The destination of a draft; `plan` identifies the conversion, so that the same one continues what was
+    interrupted.
 
     Raises:
-        DestinationExists: something is there and `force` is not set. Locked: another run writes there. NoSpace: the file
+        DestinationExists: something is there and `force` is not set. Locked: another run writes there. NoSpace: the
+        file
             system has less room than the draft needs.
     """
     if not urls.is_url(dst):

@@ -101,7 +101,8 @@ class Difference(Shown):
             yield f"data: ... {len(self.data) - 50} more tensors"
         close = f" ({self.within_tolerance} within the tolerance)" if self.within_tolerance else ""
         yield (
-            f"{'equal' if self.equal else 'different'}: {self.tensors:,} tensors in both, {len(self.data)} with other values{close}"
+            f"{'equal' if self.equal else 'different'}: {self.tensors:,} tensors in both, {len(self.data)} with other "
+            f"values{close}"
         )
 
 
@@ -121,7 +122,8 @@ def diff(
     """Compare two checkpoints by names, dtypes, shapes and values.
 
     Two elements are close when |x - y| <= atol + rtol * |y|; without tolerances bytes must be equal, so that NaN equals
-    NaN of the same bits and 0.0 is not -0.0. Values are equal if their types, their bits and the keys of their dicts are. Components that only one of the two holds are listed by name.
+    NaN of the same bits and 0.0 is not -0.0. Values are equal if their types, their bits and the keys of their dicts
+    are. Components that only one of the two holds are listed by name.
 
     Args:
         a, b: two folders, files or URLs.
@@ -131,10 +133,12 @@ def diff(
         config, like, flat_layout, wrap, tag: as `open`, for those of the two whose layout uses them.
         map: a name map, as `convert` takes it, that `a` goes through first. One process compares then.
         workers: who computes digests of both first, as in `convert`; only tensors with other digests are compared then.
-        progress: called with ("diff", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
+        progress: called with ("diff", bytes done, bytes in all), and before with "prove" if tensors have no names until
+        they are read.
 
     Raises:
-        CkpttoolError: one of the two cannot be read. Differs: a tensor of six-bit numbers has other bytes, which are not looked into.
+        CkpttoolError: one of the two cannot be read. Differs: a tensor of six-bit numbers has other bytes, which are
+        not looked into.
     """
     # to look at copies and mixtures is what diff is for
     options = OpenOptions(only=only, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
@@ -196,7 +200,8 @@ def _unequal(
     spec: WorkersSpec,
     progress: Progress,
 ) -> list[str]:
-    """The tensors that have to be compared element by element: all, where there are no workers to compute their digests before."""
+    """The tensors that have to be compared element by element: all, where there are no workers to compute their digests
+    before."""
     digests = []
     for path, options, opened in (a, b):
         with for_reading(spec, path, opened.checkpoint.nbytes) as workers:
@@ -268,8 +273,8 @@ def _measure(
 
     if s.dtype in NOT_TORCHS:
         raise Differs(
-            f'"{out.name}" has other bytes on the two sides. It is {s.dtype}, numbers of six bits, which ckpttool copies and does not read, so it '
-            "cannot say how far they are apart."
+            f'"{out.name}" has other bytes on the two sides. It is {s.dtype}, numbers of six bits, which ckpttool '
+            "copies and does not read, so it cannot say how far they are apart."
         )
     a, b = numbers(p, s.dtype), numbers(q, t.dtype)
     several = PACKED.get(s.dtype, 1)

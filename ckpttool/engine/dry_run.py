@@ -19,7 +19,8 @@ from .workers.part_requests import job_of
 
 __all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "dry_run_with"]
 
-#: The rate of the time that is estimated: an assumption, of bytes read and written together. A local NVMe disk does about twice
+#: The rate of the time that is estimated: an assumption, of bytes read and written together. A local NVMe disk does
+#: about twice
 #: that (docs/benchmarks.md), a disk on a network or a store less.
 ASSUMED_BYTES_PER_SECOND = 1_000_000_000
 
@@ -28,11 +29,12 @@ ASSUMED_BYTES_PER_SECOND = 1_000_000_000
 class DryRun:
     """What `convert` would do. Sizes are in bytes; words that `ConvertResult` has too mean the same there.
 
-    `read_bytes` counts the source once and, where the result is read back, the result too. `memory_bytes` is the most for
-    buffers and Python of all processes on this machine together; the index comes on top, in each. `workers` is None where one process does
-    the work, else {"name", "count": None if the engine was not asked, "memory_bytes": of each}. `seconds` is reading and writing at `bytes_per_second`, which is assumed.
-    `free_bytes` is None for an object store. `files` {"name", "bytes"}; an index that is made
-    at the end (.metadata, pickles) is estimated, there and in `written_bytes`. `dropped` {"name", "bytes", "why"}.
+    `read_bytes` counts the source once and, where the result is read back, the result too. `memory_bytes` is the most
+    for buffers and Python of all processes on this machine together; the index comes on top, in each. `workers` is None
+    where one process does the work, else {"name", "count": None if the engine was not asked, "memory_bytes": of each}.
+    `seconds` is reading and writing at `bytes_per_second`, which is assumed. `free_bytes` is None for an object store.
+    `files` {"name", "bytes"}; an index that is made at the end (.metadata, pickles) is estimated, there and in
+    `written_bytes`. `dropped` {"name", "bytes", "why"}.
     """
 
     source: str
@@ -57,8 +59,11 @@ class DryRun:
     def to_json(self) -> dict[str, Any]:
         """Plain data; also under the keys `from`, `to` and `destination_bytes` that earlier versions had."""
         return {
-            **asdict(self), "from": self.layout_from, "to": self.layout_to, "destination_bytes": self.written_bytes,
-        }  # fmt: skip
+            **asdict(self),
+            "from": self.layout_from,
+            "to": self.layout_to,
+            "destination_bytes": self.written_bytes,
+        }
 
 
 def dry_run_with(
@@ -80,14 +85,25 @@ def dry_run_with(
             each += upload.SIZES.in_flight_bytes + upload.SIZES.buffered_bytes
         workers, memory, notes = _workers(src, os.fspath(dst), reading, writing, running, planned, each)
         return DryRun(
-            source=opened.source.root, destination=os.fspath(dst), layout_from=opened.layout.name, layout_to=planned.target.name,
-            world_size=draft.checkpoint.world_size, tensors=len(held), source_bytes=opened.checkpoint.nbytes,
-            read_bytes=read, written_bytes=draft.nbytes, free_bytes=free,
-            memory_bytes=memory, workers=workers, seconds=round((read + draft.nbytes) / ASSUMED_BYTES_PER_SECOND, 3),
-            bytes_per_second=ASSUMED_BYTES_PER_SECOND, files=[{"name": f.name, "bytes": f.size} for f in draft.files],
+            source=opened.source.root,
+            destination=os.fspath(dst),
+            layout_from=opened.layout.name,
+            layout_to=planned.target.name,
+            world_size=draft.checkpoint.world_size,
+            tensors=len(held),
+            source_bytes=opened.checkpoint.nbytes,
+            read_bytes=read,
+            written_bytes=draft.nbytes,
+            free_bytes=free,
+            memory_bytes=memory,
+            workers=workers,
+            seconds=round((read + draft.nbytes) / ASSUMED_BYTES_PER_SECOND, 3),
+            bytes_per_second=ASSUMED_BYTES_PER_SECOND,
+            files=[{"name": f.name, "bytes": f.size} for f in draft.files],
             dropped=[{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in planned.account.dropped],
-            notes=[*opened.checkpoint.notes, *draft.notes, *notes], not_read=[r.to_json() for r in opened.checkpoint.unread],
-        )  # fmt: skip
+            notes=[*opened.checkpoint.notes, *draft.notes, *notes],
+            not_read=[r.to_json() for r in opened.checkpoint.unread],
+        )
 
 
 def _workers(
@@ -99,7 +115,8 @@ def _workers(
     planned: Plan,
     each: int,
 ) -> tuple[dict[str, Any] | None, int, list[str]]:
-    """(who would fill the destination, memory of all processes on this machine, notes); `each` is that of one of them."""
+    """(who would fill the destination, memory of all processes on this machine, notes); `each` is that of one of
+    them."""
     draft, source, spec = planned.draft, planned.opened.source, running.workers
     name, count, elsewhere = named(spec, draft.nbytes)
     if count == 1 and not elsewhere:

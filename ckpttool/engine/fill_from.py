@@ -1,7 +1,8 @@
-"""`--fill-from`: what a salvaged checkpoint has lost, from another checkpoint of the same run, most often an older step.
+"""`--fill-from`: what a salvaged checkpoint has lost, from another checkpoint of the same run, most often an older
+step.
 
-Whole tensors are taken, never parts: half a tensor of one step and half of another is of no step. Each counts as rebuilt, so no
-digest of it is recorded.
+Whole tensors are taken, never parts: half a tensor of one step and half of another is of no step. Each counts as
+rebuilt, so no digest of it is recorded.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ __all__ = ["filled"]
 
 
 def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> None:
-    """Give a salvaged checkpoint the tensors and values that it lacks and that the one at `path` has; of the components `only`, of
-    all where None.
+    """Give a salvaged checkpoint the tensors and values that it lacks and that the one at `path` has; of the components
+    `only`, of all where None.
 
     Raises:
         Unsupported: the other one is of another model, or was salvaged itself.
@@ -31,18 +32,20 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
         theirs = other.locate()
         if theirs.salvage is not None and (theirs.salvage.missing or theirs.salvage.rebuilt):
             raise Unsupported(
-                f"{argument('fill_from', path)} is a salvaged copy itself, of which not all tensors are what was saved. Give a whole one."
+                f"{argument('fill_from', path)} is a salvaged copy itself, of which not all tensors are what was "
+                "saved. Give a whole one."
             )
         for name, t in ckpt.tensors.items():
             of = theirs.tensors.get(name)
             if of is not None and of.shape != t.shape:
                 raise Unsupported(
-                    f'{argument("fill_from", path)} is not from the same run: "{name}" is {list(of.shape)} there and {list(t.shape)} '
-                    "here. Give another step of this run."
+                    f'{argument("fill_from", path)} is not from the same run: "{name}" is {list(of.shape)} there and '
+                    f"{list(t.shape)} here. Give another step of this run."
                 )
         if not ckpt.tensors.keys() & theirs.tensors.keys():
             raise Unsupported(
-                f"{argument('fill_from', path)} is not from the same run: it has no tensor of this checkpoint. Give another step of this run."
+                f"{argument('fill_from', path)} is not from the same run: it has no tensor of this checkpoint. Give "
+                "another step of this run."
             )
     except BaseException:
         other.source.close()
@@ -60,9 +63,11 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
     values = {
         x: v
         for x, v in theirs.values.items()
-        if x not in ckpt.values and x not in ckpt.tensors and wanted(str(v.path[0]))
+        if x not in ckpt.values
+        and x not in ckpt.tensors
+        and wanted(str(v.path[0]))
         and (x in left.missing or v.path[0] not in mine)
-    }  # fmt: skip
+    }
     for x in (*taken, *values):
         left.missing.pop(x, None)
     new = {str(t.path[0]) for t in taken.values()} - mine
@@ -78,12 +83,20 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
     records = [r.moved(n) for r in theirs.records]
     notes = [x for x in ckpt.notes if not x.startswith(("salvaged: ", "rebuilt: "))]
     notes.append(
-        f"{len(taken):,} tensors are {how}, of another step than the rest: they count as rebuilt, and no digests of them are recorded"
+        f"{len(taken):,} tensors are {how}, of another step than the rest: they count as rebuilt, and no digests of "
+        "them are recorded"
     )
     if left.missing:
         notes.append(f'{len(left.missing):,} are in neither checkpoint, first "{next(iter(left.missing))}"')
     opened.checkpoint = replace(
-        ckpt, tensors=ckpt.tensors | tensors, values=ckpt.values | values, files=[*ckpt.files, *map(of_other, theirs.files)],
-        sizes=[*ckpt.sizes, *theirs.sizes], records=[*ckpt.records, *records], origin=ckpt.origin | origin, salvage=left, notes=notes,
-    )  # fmt: skip
+        ckpt,
+        tensors=ckpt.tensors | tensors,
+        values=ckpt.values | values,
+        files=[*ckpt.files, *map(of_other, theirs.files)],
+        sizes=[*ckpt.sizes, *theirs.sizes],
+        records=[*ckpt.records, *records],
+        origin=ckpt.origin | origin,
+        salvage=left,
+        notes=notes,
+    )
     opened.source = JoinedSource(opened.source, other.source)

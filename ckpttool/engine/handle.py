@@ -94,14 +94,14 @@ class TensorHandle:
     ...     whole = embed.torch()
     ('bfloat16', (128256, 4096))
 
-    Indices are integers, slices and `...`, as in numpy; a result is a numpy array of its own memory. Only chunks that meet
-    the index are read, and of these only the part that is needed. With a step, all elements from the first to the last are
-    read. Chunks that are compressed are read from their beginning; archives are read frame by frame.
+    Indices are integers, slices and `...`, as in numpy; a result is a numpy array of its own memory. Only chunks that
+    meet the index are read, and of these only the part that is needed. With a step, all elements from the first to the
+    last are read. Chunks that are compressed are read from their beginning; archives are read frame by frame.
 
-    What is checked: that bytes lie where the index says, inside their files; the CRC32 of every record that a read covers
-    completely (files of torch.save, DCP items, ZeRO partitions; a slice covers none as a rule); the checksums of the frames
-    of archives; zstd frames that are read to their end. The digests in ckpttool.json are not compared: `ckpttool.verify`
-    with `read_data=True` does that.
+    What is checked: that bytes lie where the index says, inside their files; the CRC32 of every record that a read
+    covers completely (files of torch.save, DCP items, ZeRO partitions; a slice covers none as a rule); the checksums of
+    the frames of archives; zstd frames that are read to their end. The digests in ckpttool.json are not compared:
+    `ckpttool.verify` with `read_data=True` does that.
     """
 
     def __init__(self, opened: _Opened, name: str) -> None:
@@ -157,8 +157,8 @@ class TensorHandle:
     def numpy(self) -> np.ndarray[Any, Any]:
         """The whole tensor as a numpy array.
 
-        bfloat16, float8 and float4 have the dtypes of ml_dtypes. A pair of float4_e2m1fn_x2 becomes a last dimension of two,
-        the number in the lower four bits first.
+        bfloat16, float8 and float4 have the dtypes of ml_dtypes. A pair of float4_e2m1fn_x2 becomes a last dimension of
+        two, the number in the lower four bits first.
 
         Raises:
             Unsupported: neither numpy nor ml_dtypes has the dtype (complex32, before ml_dtypes 0.6).
@@ -206,7 +206,8 @@ class TensorHandle:
         """
         if self.dtype in NOT_TORCHS:
             raise Unsupported(
-                f'"{self.name}" is {self.dtype}, numbers of six bits, which neither numpy nor torch has: ckpttool copies their bytes only.'
+                f'"{self.name}" is {self.dtype}, numbers of six bits, which neither numpy nor torch has: ckpttool '
+                "copies their bytes only."
             )
 
     def _array(self, raw: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -218,7 +219,8 @@ class TensorHandle:
             dtype = numpy_dtype(self.dtype)
         except AttributeError:
             raise Unsupported(
-                f'"{self.name}" is {self.dtype}, which neither numpy nor this ml_dtypes has. Update ml_dtypes, or use torch().'
+                f'"{self.name}" is {self.dtype}, which neither numpy nor this ml_dtypes has. Update ml_dtypes, or use '
+                "torch()."
             ) from None
         found: np.ndarray[Any, Any] = raw.view(dtype).reshape(shape)
         return found
@@ -243,7 +245,8 @@ class TensorHandle:
         return out
 
     def _decompress(self, reader: Reader, entry: TensorEntry, box: _Box, out: np.ndarray[Any, Any]) -> None:
-        """The same, from chunks of which some are compressed: one after the other, up to the last slab that is needed."""
+        """The same, from chunks of which some are compressed: one after the other, up to the last slab that is
+        needed."""
         import numpy as np
 
         item = np.dtype(f"V{ITEMSIZE[entry.dtype]}")
@@ -267,7 +270,8 @@ class TensorHandle:
                     break
 
     def _located(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Checkpoint, TensorEntry]:
-        """The tensor with those of its chunks that meet a box, as raw byte ranges, and the checkpoint with their records."""
+        """The tensor with those of its chunks that meet a box, as raw byte ranges, and the checkpoint with their
+        records."""
         ckpt, layout, source = self._opened.locate(), self._opened.layout, self._opened.source
         found = ckpt.tensors.get(self.name, self._entry)
         meeting = [c for c in found.chunks if boxes.meet((c.start, c.shape), (start, shape)) is not None]
@@ -330,7 +334,8 @@ def _has_step(i: int | slice) -> bool:
 def _parsed(
     index: _Index, shape: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
-    """(start, shape, index of the box) of the smallest box that holds what an index selects; the last is () for all of it."""
+    """(start, shape, index of the box) of the smallest box that holds what an index selects; the last is () for all of
+    it."""
     given = index if isinstance(index, tuple) else (index,)
     dots = [k for k, i in enumerate(given) if i is ...]
     if len(dots) > 1:
@@ -358,8 +363,8 @@ def _parsed(
             k = None
         if k is None or isinstance(i, bool):
             raise TypeError(
-                f'"{name}" is indexed with integers, slices and "...", not with {type(i).__name__}. Read it with numpy() and '
-                "index the array."
+                f'"{name}" is indexed with integers, slices and "...", not with {type(i).__name__}. Read it with '
+                "numpy() and index the array."
             )
         if not -n <= k < n:
             raise IndexError(f'Index {k} is outside dimension {d} of "{name}", which has {n} elements.')

@@ -44,13 +44,15 @@ def _count(n: int) -> str:
 class Summary:
     """What a checkpoint is. Sizes are in bytes.
 
-    `trainer` is the program that wrote it and `step` its optimizer step, None where the files do not tell; `ranks` the world
-    size of the job, None for one file; `components` {"model": {"tensors", "bytes", "elements", "dtypes": {dtype: bytes},
-    "values"}, ...}; `optimizer` {"kind", "kinds": {name: parameters}, "slots": {slot: {"parameters", "bytes"}}, "groups"}, None without one; `missing`
-    sentences about what a resume would need and is not there; `not_read` files that the layout does not read, as
-    `Unread.to_json` has them; `adapter` {"only": whether no base model is there, "ranks", "modules", "names", "base_model"} of LoRA, None
-    without one; `encoding` {"weights": how many are codes with scales, "of": of how many, "schemes": {scheme: weights}, "faults": sentences about what is not
-    whole, "method": the quant_method of config.json, None without one}, None where no weight is codes; `next` one line: whether its trainer resumes from it as it is, and the command for what it does not.
+    `trainer` is the program that wrote it and `step` its optimizer step, None where the files do not tell; `ranks` the
+    world size of the job, None for one file; `components` {"model": {"tensors", "bytes", "elements", "dtypes": {dtype:
+    bytes}, "values"}, ...}; `optimizer` {"kind", "kinds": {name: parameters}, "slots": {slot: {"parameters", "bytes"}},
+    "groups"}, None without one; `missing` sentences about what a resume would need and is not there; `not_read` files
+    that the layout does not read, as `Unread.to_json` has them; `adapter` {"only": whether no base model is there,
+    "ranks", "modules", "names", "base_model"} of LoRA, None without one; `encoding` {"weights": how many are codes with
+    scales, "of": of how many, "schemes": {scheme: weights}, "faults": sentences about what is not whole, "method": the
+    quant_method of config.json, None without one}, None where no weight is codes; `next` one line: whether its trainer
+    resumes from it as it is, and the command for what it does not.
     """
 
     path: str
@@ -112,8 +114,8 @@ def inspect(
 def summarise(
     ckpt: Checkpoint, path: str | os.PathLike[str], source: Source | None = None, only: Iterable[str] | None = None
 ) -> Summary:
-    """The summary of an index. What an adapter_config.json beside it says is read from its source, where that is given; what is missing
-    is not said of components that `only` left out."""
+    """The summary of an index. What an adapter_config.json beside it says is read from its source, where that is given;
+    what is missing is not said of components that `only` left out."""
     components: dict[str, dict[str, Any]] = {}
     for t in ckpt.tensors.values():
         c = components.setdefault(str(t.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
@@ -126,21 +128,40 @@ def summarise(
         c["values"] += 1
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
     return Summary(
-        path=urls.display_path(path), layout=ckpt.layout, trainer=ckpt.trainer, step=step_count(ckpt.value), ranks=ckpt.world_size,
-        files=len(ckpt.files), file_bytes=sum(ckpt.sizes), tensors=len(ckpt.tensors), bytes=ckpt.nbytes,
-        components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt) if only is None else [],
-        notes=[*ckpt.notes, *_notes(ckpt), *([f"only {', '.join(only)} was looked at"] if only is not None else [])], not_read=[r.to_json() for r in ckpt.unread],
+        path=urls.display_path(path),
+        layout=ckpt.layout,
+        trainer=ckpt.trainer,
+        step=step_count(ckpt.value),
+        ranks=ckpt.world_size,
+        files=len(ckpt.files),
+        file_bytes=sum(ckpt.sizes),
+        tensors=len(ckpt.tensors),
+        bytes=ckpt.nbytes,
+        components={k: components[k] for k in order if k in components},
+        optimizer=_optimizer(ckpt),
+        missing=_missing(ckpt) if only is None else [],
+        notes=[*ckpt.notes, *_notes(ckpt), *([f"only {', '.join(only)} was looked at"] if only is not None else [])],
+        not_read=[r.to_json() for r in ckpt.unread],
         next=next_step(ckpt, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
-        adapter=_adapter(ckpt, source), encoding=_encoding(ckpt, source),
-    )  # fmt: skip
+        adapter=_adapter(ckpt, source),
+        encoding=_encoding(ckpt, source),
+    )
 
 
 def _encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
     found = encodings.of_checkpoint(ckpt, encodings.stated(ckpt, source))
     faults = [fault.text for fault in found.faults]
-    return {
-        "weights": len(found.weights), "of": found.of, "schemes": found.schemes(), "faults": faults, "method": found.method,
-    } if found else None  # fmt: skip
+    return (
+        {
+            "weights": len(found.weights),
+            "of": found.of,
+            "schemes": found.schemes(),
+            "faults": faults,
+            "method": found.method,
+        }
+        if found
+        else None
+    )
 
 
 def _adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
@@ -154,9 +175,12 @@ def _adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
     config = {} if beside is None else beside[0]
     base = config.get("base_model_name_or_path")
     return {
-        "only": found.alone, "ranks": sorted(found.ranks), "modules": found.modules, "names": [n for n in found.names if n],
+        "only": found.alone,
+        "ranks": sorted(found.ranks),
+        "modules": found.modules,
+        "names": [n for n in found.names if n],
         "base_model": base if isinstance(base, str) else None,
-    }  # fmt: skip
+    }
 
 
 def _slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
@@ -235,7 +259,8 @@ def _missing(ckpt: Checkpoint) -> list[str]:
         return out
     if odd := orphaned_optimizer_state(ckpt):
         out.append(
-            f"the optimizer has state for {len(odd)} parameter{'s' if len(odd) != 1 else ''} that the model does not have, first {odd[0]}"
+            f"the optimizer has state for {len(odd)} parameter{'s' if len(odd) != 1 else ''} that the model does not "
+            f"have, first {odd[0]}"
         )
     found = states(ckpt)
     every = {n for state in found for n in state.slots}
@@ -258,7 +283,8 @@ def _missing(ckpt: Checkpoint) -> list[str]:
     ]
     if listed and outside:
         out.append(
-            f"{len(outside)} {'tensor of the model is' if len(outside) == 1 else 'tensors of the model are'} not in the optimizer (buffers, frozen or tied), first {outside[0]}"
+            f"{len(outside)} {'tensor of the model is' if len(outside) == 1 else 'tensors of the model are'} not in "
+            f"the optimizer (buffers, frozen or tied), first {outside[0]}"
         )
     return out
 
@@ -266,13 +292,16 @@ def _missing(ckpt: Checkpoint) -> list[str]:
 def _without_optimizer(ckpt: Checkpoint) -> str:
     aside = [r for r in ckpt.unread if r.component == "optim"]
     if aside:
-        return f"the optimizer state was not read: it is in {listed(aside)}, which the layout {ckpt.layout} does not include"
+        return (
+            f"the optimizer state was not read: it is in {listed(aside)}, which the layout {ckpt.layout} does not "
+            "include"
+        )
     if aside := [r for r in ckpt.unread if r.component == "extra"]:
         return f"no optimizer state in the files that were read; not looked into: {listed(aside)}"
     if data := unnamed_optimizer_state(ckpt):
         return (
-            f"the optimizer does not have the names of the weights, so its {len(data)} tensors are carried as data: its own trainer "
-            "resumes with them, other engines start with a new optimizer"
+            f"the optimizer does not have the names of the weights, so its {len(data)} tensors are carried as data: "
+            "its own trainer resumes with them, other engines start with a new optimizer"
         )
     return "no optimizer state: training from here starts with a new optimizer"
 
@@ -282,14 +311,25 @@ def tensor_rows(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:
     out = []
     for n in names:
         t = ckpt.tensors[n]
-        out.append({
-            "name": n, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes, "chunks": len(t.chunks),
-            "where": [
-                {"start": list(c.start), "shape": list(c.shape), "file": ckpt.files[c.extent.file],
-                 "offset": c.extent.offset, "length": c.extent.length}
-                for c in t.chunks[:64]
-            ],
-        })  # fmt: skip
+        out.append(
+            {
+                "name": n,
+                "dtype": t.dtype,
+                "shape": list(t.shape),
+                "bytes": t.nbytes,
+                "chunks": len(t.chunks),
+                "where": [
+                    {
+                        "start": list(c.start),
+                        "shape": list(c.shape),
+                        "file": ckpt.files[c.extent.file],
+                        "offset": c.extent.offset,
+                        "length": c.extent.length,
+                    }
+                    for c in t.chunks[:64]
+                ],
+            }
+        )
     return out
 
 
@@ -344,10 +384,13 @@ def screen(s: Summary) -> RenderableType:
         dtypes = ", ".join(f"{k}" + (f" {human(v)}" if len(c["dtypes"]) > 1 else "") for k, v in c["dtypes"].items())
         bar = "█" * max(1, round(24 * c["bytes"] / total)) if c["bytes"] else ""
         table.add_row(
-            Text(printable(name), "bold"), f"{c['tensors']:,}" if c["tensors"] else "", _count(c["elements"]) if c["tensors"] else "",
-            human(c["bytes"]) if c["tensors"] else "", dtypes or f"{c['values']} value{'s' if c['values'] != 1 else ''}",
+            Text(printable(name), "bold"),
+            f"{c['tensors']:,}" if c["tensors"] else "",
+            _count(c["elements"]) if c["tensors"] else "",
+            human(c["bytes"]) if c["tensors"] else "",
+            dtypes or f"{c['values']} value{'s' if c['values'] != 1 else ''}",
             f"[cyan]{bar}[/]",
-        )  # fmt: skip
+        )
     parts.append(table)
     if s.optimizer:
         o = s.optimizer

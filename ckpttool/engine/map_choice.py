@@ -1,7 +1,8 @@
 """Which name map a conversion goes through: the one that was asked for, or that of the trainer which wrote the source.
 
-Sizes of axes that shapes do not tell (heads) are in config.json. Where there is none, a Hub export of the same weights in the next
-folder, as torchtitan writes at its last step, tells the size of a head: exactly one makes q and k of a layer equal to it.
+Sizes of axes that shapes do not tell (heads) are in config.json. Where there is none, a Hub export of the same weights
+in the next folder, as torchtitan writes at its last step, tells the size of a head: exactly one makes q and k of a
+layer equal to it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def under_other_names(
     vocab_size: int | None = None,
     to_hub: bool = False,
 ) -> tuple[Checkpoint, Source]:
-    """The state mapped as asked, and its files; where nothing was asked and it goes to the Hub, by the map of the trainer that wrote it, if one
-    fits; else as it is.
+    """The state mapped as asked, and its files; where nothing was asked and it goes to the Hub, by the map of the
+    trainer that wrote it, if one fits; else as it is.
 
     Args:
         config: folder or id of the model, as `open` takes it.
@@ -90,8 +91,8 @@ def under_other_names(
 
 
 def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
-    """The map of the trainer that wrote a checkpoint, for the model type of the config where there is one; None where none covers
-    all weights, which a note says."""
+    """The map of the trainer that wrote a checkpoint, for the model type of the config where there is one; None where
+    none covers all weights, which a note says."""
     names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
     model = (config or {}).get("model_type")
     every = [maps.load(name) for name in maps.names()]
@@ -109,8 +110,8 @@ def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap |
 
 
 def _heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[str, int], str] | None:
-    """(what config.json would say of the heads, the export that tells it); None where no folder beside the checkpoint is an
-    export of the same weights."""
+    """(what config.json would say of the heads, the export that tells it); None where no folder beside the checkpoint
+    is an export of the same weights."""
     if not source.local_folder:
         return None
     above = os.path.dirname(os.path.abspath(source.root))
@@ -145,9 +146,10 @@ def _fitting(
     wanted = {n: there.tensors[n] for n in (q, k)}
     digests = tensor_digests(wanted, export, there.files, there.records, silent)
     layer = {
-        n: t for n, t in ckpt.tensors.items()
+        n: t
+        for n, t in ckpt.tensors.items()
         if t.path[0] == "model" and joined(t.path[1:]).startswith("layers.0.") and t.numel and len(t.shape) == 2
-    }  # fmt: skip
+    }
     of_layer = replace(ckpt, tensors=layer, values={}, recorded={}, notes=[])
     rows = (wanted[q].shape[0], wanted[k].shape[0])
     fitting = []

@@ -5,13 +5,14 @@
                                                                    |
     every other tensor of the base model, where it lies -----------'
 
-Every layout writes such a checkpoint as any other. A merged weight is a file of its own in the index, which exists nowhere:
-`ComputedSource` makes its bytes, one weight at a time, and keeps the last one. Nothing but weights is in it: optimizer state is that
-of the adapter's training.
+Every layout writes such a checkpoint as any other. A merged weight is a file of its own in the index, which exists
+nowhere: `ComputedSource` makes its bytes, one weight at a time, and keeps the last one. Nothing but weights is in it:
+optimizer state is that of the adapter's training.
 
-The result has the bits of PEFT's merge_and_unload on a CPU, so torch does the same operations in the same dtypes: matrices in bf16
-and fp16 are multiplied in fp32, and the sum is rounded once to the dtype of the weight. An adapter that is given beside its base
-model is taken to fp32 first, as PeftModel.from_pretrained does; one in the state of a job keeps its dtype, as its live model does.
+The result has the bits of PEFT's merge_and_unload on a CPU, so torch does the same operations in the same dtypes:
+matrices in bf16 and fp16 are multiplied in fp32, and the sum is rounded once to the dtype of the weight. An adapter
+that is given beside its base model is taken to fp32 first, as PeftModel.from_pretrained does; one in the state of a job
+keeps its dtype, as its live model does.
 
 Sources: peft/tuners/lora/{layer,variants,dora}.py, peft/tuners/tuners_utils.py (cast_adapter_dtype), of peft 0.21.
 """
@@ -96,7 +97,8 @@ class _Adapter:
 def open_merged(
     src: CheckpointPath, options: OpenOptions, request: MergeRequest, model: layouts.ModelHints | None = None
 ) -> MergedCheckpoint:
-    """The state of `src` with the adapter merged that the request names: another checkpoint, or the one in `src` itself.
+    """The state of `src` with the adapter merged that the request names: another checkpoint, or the one in `src`
+    itself.
 
     Raises:
         Unsupported: the adapter, or the base model, cannot be merged; the message names what stands in the way.
@@ -146,8 +148,8 @@ def _merged(
     untied = next((names for names in tied if len({plan.get(n) for n in names}) > 1), [])
     if untied:
         notes.append(
-            f"{' and '.join(untied)} are no longer tied, since the adapter has a copy of its own (modules_to_save); config.json gets "
-            "tie_word_embeddings=false, as PEFT does"
+            f"{' and '.join(untied)} are no longer tied, since the adapter has a copy of its own (modules_to_save); "
+            "config.json gets tie_word_embeddings=false, as PEFT does"
         )
 
     old = base.checkpoint
@@ -164,8 +166,8 @@ def _merged(
             continue
         if entry.dtype not in _FLOATING:
             raise Unsupported(
-                f'"{there}" is {entry.dtype}: the base model is quantised, and a merge into it would be of other weights. Give the base '
-                "model in bf16 or fp32."
+                f'"{there}" is {entry.dtype}: the base model is quantised, and a merge into it would be of other '
+                "weights. Give the base model in bf16 or fp32."
             )
         place = (entry.dtype, entry.shape, tuple(entry.chunks[:]))
         at = first.setdefault(change, {}).get(place)
@@ -182,25 +184,42 @@ def _merged(
         scaling[update.adapter][update.module] = update.scaling
     working = _TORCH_BYTES + max(_working_bytes(old.tensors[named[n]], c) for n, c in plan.items())
     ckpt = replace(
-        old, files=files, sizes=sizes, tensors=tensors, values={n: v for n, v in old.values.items() if v.path[0] == "model"},
-        origin={}, trainer=None, recorded={}, notes=[*old.notes, *notes],
+        old,
+        files=files,
+        sizes=sizes,
+        tensors=tensors,
+        values={n: v for n, v in old.values.items() if v.path[0] == "model"},
+        origin={},
+        trainer=None,
+        recorded={},
+        notes=[*old.notes, *notes],
         merged={
-            "adapter": os.path.basename(theirs.checkpoint.root) if given else None, "names": [n for n in chosen if n],
-            "scaling": scaling if len(chosen) > 1 else next(iter(scaling.values())), "untied": untied,
+            "adapter": os.path.basename(theirs.checkpoint.root) if given else None,
+            "names": [n for n in chosen if n],
+            "scaling": scaling if len(chosen) > 1 else next(iter(scaling.values())),
+            "untied": untied,
         },
-    )  # fmt: skip
+    )
     changed = frozenset(named[n] for n in plan)
     read = frozenset(found.stored[n] for found in chosen.values() for n in found.tensors)
     return MergedCheckpoint(
-        ckpt, ComputedSource(base.source, made, [theirs.source], working), base.layout, base.folder, True,
-        base.allow_equal_ranks, base.allow_mixed_steps, only=base.only, left_behind=_left_behind(base, theirs, named, read),
-        parts=((base, changed), (theirs, read)) if given else ((base, changed | read),), kept=untouched,
-    )  # fmt: skip
+        ckpt,
+        ComputedSource(base.source, made, [theirs.source], working),
+        base.layout,
+        base.folder,
+        True,
+        base.allow_equal_ranks,
+        base.allow_mixed_steps,
+        only=base.only,
+        left_behind=_left_behind(base, theirs, named, read),
+        parts=((base, changed), (theirs, read)) if given else ((base, changed | read),),
+        kept=untouched,
+    )
 
 
 def _working_bytes(entry: TensorEntry, change: lora.Change) -> int:
-    """The most memory that one merged weight takes: itself, the product of the matrices in fp32 and its rounded copy; for DoRA the
-    sum as well, once for the norm and once for the result."""
+    """The most memory that one merged weight takes: itself, the product of the matrices in fp32 and its rounded copy;
+    for DoRA the sum as well, once for the norm and once for the result."""
     item = ITEMSIZE[entry.dtype]
     return entry.numel * (2 * item + max(4, item) * (4 if any(u.magnitude for u in change.updates) else 1))
 
@@ -216,7 +235,8 @@ def _base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
         return adapters.base_names(model)
     if any(p.startswith("lora_") for n in model for p in n.split(".")):
         raise Unsupported(
-            f"{base.source.root}, given as the base model, holds an adapter itself. Merge that first: ckpttool adapter merge SRC DST."
+            f"{base.source.root}, given as the base model, holds an adapter itself. Merge that first: ckpttool adapter "
+            "merge SRC DST."
         )
     if not model:
         raise Unsupported(f"{base.source.root} holds no weights to merge an adapter into.")
@@ -229,21 +249,21 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
     own = adapters.own_component(ckpt)
     if not given and any(t.path[:2] == ("extra", "adapter") for t in ckpt.tensors.values()) and lora.seen(ckpt) is None:
         raise Unsupported(
-            f"{_shown(theirs)} holds an adapter and weights that it is already merged into, as torchtune saves them. Write the weights with "
-            "ckpttool convert, or merge the adapter into the base model that training began with: ckpttool adapter merge BASE "
-            f"{_shown(theirs)} DST."
+            f"{_shown(theirs)} holds an adapter and weights that it is already merged into, as torchtune saves them. "
+            "Write the weights with ckpttool convert, or merge the adapter into the base model that training began "
+            f"with: ckpttool adapter merge BASE {_shown(theirs)} DST."
         )
     seen = lora.seen(own)
     if not given and seen is not None and seen.alone:
         raise Unsupported(
-            f"{_shown(theirs)} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter merge BASE "
-            f"{_shown(theirs)} DST."
+            f"{_shown(theirs)} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter merge "
+            f"BASE {_shown(theirs)} DST."
         )
     names: tuple[str | None, ...] = request.names or (None,)
     if request.names == () and seen is not None and len([n for n in seen.names if n]) > 1:
         raise UsageError(
-            f"{_shown(theirs)} holds {len(seen.names)} adapters, {', '.join(seen.names)}. Name those to merge, in order: "
-            f"{argument('adapter_name', seen.names[0])}."
+            f"{_shown(theirs)} holds {len(seen.names)} adapters, {', '.join(seen.names)}. Name those to merge, in "
+            f"order: {argument('adapter_name', seen.names[0])}."
         )
     out: dict[str, _Adapter] = {}
     for wanted in names:
@@ -259,8 +279,8 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
             raise model_files.no_adapter_config(request.config, "adapter_config")
         if config is not None and request.lora_alpha is not None:
             raise UsageError(
-                f"{argument('lora_alpha', request.lora_alpha)}: the adapter has an adapter_config.json, which says {str(config.get('lora_alpha'))[:40]}. "
-                "Leave the option out."
+                f"{argument('lora_alpha', request.lora_alpha)}: the adapter has an adapter_config.json, which says "
+                f"{str(config.get('lora_alpha'))[:40]}. Leave the option out."
             )
         if config is not None:
             lora.refuse_unmergeable(config, base_is_given=given)
@@ -293,8 +313,8 @@ def _stored(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dict[str, str
 
 
 def _with_tied(named: Mapping[str, str], tied: list[list[str]], plan: dict[str, lora.Change]) -> dict[str, lora.Change]:
-    """The plan with tied weights, which are one parameter in PEFT's model: what changes one of them in place changes all, in
-    the order of the model."""
+    """The plan with tied weights, which are one parameter in PEFT's model: what changes one of them in place changes
+    all, in the order of the model."""
     out = dict(plan)
     for names in tied:
         here = [plan[n] for n in names if n in plan and not plan[n].is_copy]
@@ -324,8 +344,8 @@ def _one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter]) ->
 def _tied_groups(
     base: OpenCheckpoint, named: Mapping[str, str], plan: Mapping[str, lora.Change], config: str | None
 ) -> list[list[str]]:
-    """Names of the base model that are one parameter: those that share bytes of a file, and embeddings with equal bytes, unless
-    config.json says that they are not.
+    """Names of the base model that are one parameter: those that share bytes of a file, and embeddings with equal
+    bytes, unless config.json says that they are not.
 
     Raises:
         Unsupported: embeddings that the adapter changes have equal bytes, and there is no config.json.
@@ -363,8 +383,9 @@ def _tied_groups(
         if model is None:
             first, second = changed[0][:2]
             raise Unsupported(
-                f'"{first}" and "{second}" have equal bytes, and the adapter changes "{next(n for n in changed[0] if n in plan)}": whether the '
-                f"two are tied, so that both change, is in the model's config.json, which is not here. Give {argument('config')}."
+                f'"{first}" and "{second}" have equal bytes, and the adapter changes '
+                f'"{next(n for n in changed[0] if n in plan)}": whether the two are tied, so that both change, is in '
+                f"the model's config.json, which is not here. Give {argument('config')}."
             )
         text = model.get("text_config")
         inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None

@@ -1,22 +1,24 @@
-"""Files of ranks that do not belong together: one rank's file copied over another's, one rank's file from another step, or of another part
-of the model.
+"""Files of ranks that do not belong together: one rank's file copied over another's, one rank's file from another step,
+or of another part of the model.
 
 Every such file is sound by itself, and the trainer would load the wrong numbers silently. Two things show it:
 
-    equal ranks   every rank holds a part of its own of the weights and of the optimizer. If all the records that a file holds
-                  have the CRC32s of records in another rank's, the file is a copy. Parts that are one number over and over
-                  (zeros, the ones of a norm) prove nothing. Where files may hold whole tensors (`Checkpoint.spreads_tensors`),
-                  only tensors of which both ranks hold a part count, since whole ones may be equal: tied weights, a second
-                  copy of the model.
-    equal files   of one rank, as far as a rank writes several: a file is a copy of another if it has bytes behind the last item that the index
-                  names, and all its items there have the CRC32s of the other's; or if two or more of them are of other layers.
-    other copies  what several ranks have whole (all of it without sharding; the replicas of HYBRID_SHARD) is kept once. Weights and
-                  the optimizer's state have to be equal there. Statistics and counters of modules may be each rank's own.
+    equal ranks   every rank holds a part of its own of the weights and of the optimizer. If all the records that a file
+                  holds have the CRC32s of records in another rank's, the file is a copy. Parts that are one number over
+                  and over (zeros, the ones of a norm) prove nothing. Where files may hold whole tensors
+                  (`Checkpoint.spreads_tensors`), only tensors of which both ranks hold a part count, since whole ones
+                  may be equal: tied weights, a second copy of the model.
+    equal files   of one rank, as far as a rank writes several: a file is a copy of another if it has bytes behind the
+                  last item that the index names, and all its items there have the CRC32s of the other's; or if two or
+                  more of them are of other layers.
+    other copies  what several ranks have whole (all of it without sharding; the replicas of HYBRID_SHARD) is kept once.
+                  Weights and the optimizer's state have to be equal there. Statistics and counters of modules may be
+                  each rank's own.
     mixed steps   such a layout also spreads the `step` of each parameter over the files. Parameters may have different
                   steps (unfrozen later, experts that were not used), but not exactly along the lines of files.
 
-Files without CRC32s (the legacy format of torch.save, safetensors) of one size are compared at a few places, and whole where
-those are equal.
+Files without CRC32s (the legacy format of torch.save, safetensors) of one size are compared at a few places, and whole
+where those are equal.
 """
 
 from __future__ import annotations
@@ -83,15 +85,16 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
         proof = _proof(ckpt, source, pieces[a], pieces[b], in_both=ckpt.spreads_tensors)
         if proof is not None:
             raise Corrupt(
-                f"{ckpt.root}: {ckpt.files[a]} of rank {ckpt.ranks[a]} and {ckpt.files[b]} of rank {ckpt.ranks[b]} hold the same "
-                f'numbers, those of "{proof}" among them, although every rank has a part of its own. One file was copied over the '
-                f"other; fetch both again. If the two ranks really are equal, use {argument('allow_equal_ranks', True)}."
+                f"{ckpt.root}: {ckpt.files[a]} of rank {ckpt.ranks[a]} and {ckpt.files[b]} of rank {ckpt.ranks[b]} "
+                f'hold the same numbers, those of "{proof}" among them, although every rank has a part of its own. One '
+                "file was copied over the other; fetch both again. If the two ranks really are equal, use "
+                f"{argument('allow_equal_ranks', True)}."
             )
 
 
 def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse a checkpoint of which a file is a copy of another file of the same rank, or has bytes behind the last item that the index names.
-    Zeros there are padding.
+    """Refuse a checkpoint of which a file is a copy of another file of the same rank, or has bytes behind the last item
+    that the index names. Zeros there are padding.
 
     Raises:
         Corrupt: with the file, and the other one where there is one.
@@ -113,16 +116,16 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
         unlike = (rows for key, rows in named[one].items() if _of_other_layers(rows, named[other][key]))
         if one in longer or sum(_varied(ckpt, source, *rows[0]) for rows in unlike) > 1:
             raise Corrupt(
-                f"{ckpt.root}: {ckpt.files[one]} holds the same numbers as {ckpt.files[other]}, under other names: those of "
-                f'"{next(iter(named[one].values()))[0][0]}" are among them. One file was copied over the other; fetch both again. If they really are equal, use '
-                f"{argument('allow_equal_ranks', True)}."
+                f"{ckpt.root}: {ckpt.files[one]} holds the same numbers as {ckpt.files[other]}, under other names: "
+                f'those of "{next(iter(named[one].values()))[0][0]}" are among them. One file was copied over the '
+                f"other; fetch both again. If they really are equal, use {argument('allow_equal_ranks', True)}."
             )
     for file in sorted(longer):
         n, size = ckpt.tails[file], ckpt.sizes[file]
         raise Corrupt(
-            f"{ckpt.root}: {ckpt.files[file]} has {size:,} bytes, and the last item that .metadata names ends at {size - n:,}. No writer leaves bytes "
-            "behind it, so the file is another one's, or of another save; fetch it again. If your writer does, use "
-            f"{argument('allow_equal_ranks', True)}."
+            f"{ckpt.root}: {ckpt.files[file]} has {size:,} bytes, and the last item that .metadata names ends at "
+            f"{size - n:,}. No writer leaves bytes behind it, so the file is another one's, or of another save; fetch "
+            f"it again. If your writer does, use {argument('allow_equal_ranks', True)}."
         )
 
 
@@ -139,8 +142,8 @@ def _copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]
 
 
 def _of_other_layers(rows: Sequence[Piece], others: Sequence[Piece]) -> bool:
-    """Whether equal numbers have names that differ in more than words: of layers 0 and 5, say. A weight and its master, an average of it,
-    a tied one differ in words."""
+    """Whether equal numbers have names that differ in more than words: of layers 0 and 5, say. A weight and its master,
+    an average of it, a tied one differ in words."""
 
     one, two = ({tuple(re.findall(r"\d+", name)) for name, _ in of} for of in (rows, others))
     return not one & two
@@ -221,9 +224,9 @@ def _proof(
     *,
     in_both: bool,
 ) -> str | None:
-    """The largest tensor that shows one file to be a copy. It holds more than one number over and over and, with `in_both`,
-    each file has a part of it. None if there is none, or if two parts of one tensor differ. Masks and indices prove nothing,
-    since they repeat themselves."""
+    """The largest tensor that shows one file to be a copy. It holds more than one number over and over and, with
+    `in_both`, each file has a part of it. None if there is none, or if two parts of one tensor differ. Masks and
+    indices prove nothing, since they repeat themselves."""
     pieces = list(a)
     if in_both:
         there: dict[str, set[Sum | None]] = {}
@@ -276,17 +279,21 @@ def said_of(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
     ranks = sorted({o.rank for o in rows if o.name == names[0]})
     more = f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else ""
     return (
-        f"the ranks' copies of {len(names):,} of {len(ckpt.tensors):,} tensors differ, and only the lowest rank's would be kept. The first is "
-        f'"{names[0]}", of which rank{"s" * (len(ranks) > 1)} {", ".join(map(str, ranks[:8]))}{more} {"have" if len(ranks) > 1 else "has"} other '
-        "numbers. Either the ranks are stages of a pipeline that number their layers from 0, so that each file is another part of the model: save them under "
-        "the names of the whole model. Or replicas diverged, or a file is of another step: fetch the files of one save"
+        f"the ranks' copies of {len(names):,} of {len(ckpt.tensors):,} tensors differ, and only the lowest rank's "
+        f'would be kept. The first is "{names[0]}", of which rank{"s" * (len(ranks) > 1)} '
+        f"{', '.join(map(str, ranks[:8]))}{more} {'have' if len(ranks) > 1 else 'has'} other numbers. Either the ranks "
+        "are stages of a pipeline that number their layers from 0, so that each file is another part of the model: "
+        "save them under the names of the whole model. Or replicas diverged, or a file is of another step: fetch the "
+        "files of one save"
     )
 
 
 def other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
-    """The copies that should be equal to the kept ones: of weights and of the optimizer, but not of a module's statistics and counters.
+    """The copies that should be equal to the kept ones: of weights and of the optimizer, but not of a module's
+    statistics and counters.
 
-    A tensor of the model that every rank has whole is a buffer if the weights are sharded and the optimizer does not know it.
+    A tensor of the model that every rank has whole is a buffer if the weights are sharded and the optimizer does not
+    know it.
     """
     kept = {o.name: t for o in ckpt.others if (t := ckpt.tensors.get(o.name)) is not None}
     if not kept:
@@ -305,7 +312,8 @@ def other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
 
 
 def left_out(ckpt: Checkpoint) -> list[Dropped]:
-    """What other ranks have and the index does not, entry by entry, under the names that ckpttool gives to what each rank has for itself."""
+    """What other ranks have and the index does not, entry by entry, under the names that ckpttool gives to what each
+    rank has for itself."""
     weights = set(other_weights(ckpt))
     why = (
         "each rank has its own, and the lowest rank's is kept",
@@ -319,8 +327,9 @@ def note_of_left_out(ckpt: Checkpoint) -> str:
     names = dict.fromkeys(o.name for o in ckpt.others)
     ranks = len({o.rank for o in ckpt.others})
     return (
-        f"{ranks:,} rank{'s have' if ranks > 1 else ' has'} other numbers in {len(names):,} entries of which the lowest rank's are read, "
-        f'first "{next(iter(names))}"; a conversion lists the others as left behind'
+        f"{ranks:,} rank{'s have' if ranks > 1 else ' has'} other numbers in {len(names):,} entries of which the "
+        "lowest rank's are read, first "
+        f'"{next(iter(names))}"; a conversion lists the others as left behind'
     )
 
 
@@ -328,10 +337,12 @@ def note_of_left_out(ckpt: Checkpoint) -> str:
 
 
 def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse a folder (of a layout that spreads tensors over files) in which the steps of parameters differ exactly along the lines of files, or of ranks.
+    """Refuse a folder (of a layout that spreads tensors over files) in which the steps of parameters differ exactly
+    along the lines of files, or of ranks.
 
-    Param groups are judged one by one, since they may have been trained for different numbers of steps. A file counts only
-    with two or more steps of a group: one step alone is as likely a parameter that was unfrozen later, and becomes a note.
+    Param groups are judged one by one, since they may have been trained for different numbers of steps. A file counts
+    only with two or more steps of a group: one step alone is as likely a parameter that was unfrozen later, and becomes
+    a note.
 
     Raises:
         Corrupt: with the files and their steps.
@@ -359,13 +370,13 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
             continue
         one, two, sure = found
         text = (
-            f"{ckpt.files[file[one]]} holds {_said(steps[one])} of the optimizer (first {one}), {ckpt.files[file[two]]} holds "
-            f"{_said(steps[two])} (first {two})"
+            f"{ckpt.files[file[one]]} holds {_said(steps[one])} of the optimizer (first {one}), "
+            f"{ckpt.files[file[two]]} holds {_said(steps[two])} (first {two})"
         )
         if sure:
             raise Corrupt(
-                f"{ckpt.root}: {text}, and no file holds two different steps. The files are from different saves; fetch those of "
-                "one. If the parameters in one file were really trained for fewer steps, use "
+                f"{ckpt.root}: {text}, and no file holds two different steps. The files are from different saves; "
+                "fetch those of one. If the parameters in one file were really trained for fewer steps, use "
                 f"{argument('allow_mixed_steps', True)}."
             )
     if text:
@@ -388,8 +399,8 @@ def _groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
 def _along(
     names: list[str], groups: Mapping[str, int], place: Mapping[str, int], steps: Mapping[str, Any]
 ) -> tuple[str, str, bool] | None:
-    """(a step that is not the usual one, one that is, whether both places have two or more) of two places (files or ranks),
-    where no place has two different steps in a param group, and two places have different ones in one group.
+    """(a step that is not the usual one, one that is, whether both places have two or more) of two places (files or
+    ranks), where no place has two different steps in a param group, and two places have different ones in one group.
 
     None where steps differ within a place, or where another group has equal steps in the same two places.
     """

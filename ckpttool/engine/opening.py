@@ -63,8 +63,8 @@ class OpenCheckpoint:
     ...         print(name, opened[name].dtype, opened[name].shape)
     ...     rows = opened["model.embed.weight"][2:5]
 
-    Its files are closed at the end of the `with`, or by `close()`; a read after that is a UsageError. If it is dropped open, they are closed
-    with a ResourceWarning.
+    Its files are closed at the end of the `with`, or by `close()`; a read after that is a UsageError. If it is dropped
+    open, they are closed with a ResourceWarning.
     """
 
     checkpoint: Checkpoint
@@ -76,7 +76,8 @@ class OpenCheckpoint:
     allow_equal_ranks: bool = False
     allow_mixed_steps: bool = False
     only: tuple[str, ...] | None = None  # components that were asked for
-    # where tensors are computed from others: those, as far as digests were recorded of them, and what is not in the result
+    # where tensors are computed from others: those, as far as digests were recorded of them, and what is not in the
+    # result
     inputs: tuple[OpenCheckpoint, ...] = ()
     left_behind: list[Dropped] = field(default_factory=list)
     # values that ckpttool had to add when it wrote the files, and that are no part of the state
@@ -92,8 +93,9 @@ class OpenCheckpoint:
         return self._record[0]
 
     def expect_recorded(self, ignore: bool = False) -> None:
-        """Make the digests in ckpttool.json those that this checkpoint must have (`Checkpoint.recorded`), as far as they are
-        about it; `ignore` takes away those that it carries itself too. What cannot be compared is put into `notes`.
+        """Make the digests in ckpttool.json those that this checkpoint must have (`Checkpoint.recorded`), as far as
+        they are about it; `ignore` takes away those that it carries itself too. What cannot be compared is put into
+        `notes`.
 
         Raises:
             Corrupt: names, dtypes or shapes are not those of the record.
@@ -102,7 +104,8 @@ class OpenCheckpoint:
         if ignore:
             if ckpt.recorded or found is not None:
                 ckpt.notes.append(
-                    f"the digests that were recorded of it were not compared: {argument('ignore_recorded_digests', True)}"
+                    "the digests that were recorded of it were not compared: "
+                    f"{argument('ignore_recorded_digests', True)}"
                 )
                 ckpt.recorded, ckpt.recorded_values, ckpt.ignored_digests = {}, {}, True
             return
@@ -131,9 +134,9 @@ class OpenCheckpoint:
             t = ckpt.tensors[n]
             if (t.dtype, t.shape) != (dtype, shape):
                 raise Corrupt(
-                    f'{ckpt.root}: "{n}" is {t.dtype} {list(t.shape)}, but {RECORD} lists it as {dtype} {list(shape)}: it was '
-                    f"changed after the record was written. Take another copy. If it was on purpose, use {argument('ignore_recorded_digests', True)}, or remove "
-                    f"{RECORD}."
+                    f'{ckpt.root}: "{n}" is {t.dtype} {list(t.shape)}, but {RECORD} lists it as {dtype} {list(shape)}: '
+                    "it was changed after the record was written. Take another copy. If it was on purpose, use "
+                    f"{argument('ignore_recorded_digests', True)}, or remove {RECORD}."
                 )
         if new := [
             n for n in ckpt.tensors if n not in expected and n not in {*found.added, *found.tied, *found.salvage}
@@ -158,14 +161,16 @@ class OpenCheckpoint:
             if found.get(name) != digest:
                 what = "is not there, as it was" if name not in found else "is not what it was"
                 raise Corrupt(
-                    f'{ckpt.root}: the value "{name}" {what} when {RECORD} was written. It was damaged or changed afterwards. Take another '
-                    f"copy. If it was changed on purpose, use {argument('ignore_recorded_digests', True)}, or remove {RECORD}."
+                    f'{ckpt.root}: the value "{name}" {what} when {RECORD} was written. It was damaged or changed '
+                    "afterwards. Take another copy. If it was changed on purpose, use "
+                    f"{argument('ignore_recorded_digests', True)}, or remove {RECORD}."
                 )
 
     def locate(self) -> Checkpoint:
         """The index with raw byte ranges, checked again; every item's framing has been looked into, once.
 
-        Everything that reads bytes of tensors begins here: verify, convert, the handles of this mapping, and live loads.
+        Everything that reads bytes of tensors begins here: verify, convert, the handles of this mapping, and live
+        loads.
 
         Raises:
             Corrupt: an item is damaged, or files of ranks do not belong together.
@@ -228,7 +233,8 @@ class OpenCheckpoint:
     def __getitem__(self, name: str) -> TensorHandle:
         """A tensor by its canonical name, "model.embed.weight"; its bytes are read when the handle is indexed.
 
-        The first read of a checkpoint locates all of it, so that files of ranks that do not belong together are refused.
+        The first read of a checkpoint locates all of it, so that files of ranks that do not belong together are
+        refused.
 
         Raises:
             UnknownTensor: a KeyError that suggests similar names.
@@ -282,14 +288,16 @@ def open(
         source_layout: its layout, where the files alone do not tell.
         only: components to keep (["model", "optim"]); all where None.
         config: folder or id of a Hugging Face model with the same architecture.
-        like: another checkpoint of the same model; it says about the parameters what this one does not: names, order, shapes.
-        flat_layout, wrap: file with what `describe_fsdp1` returned in the job; patterns of the modules that FSDP1 wrapped, ["**.layers.*"].
+        like: another checkpoint of the same model; it says about the parameters what this one does not: names, order,
+        shapes. flat_layout, wrap: file with what `describe_fsdp1` returned in the job; patterns of the modules that
+        FSDP1 wrapped, ["**.layers.*"].
         tag: which save, where a DeepSpeed folder holds several; the one that `latest` names where None.
         allow_equal_ranks: read it although one rank's file looks like a copy of another's.
         allow_mixed_steps: read it although its files look like those of different steps.
 
     Raises:
-        NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not belong
+        NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not
+        belong
             together are Corrupt when the checkpoint is located, not here: by the first read of a tensor at the latest.
         UsageError: an argument makes no sense.
     """
@@ -306,9 +314,9 @@ def open_with(
     check_hints: bool = True,
     needed: Callable[[str], bool] = lambda component: True,
 ) -> OpenCheckpoint:
-    """`open`; `model` is what `model_of(options)` gives, where it is known. With `check_hints=False` the caller refuses hints
-    that nobody uses (`refuse_unused`), since the reader is not the only one who may use them. An entry that cannot be read is
-    refused if its component is `needed`, and otherwise left out, with a note."""
+    """`open`; `model` is what `model_of(options)` gives, where it is known. With `check_hints=False` the caller refuses
+    hints that nobody uses (`refuse_unused`), since the reader is not the only one who may use them. An entry that
+    cannot be read is refused if its component is `needed`, and otherwise left out, with a note."""
     only = None if options.only is None else tuple(options.only)
     model = model or model_of(options)
     raise_file_limit()
@@ -322,8 +330,8 @@ def open_with(
     try:
         if folder and where.source.is_remote and UNFINISHED in where.source.list():
             raise Corrupt(
-                f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run it "
-                "again, or remove what is there."
+                f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run "
+                "it again, or remove what is there."
             )
         found = layouts.find(options.source_layout) if options.source_layout else detection.detect(where)
         unused = refuse_unused(options, found.name, found.reader_uses) if check_hints else []
@@ -335,11 +343,16 @@ def open_with(
         ckpt = found.read(
             where,
             layouts.ReadOptions(
-                config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
-                only=None if only is None else frozenset(only), tag=options.tag, allow_equal_ranks=options.allow_equal_ranks,
+                config=model.config,
+                like=model.like,
+                flat_layout=model.flat_layout,
+                wrap=model.wrap,
+                only=None if only is None else frozenset(only),
+                tag=options.tag,
+                allow_equal_ranks=options.allow_equal_ranks,
                 salvage=options.salvage,
             ),
-        )  # fmt: skip
+        )
         if isinstance(where.source, PatchedSource):
             from . import salvage
 
@@ -379,7 +392,8 @@ def _random_states(ckpt: Checkpoint) -> list[str]:
         return []
     first = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
     return [
-        f"rank{'s' * (len(ranks) > 1)} {first}: no random states, which other ranks have. A resumed job draws other random numbers there"
+        f"rank{'s' * (len(ranks) > 1)} {first}: no random states, which other ranks have. A resumed job draws other "
+        "random numbers there"
     ]
 
 
@@ -462,8 +476,8 @@ def with_fitting_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptio
 
 
 def _undo_values_of_layout(opened: OpenCheckpoint) -> None:
-    """Remove the values that ckpttool had to add for the layout, put together those that the layout holds in pieces, and take apart lists
-    that lost elements, as ckpttool.json says, where the files still have what was written."""
+    """Remove the values that ckpttool had to add for the layout, put together those that the layout holds in pieces,
+    and take apart lists that lost elements, as ckpttool.json says, where the files still have what was written."""
     ckpt, found = opened.checkpoint, opened.recorded()
     if found is not None:
         for name, data in found.made.items():
@@ -480,7 +494,8 @@ def _undo_values_of_layout(opened: OpenCheckpoint) -> None:
 
 
 def _find_left_elements(ckpt: Checkpoint, known: Mapping[str, str]) -> None:
-    """Name the elements of lists as the record of all values does, and leave out None in the place of an element that was dropped."""
+    """Name the elements of lists as the record of all values does, and leave out None in the place of an element that
+    was dropped."""
     if lost := known.keys() - ckpt.values.keys():
         ckpt.values = split_lists(ckpt.values, lost)
     empty = [n for n, v in ckpt.values.items() if v.data is None and type(v.path[-1]) is int and n not in known]
@@ -504,8 +519,8 @@ def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
     if masters and "optim" in wanted and "extra" not in wanted:
         out.notes = [
             *out.notes,
-            f"{len(masters):,} fp32 masters (extra.master) are left out: an optimizer that keeps some starts from the weights, which are "
-            f"rounded. {argument('only', [*wanted, 'extra'])} keeps them",
+            f"{len(masters):,} fp32 masters (extra.master) are left out: an optimizer that keeps some starts from the "
+            f"weights, which are rounded. {argument('only', [*wanted, 'extra'])} keeps them",
         ]
     return out
 

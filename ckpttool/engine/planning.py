@@ -1,4 +1,5 @@
-"""Plan a conversion: open the source, ask the target layout for a draft, and refuse what would lose state. Nothing is written."""
+"""Plan a conversion: open the source, ask the target layout for a draft, and refuse what would lose state. Nothing is
+written."""
 
 from __future__ import annotations
 
@@ -91,8 +92,8 @@ class WriteRequest:
 
 @dataclass
 class Plan(Shown):
-    """A conversion that has not begun: the open source, the draft of the destination, its layout, and what becomes of every entry.
-    Close it, or use `with`."""
+    """A conversion that has not begun: the open source, the draft of the destination, its layout, and what becomes of
+    every entry. Close it, or use `with`."""
 
     opened: OpenCheckpoint
     draft: Draft
@@ -103,7 +104,10 @@ class Plan(Shown):
         """What would be written, and what would be left behind."""
         draft, ckpt = self.draft, self.draft.checkpoint
         ranks = f" for {ckpt.world_size} rank{'s' if ckpt.world_size != 1 else ''}" if ckpt.world_size else ""
-        yield f"{self.opened.layout.name} -> {self.target.name}{ranks}: {len(ckpt.tensors):,} tensors, {unread_files.human(draft.nbytes)} in {len(draft.files):,} files"
+        yield (
+            f"{self.opened.layout.name} -> {self.target.name}{ranks}: {len(ckpt.tensors):,} tensors, "
+            f"{unread_files.human(draft.nbytes)} in {len(draft.files):,} files"
+        )
         if dropped := self.account.dropped:
             yield f"left behind: {len(dropped):,} entries, first {dropped[0].name}"
 
@@ -144,17 +148,29 @@ def plan(
         (all): as `convert`.
 
     Raises:
-        Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop` is not
+        Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop`
+        is not
             set.
     """
     source = OpenOptions(
         only=only, salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from), **reading
     )
     writing = WriteRequest(
-        to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
-        ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
-        regroup=regroup, dequantize=dequantize, map=None if map is None else os.fspath(map),
-    )  # fmt: skip
+        to=to,
+        options=options,
+        world_size=world_size,
+        dtype=dtype,
+        cast=cast,
+        canonical_keys=canonical_keys,
+        drop=drop,
+        ignore_recorded_digests=ignore_recorded_digests,
+        expected=expected,
+        strip_wrappers=strip_wrappers,
+        vocab_size=vocab_size,
+        regroup=regroup,
+        dequantize=dequantize,
+        map=None if map is None else os.fspath(map),
+    )
     return plan_with(src, dst, source, writing)
 
 
@@ -215,8 +231,8 @@ def _prepare(
     account: Account,
     unplaced: list[Dropped],
 ) -> tuple[layouts.WriteOptions, Encodings]:
-    """Make `opened` what the layout keeps of the state, and return (arguments of its writer, weights that are codes). What has no place
-    goes to `unplaced`.
+    """Make `opened` what the layout keeps of the state, and return (arguments of its writer, weights that are codes).
+    What has no place goes to `unplaced`.
 
     Raises:
         Unsupported: the state has objects, an optimizer without names, or codes, and the layout or a cast needs others.
@@ -226,10 +242,15 @@ def _prepare(
     quantization = encodings.stated(opened.checkpoint, opened.source if opened.folder else None)
     _refuse_dtype(writing.dtype, encodings.of_checkpoint(opened.checkpoint, quantization))
     options = layouts.WriteOptions(
-        config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
-        target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
-        own=writing.options, vocab_size=writing.vocab_size,
-    )  # fmt: skip
+        config=model.config,
+        like=model.like,
+        flat_layout=model.flat_layout,
+        wrap=model.wrap,
+        target=os.path.basename(os.path.abspath(dst)),
+        world_size=writing.world_size,
+        own=writing.options,
+        vocab_size=writing.vocab_size,
+    )
     if writing.regroup:
         regrouped_state = _regrouped(opened.checkpoint, model.like, unplaced)
         account.add_step("in other param groups", opened.checkpoint, regrouped_state)
@@ -265,7 +286,8 @@ def _drafted(
     theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
     if theirs and CANONICAL_KEYS_NOTE not in draft.notes:
         draft.notes.append(
-            f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and optim"
+            f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and "
+            "optim"
         )
     return draft
 
@@ -308,8 +330,8 @@ def _change(
     *,
     to_hub: bool,
 ) -> None:
-    """Make `opened` the state as it was asked for, whatever the layout: filled from another step, dequantized, under other
-    names, with more or fewer rows of the vocabulary."""
+    """Make `opened` the state as it was asked for, whatever the layout: filled from another step, dequantized, under
+    other names, with more or fewer rows of the vocabulary."""
     ckpt = opened.checkpoint
     if reading.fill_from is not None:
         filled(opened, reading.fill_from, None if reading.only is None else tuple(reading.only))
@@ -345,16 +367,16 @@ def _change(
         codes = encodings.of_checkpoint(ckpt, None)
         if said := next(filter(None, (codes.said_of(f"model.{n}") for n in vocabulary_of(ckpt))), ""):
             raise Unsupported(
-                f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. Dequantise the weights with the program "
-                "that quantised them first."
+                f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. "
+                "Dequantise the weights with the program that quantised them first."
             )
         opened.checkpoint, opened.source = resized((ckpt, opened.source), writing.vocab_size)
         account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", ckpt, opened.checkpoint)
 
 
 def _without_calls(ckpt: Checkpoint, unplaced: list[Dropped]) -> Checkpoint:
-    """The same state for a layout of pickles, which must not call what a checkpoint names when they are loaded; values with such calls
-    go to `unplaced`."""
+    """The same state for a layout of pickles, which must not call what a checkpoint names when they are loaded; values
+    with such calls go to `unplaced`."""
     found = {n: why for n, v in ckpt.values.items() if (why := unwritable(v.data)) is not None}
     unplaced += [Dropped(n, 0, why) for n, why in found.items()]
     return replace(ckpt, values={n: v for n, v in ckpt.values.items() if n not in found}) if found else ckpt
@@ -373,14 +395,15 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
     by_name = target.needs_named_optimizer or target.name == "dcp"  # a job of ranks asks for names
     if numbered and not drop and by_name and any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
-            f"{target.name} needs the names of the parameters: {numbered} {argument('drop', True)} keeps the state under its numbers, as data that "
-            "no job looks at; full keeps it as it is."
+            f"{target.name} needs the names of the parameters: {numbered} {argument('drop', True)} keeps the state "
+            "under its numbers, as data that no job looks at; full keeps it as it is."
         )
     if target.needs_named_optimizer and unnamed:
         raise Unsupported(
-            f"{target.name} needs the optimizer under the names of the weights, and {len(unnamed)} of its tensors have names of its own, "
-            f'first "{unnamed[0]}". {argument("only", ["model"])} converts the weights alone, {argument("drop", True)} keeps those '
-            "tensors as data that no engine looks at; dcp and full carry everything."
+            f"{target.name} needs the optimizer under the names of the weights, and {len(unnamed)} of its tensors have "
+            f'names of its own, first "{unnamed[0]}". {argument("only", ["model"])} converts the weights alone, '
+            f"{argument('drop', True)} keeps those tensors as data that no engine looks at; dcp and full carry "
+            "everything."
         )
     if odd := orphaned_optimizer_state(ckpt):
         ckpt.notes.append(
@@ -407,7 +430,8 @@ def _refuse_odd_optimizer(ckpt: Checkpoint) -> None:
             odd = odd or f'"{joined(path[:3])}" is a list. A param group is a dict of options'
     if odd:
         raise Unsupported(
-            f"{odd}, so no engine and no trainer loads it. {argument('only', ['model'])} converts the weights alone; dcp and full keep it."
+            f"{odd}, so no engine and no trainer loads it. {argument('only', ['model'])} converts the weights alone; "
+            "dcp and full keep it."
         )
 
 
@@ -432,8 +456,8 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
 def _opened(
     src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints, needed: Callable[[str], bool]
 ) -> OpenCheckpoint:
-    """The source, merged with an adapter where that was asked; of one whose optimizer is lost and that another checkpoint shall
-    fill, the weights."""
+    """The source, merged with an adapter where that was asked; of one whose optimizer is lost and that another
+    checkpoint shall fill, the weights."""
     if reading.merge is not None:
         return open_merged(src, replace(reading, merge=None), reading.merge, model)
     try:
@@ -447,7 +471,8 @@ def _opened(
 
 
 def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: list[Dropped]) -> Checkpoint:
-    """The same state in the param groups of another checkpoint; state of parameters that are in none of them goes to `unplaced`.
+    """The same state in the param groups of another checkpoint; state of parameters that are in none of them goes to
+    `unplaced`.
 
     Raises:
         UsageError: no checkpoint with such groups was named. Unsupported: the source's groups do not list names.
@@ -455,12 +480,13 @@ def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: 
     if like is None or like.groups is None:
         has = "no checkpoint was given" if like is None else "its param groups do not list names of parameters"
         raise UsageError(
-            f"{argument('regroup', True)} takes the param groups of the checkpoint that {argument('like')} names: {has}."
+            f"{argument('regroup', True)} takes the param groups of the checkpoint that {argument('like')} names: "
+            f"{has}."
         )
     if groups_of(ckpt) is None:
         raise Unsupported(
-            f"{argument('regroup', True)}: {ckpt.root} has no param groups that list names of parameters, so nothing says which "
-            "state belongs where."
+            f"{argument('regroup', True)}: {ckpt.root} has no param groups that list names of parameters, so nothing "
+            "says which state belongs where."
         )
     out, gone, notes = regrouped(ckpt, like.groups)
     nbytes = {n: ckpt.tensors[n].nbytes if n in ckpt.tensors else 0 for n in gone}
@@ -485,8 +511,8 @@ def _refuse_world_size(target: layouts.Layout, world_size: int) -> None:
         why = "which is one file" if target.is_file else "whose files are the same for any number of ranks"
         per_rank = [x.name for x in layouts.layouts().values() if x.write is not None and "world_size" in x.writer_uses]
         raise UsageError(
-            f"{argument('world_size', world_size)} does not apply to {target.name}, {why}. Leave it out, or choose one of: "
-            f"{', '.join(per_rank)}."
+            f"{argument('world_size', world_size)} does not apply to {target.name}, {why}. Leave it out, or choose one "
+            f"of: {', '.join(per_rank)}."
         )
 
 
@@ -503,15 +529,16 @@ def _refuse_dtype(dtype: str | None, found: Encodings) -> None:
         codes, first = next(iter(found.weights.items()))
         what.insert(0, f'{found.described()}; first "{codes}" with "{first.scale}"')
     raise Unsupported(
-        f"{argument('dtype', dtype)}: {'; '.join(what)}. A cast would round codes and scales and multiply nothing, and make a model of other "
-        f"weights. Without {argument('dtype')}, codes and scales are copied bit for bit; for weights in {dtype}, dequantise with the program "
-        f"that quantised them, and convert what it saves. {argument('cast')} changes tensors that are no codes."
+        f"{argument('dtype', dtype)}: {'; '.join(what)}. A cast would round codes and scales and multiply nothing, and "
+        f"make a model of other weights. Without {argument('dtype')}, codes and scales are copied bit for bit; for "
+        f"weights in {dtype}, dequantise with the program that quantised them, and convert what it saves. "
+        f"{argument('cast')} changes tensors that are no codes."
     )
 
 
 def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> None:
-    """Refuse a layout's own choice of dtype (masters of ZeRO are float32) where numpy cannot convert the source's, or where that is
-    codes or their scales.
+    """Refuse a layout's own choice of dtype (masters of ZeRO are float32) where numpy cannot convert the source's, or
+    where that is codes or their scales.
 
     Raises:
         Unsupported: with the first such tensor.
@@ -520,12 +547,13 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
         of = draft.sources.get(name)
         if of is not None and of.dtype != t.dtype and (said := codes.said_of(joined(of.path))):
             raise Unsupported(
-                f"{said}, and {target.name} keeps it as {t.dtype}: its engine trains numbers, not codes. {encodings.ADVICE}"
+                f"{said}, and {target.name} keeps it as {t.dtype}: its engine trains numbers, not codes. "
+                f"{encodings.ADVICE}"
             )
         if of is not None and of.dtype != t.dtype and "float4_e2m1fn_x2" in (of.dtype, t.dtype):
             raise Unsupported(
-                f'"{joined(of.path)}" is {of.dtype}, two numbers in a byte, and the destination keeps it as {t.dtype}. ckpttool moves '
-                "such tensors, it does not convert them. Choose a layout that keeps dtypes, such as dcp."
+                f'"{joined(of.path)}" is {of.dtype}, two numbers in a byte, and the destination keeps it as {t.dtype}. '
+                "ckpttool moves such tensors, it does not convert them. Choose a layout that keeps dtypes, such as dcp."
             )
 
 
@@ -539,8 +567,9 @@ def _refuse_file_names(draft: Draft) -> None:
         part = max(map(os.fsencode, f.name.split("/")), key=len)
         if len(part) > 255:
             raise Unsupported(
-                f"this layout would write a file with a name of {len(part):,} bytes, {part[:40].decode(errors='replace')}…; the limit is 255. The name "
-                "is that of an entry of the state: rename it, or write another layout."
+                f"this layout would write a file with a name of {len(part):,} bytes, "
+                f"{part[:40].decode(errors='replace')}…; the limit is 255. The name is that of an entry of the state: "
+                "rename it, or write another layout."
             )
 
 
@@ -553,8 +582,8 @@ def _refuse_dtypes(target: layouts.Layout, ckpt: Checkpoint) -> None:
     name = None if target.keeps_calls else next((n for n, t in ckpt.tensors.items() if t.dtype in NOT_TORCHS), None)
     if name is not None:
         raise Unsupported(
-            f'"{name}" is {ckpt.tensors[name].dtype}, numbers of six bits, which torch has no dtype for, and {target.name} is read by torch. hf and '
-            "audit keep its bytes as they are."
+            f'"{name}" is {ckpt.tensors[name].dtype}, numbers of six bits, which torch has no dtype for, and '
+            f"{target.name} is read by torch. hf and audit keep its bytes as they are."
         )
 
 
@@ -575,8 +604,8 @@ def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite])
             f"{argument('only', ['model'])} leaves the optimizer out",
         ]
     raise Unsupported(
-        f'"{name}" is a {class_of(first.about)} of {list(first.shape)}, made of {", ".join(first.tensors)}; the checkpoint has {len(objects):,} '
-        f"such tensors, and {target.name} has only plain ones. {'; '.join(ways)}."
+        f'"{name}" is a {class_of(first.about)} of {list(first.shape)}, made of {", ".join(first.tensors)}; the '
+        f"checkpoint has {len(objects):,} such tensors, and {target.name} has only plain ones. {'; '.join(ways)}."
     )
 
 
@@ -585,8 +614,9 @@ def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unre
     where = opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
     return (
         f"{where} is read as {opened.layout.name}, which does not include these files of the same checkpoint: "
-        f"{unread_files.listed(rows)}. The {target.name} checkpoint would look complete, but training could not resume from it. "
-        f"Use {argument('drop', True)} to convert without them, or {argument('only', ['model'])} for the weights alone."
+        f"{unread_files.listed(rows)}. The {target.name} checkpoint would look complete, but training could not resume "
+        f"from it. Use {argument('drop', True)} to convert without them, or {argument('only', ['model'])} for the "
+        "weights alone."
     )
 
 
@@ -596,7 +626,8 @@ def caster(
     inside: Mapping[str, str] = MappingProxyType({}),
     codes: Encodings = Encodings(),  # noqa: B008
 ) -> layouts.Cast:
-    """The dtype that a tensor gets, by its name and its stored dtype: `dtype` for floating-point weights, `cast` for names.
+    """The dtype that a tensor gets, by its name and its stored dtype: `dtype` for floating-point weights, `cast` for
+    names.
 
     Args:
         inside: {tensor: the object of a subclass that is made of it}; those stay as they are.
@@ -612,15 +643,16 @@ def caster(
         if name in inside:
             if any(fnmatch.fnmatchcase(name, pattern) for pattern, _ in rules):
                 raise Unsupported(
-                    f'{argument("cast")}: "{name}" is a part of the quantised tensor "{inside[name]}", whose numbers only mean something '
-                    "together. Leave it out of the pattern."
+                    f'{argument("cast")}: "{name}" is a part of the quantised tensor "{inside[name]}", whose numbers '
+                    "only mean something together. Leave it out of the pattern."
                 )
             return stored
         if said := codes.said_of(name):
             if any(fnmatch.fnmatchcase(name, pattern) and to != stored for pattern, to in rules):
                 raise Unsupported(
-                    f"{argument('cast')}: {said}. A cast would change the codes or their scales, and not give the numbers of the weight. Leave it out "
-                    "of the pattern, or dequantise with the program that quantised it."
+                    f"{argument('cast')}: {said}. A cast would change the codes or their scales, and not give the "
+                    "numbers of the weight. Leave it out of the pattern, or dequantise with the program that quantised "
+                    "it."
                 )
             return stored
         if "float" not in stored or stored.startswith("float4"):
@@ -635,9 +667,9 @@ def caster(
 
 
 def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
-    """Digest of everything that decides the bytes of the destination: source, draft, and the dataclasses `asked`. Machines that see
-    the same files agree on it. The draft says where every byte comes from, so it also tells what files besides the source decided, such as
-    a config.json that names the sizes of heads.
+    """Digest of everything that decides the bytes of the destination: source, draft, and the dataclasses `asked`.
+    Machines that see the same files agree on it. The draft says where every byte comes from, so it also tells what
+    files besides the source decided, such as a config.json that names the sizes of heads.
 
     If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run."""
     h = blake3(b"" if source.has_versions() else os.urandom(32))

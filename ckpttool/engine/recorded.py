@@ -1,8 +1,8 @@
 """ckpttool.json in a checkpoint: where it came from, and the digest that every tensor had when ckpttool wrote it.
 
-`record` makes it. It is read once, where a folder is opened to be copied, loaded or verified, and it may be anybody's: a damaged one, or one
-about other files than those that are there, is a note and not an error. One that is about these files must agree with
-them in names, dtypes, shapes and digests, unless the user says that it should be ignored.
+`record` makes it. It is read once, where a folder is opened to be copied, loaded or verified, and it may be anybody's:
+a damaged one, or one about other files than those that are there, is a note and not an error. One that is about these
+files must agree with them in names, dtypes, shapes and digests, unless the user says that it should be ignored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,15 @@ if TYPE_CHECKING:
     from .planning import Plan
 
 __all__ = [
-    "MOST_RECORD_BYTES", "RECORD", "Recorded", "encoded", "missing", "of_folder", "other_digests", "record",
-]  # fmt: skip
+    "MOST_RECORD_BYTES",
+    "RECORD",
+    "Recorded",
+    "encoded",
+    "missing",
+    "of_folder",
+    "other_digests",
+    "record",
+]
 
 RECORD = "ckpttool.json"
 MOST_RECORD_BYTES = 256 << 20  # 10^6 tensors
@@ -44,7 +51,8 @@ class Recorded:
     `added`     names that the layout added, which were not in the source of the conversion
     `made`      {name: data} of values likewise
     `values`    {name: value_digests.value_digest}; None in a record of before they were recorded
-    `whole`     values that the files hold as several entries: torch's DCP makes text of the keys of a dict, and an entry of each
+    `whole`     values that the files hold as several entries: torch's DCP makes text of the keys of a dict, and an
+                entry of each
     `changed`   names of entries that the conversion changed, as its user or the layout asked for
     `files`     the files that were written; None where the record does not say
     `salvage`   {name: "exact", "rebuilt: how" or "missing: why"} of a copy of what was left of a damaged checkpoint
@@ -79,8 +87,8 @@ class Recorded:
         return {n: d for n, d in (self.values or {}).items() if kept is None or n.partition(".")[0] in kept}
 
     def about(self, ckpt: Checkpoint) -> bool:
-        """Whether it is about the files that the checkpoint lies in, as far as it says: a DeepSpeed folder may hold the save
-        that ckpttool wrote, and later ones."""
+        """Whether it is about the files that the checkpoint lies in, as far as it says: a DeepSpeed folder may hold the
+        save that ckpttool wrote, and later ones."""
         return self.files is None or not ckpt.files or not self.files.isdisjoint(ckpt.files)
 
 
@@ -123,9 +131,9 @@ def missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
     left = sorted({n.partition(".")[0] for n in ckpt.tensors} - set(parts))
     hint = f"{argument('only', left)}, " if left else ""
     return Corrupt(
-        f'{ckpt.root}: {len(names)} of the {total} tensors that {RECORD} lists are not there, first "{names[0]}": files were '
-        f"removed or replaced after it was written. Take another copy. If it was on purpose, use {hint}{argument('ignore_recorded_digests', True)}, or remove "
-        f"{RECORD}."
+        f'{ckpt.root}: {len(names)} of the {total} tensors that {RECORD} lists are not there, first "{names[0]}": '
+        "files were removed or replaced after it was written. Take another copy. If it was on purpose, use "
+        f"{hint}{argument('ignore_recorded_digests', True)}, or remove {RECORD}."
     )
 
 
@@ -135,14 +143,14 @@ def other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
     where = f" in {ckpt.files[chunks.file[0]]}" if len(chunks) else ""
     return Corrupt(
         f"{ckpt.root}: {len(names)} of {total} tensors do not have the digest that was recorded for them, first "
-        f'"{names[0]}"{where}. They were damaged or changed after the record was written. Take another copy. If they were '
-        f"changed on purpose, use {argument('ignore_recorded_digests', True)}, or remove the {RECORD} beside them."
+        f'"{names[0]}"{where}. They were damaged or changed after the record was written. Take another copy. If they '
+        f"were changed on purpose, use {argument('ignore_recorded_digests', True)}, or remove the {RECORD} beside them."
     )
 
 
 def record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, Any]:
-    """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), the digest of every tensor
-    and value, and what of the source was changed or dropped."""
+    """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), the digest of every
+    tensor and value, and what of the source was changed or dropped."""
     ckpt, draft, account = planned.opened.checkpoint, planned.draft, planned.account
     commit, held = planned.opened.source.commit, written_values(draft, wanted)
     rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}

@@ -1,10 +1,12 @@
-"""What is left of a damaged checkpoint: files that were cut off, or that are something else, as far as they can be read.
+"""What is left of a damaged checkpoint: files that were cut off, or that are something else, as far as they can be
+read.
 
     problems(where)   [Problem]: every file of tensors that is not what it should be, by its first and last bytes
     patched(where)    the same place with every such file patched or hidden, so that the layouts can read it
     leave_out(ckpt, source)   takes the tensors that lie in holes out of the index, and lists them in `ckpt.salvage`
 
-Nothing here guesses: a tensor counts as exact if all its bytes are in the file, at the place that the file itself gives.
+Nothing here guesses: a tensor counts as exact if all its bytes are in the file, at the place that the file itself
+gives.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class Problem:
 
 
 def problems(where: Place) -> list[Problem]:
-    """The damaged files of tensors at a place; reads their first and last bytes, and the headers and pickles of those that
-    were cut off."""
+    """The damaged files of tensors at a place; reads their first and last bytes, and the headers and pickles of those
+    that were cut off."""
     source, file = where
     out = []
     for name in [file] if file is not None else _files(source):
@@ -108,8 +110,9 @@ def _lost_save(source: Source) -> list[Problem]:
 
 
 def _no_metadata(source: Source) -> list[Problem]:
-    """A DCP folder whose last file was never written. Its items have no names of their own: the `.metadata` of another step of
-    the run names them, if it has the same files of the same sizes; `locate` then proves that every item has that dtype and shape."""
+    """A DCP folder whose last file was never written. Its items have no names of their own: the `.metadata` of another
+    step of the run names them, if it has the same files of the same sizes; `locate` then proves that every item has
+    that dtype and shape."""
     names = source.list()
     files = {n: source.glance(n)[1] for n in names if _RANK_FILE.fullmatch(n)}
     if not files or any(n.endswith(".metadata") for n in names):
@@ -141,8 +144,8 @@ def _literal(data: bytes) -> Patch:
 
 
 def _other_steps(source: Source) -> list[str]:
-    """Folders that are named like this one except for the number, and have a .metadata; the nearest step first. A folder of a
-    step may have the checkpoint in a folder inside."""
+    """Folders that are named like this one except for the number, and have a .metadata; the nearest step first. A
+    folder of a step may have the checkpoint in a folder inside."""
     out: list[tuple[int, str]] = []
     root = source.root
     for step, inside in ((root, ""), (os.path.dirname(root), os.path.basename(root))):
@@ -191,9 +194,11 @@ def _look(source: Source, name: str) -> Problem | None:
         true = re.search(rb"\nsize (\d{1,19})\n", head + b"\n")
         of = f" of {int(true[1]):,} bytes" if true else ""
         return Problem(
-            name, "lfs-pointer", f"is a git-lfs pointer: the file itself{of} was never downloaded",
+            name,
+            "lfs-pointer",
+            f"is a git-lfs pointer: the file itself{of} was never downloaded",
             shlex.join(["git", "-C", source.root, "lfs", "pull", f"--include={name}"]),
-        )  # fmt: skip
+        )
     if not (torch or safetensors or distcp):
         return None
     if size == 0:
@@ -202,9 +207,11 @@ def _look(source: Source, name: str) -> Problem | None:
         return Problem(name, "empty", "is empty: the save or the copy was interrupted before its first byte")
     if other_files.is_web_page(head) and size < 64 << 20:
         return Problem(
-            name, "web-page", f"is a web page, not {base}: the download failed, or it needs a login",
+            name,
+            "web-page",
+            f"is a web page, not {base}: the download failed, or it needs a login",
             shlex.join(["hf", "download", "REPOSITORY", name]),
-        )  # fmt: skip
+        )
     if 1 < size < 1 << 16 and other_files.is_text(head):
         return Problem(
             name,
@@ -338,8 +345,8 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] 
         first = next(iter(salvage.missing))
         ckpt.notes[:] = [n for n in ckpt.notes if not n.startswith("salvaged: ")]
         ckpt.notes.append(
-            f'salvaged: {len(tensors) - len(salvage.rebuilt):,} tensors are exact, {len(salvage.missing):,} are missing, first "{first}"; the "salvage" of '
-            "ckpttool.json lists them"
+            f"salvaged: {len(tensors) - len(salvage.rebuilt):,} tensors are exact, {len(salvage.missing):,} are "
+            f'missing, first "{first}"; the "salvage" of ckpttool.json lists them'
         )
     sizes = [
         n if p is None else min(n, max(p.present, 0)) if not p.made else n
@@ -349,7 +356,8 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] 
 
 
 def _tie(tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Checkpoint, source: PatchedSource) -> None:
-    """Give back an embedding or an output layer that is lost, where config.json ties it to the other one and that is whole."""
+    """Give back an embedding or an output layer that is lost, where config.json ties it to the other one and that is
+    whole."""
     config = ckpt.config
     if config is None and source.inner.exists("config.json"):
         try:

@@ -40,8 +40,8 @@ _SALVAGED = 5  # names of a salvaged copy that are shown
 
 @dataclass(frozen=True)
 class DigestResult(Shown):
-    """`digest` {"all", "model", ...: Merkle root}, `tensors` {name: BLAKE3}, both in hex; `not_read` files that belong to the
-    checkpoint and are no part of the digest, as `Unread.to_json` has them."""
+    """`digest` {"all", "model", ...: Merkle root}, `tensors` {name: BLAKE3}, both in hex; `not_read` files that belong
+    to the checkpoint and are no part of the digest, as `Unread.to_json` has them."""
 
     digest: dict[str, str]
     tensors: dict[str, str]
@@ -66,8 +66,8 @@ def digest(
 
     Args:
         workers: who reads, as in `convert`.
-        progress: called with ("digest", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
-        (the others): as `open`.
+        progress: called with ("digest", bytes done, bytes in all), and before with "prove" if tensors have no names
+        until they are read. (the others): as `open`.
     """
     options = OpenOptions(only=only, **reading)
     with open_with(path, options) as opened, for_reading(workers, path, opened.checkpoint.nbytes) as crew:
@@ -82,9 +82,10 @@ def digest(
 class VerifyResult(Shown):
     """What `verify` found; sizes in bytes. What was not asked for is None.
 
-    `crc32_covered_bytes` are those that CRC32s in the files themselves cover. `recorded` is "equal", "damaged" (the record
-    cannot be read) or "other files" (it is about others); `numbers` "ok" or "contradict": masters and weights, averages of squares; `against` {"path", "components", "verdict"}. `salvage` {"exact": how many
-    tensors, "rebuilt": {name: how}, "missing": {name: why}} of a copy of what was left of a damaged checkpoint.
+    `crc32_covered_bytes` are those that CRC32s in the files themselves cover. `recorded` is "equal", "damaged" (the
+    record cannot be read) or "other files" (it is about others); `numbers` "ok" or "contradict": masters and weights,
+    averages of squares; `against` {"path", "components", "verdict"}. `salvage` {"exact": how many tensors, "rebuilt":
+    {name: how}, "missing": {name: why}} of a copy of what was left of a damaged checkpoint.
     """
 
     path: str
@@ -150,8 +151,8 @@ def verify(
         read_data: also read every byte, and compare it with the CRC32s and with the digests recorded beside it.
         against: also compare every tensor with another checkpoint, in any layout.
         workers: who reads the data, as in `convert`.
-        progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
-        (the others): as `open`.
+        progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until
+        they are read. (the others): as `open`.
 
     Raises:
         Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the other.
@@ -160,9 +161,14 @@ def verify(
     with reporting(progress), open_with(path, options) as opened:
         ckpt = opened.locate()
         out = VerifyResult(
-            urls.display_path(shown_path(path)), ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok",
-            sum(r.extent.length for r in ckpt.records), [r.to_json() for r in ckpt.unread],
-        )  # fmt: skip
+            urls.display_path(shown_path(path)),
+            ckpt.layout,
+            len(ckpt.tensors),
+            ckpt.nbytes,
+            "ok",
+            sum(r.extent.length for r in ckpt.records),
+            [r.to_json() for r in ckpt.unread],
+        )
         out.salvage = salvaged(opened)
         if ckpt.others:
             out.notes.append(note_of_left_out(ckpt))
@@ -200,7 +206,8 @@ def verify(
         _compare(mine, yours, name)
         if unequal := sorted(n for n in excused if _component(n) in shared and n in {**ckpt.values, **second.values}):
             out.notes.append(
-                f"not compared, since a conversion changed them, as ckpttool.json says: {len(unequal)} of the values, first {unequal[0]}"
+                f"not compared, since a conversion changed them, as ckpttool.json says: {len(unequal)} of the values, "
+                f"first {unequal[0]}"
             )
         if apart := sorted((_components(ckpt) ^ _components(second)) - shared):
             out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
@@ -219,14 +226,15 @@ def _components(ckpt: Checkpoint) -> set[str]:
 
 
 def _changed(opened: OpenCheckpoint) -> set[str]:
-    """The values that the conversion which wrote a checkpoint changed, as its ckpttool.json says; they are not compared."""
+    """The values that the conversion which wrote a checkpoint changed, as its ckpttool.json says; they are not
+    compared."""
     record = opened.recorded()
     return set() if record is None else {n for n in record.changed if n not in opened.checkpoint.tensors}
 
 
 def salvaged(opened: OpenCheckpoint) -> dict[str, Any] | None:
-    """What the record of a salvaged copy lists: {"exact": how many tensors, "rebuilt": {name: how}, "missing": {name: why}}; None of
-    any other checkpoint."""
+    """What the record of a salvaged copy lists: {"exact": how many tensors, "rebuilt": {name: how}, "missing": {name:
+    why}}; None of any other checkpoint."""
     record = opened.recorded()
     states = record.salvage if record is not None else {}
     if not states and opened.checkpoint.salvage is not None:
@@ -275,7 +283,8 @@ def _read_data(
 
 
 def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progress, out: VerifyResult) -> None:
-    """Compare all masters with the weights beside them, and say in `out` what came of it and of the averages of squares.
+    """Compare all masters with the weights beside them, and say in `out` what came of it and of the averages of
+    squares.
 
     Raises:
         Corrupt: the numbers contradict each other, and that was not allowed.
@@ -336,8 +345,8 @@ def _compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> N
     if wrong or missing or extra:
         first = (wrong or missing or extra)[0]
         raise Differs(
-            f"not equal to {what}: {len(wrong)} tensors or values are others, {len(missing)} are missing, {len(extra)} are "
-            f'new; first "{first}". `ckpttool diff` shows how.'
+            f"not equal to {what}: {len(wrong)} tensors or values are others, {len(missing)} are missing, {len(extra)} "
+            f'are new; first "{first}". `ckpttool diff` shows how.'
         )
 
 
@@ -349,9 +358,8 @@ def settled(
     progress: Progress,
     budget: IOBudget,
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """(the source's tensors that the destination holds, their digests by canonical name) of a draft that was filled, where
-    `digests` are those of its tensors; the source is unchanged, and has the digests that were
-    recorded of it.
+    """(the source's tensors that the destination holds, their digests by canonical name) of a draft that was filled,
+    where `digests` are those of its tensors; the source is unchanged, and has the digests that were recorded of it.
 
     Raises:
         SourceChanged, Corrupt: it is not.
@@ -449,9 +457,11 @@ def read_back(
         Differs: with the first tensor that is not what was written. Corrupt: it cannot be read.
     """
     options = OpenOptions(
-        source_layout=target.name, config=None if target.keeps_config or "config" not in target.reader_uses else config,
-        allow_equal_ranks=True, allow_mixed_steps=True,
-    )  # fmt: skip
+        source_layout=target.name,
+        config=None if target.keeps_config or "config" not in target.reader_uses else config,
+        allow_equal_ranks=True,
+        allow_mixed_steps=True,
+    )
     try:
         with open_with(path, options) as back:
             safetensors_header.open_with_library(back.source, back.checkpoint.files)
@@ -479,5 +489,6 @@ def read_back(
         )
         raise Differs(
             f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
-            f"{len(missing)} are missing, {len(extra)} are new, {len(values)} values differ; first {first}. {left} {cause}"
+            f"{len(missing)} are missing, {len(extra)} are new, {len(values)} values differ; first {first}. {left} "
+            f"{cause}"
         )

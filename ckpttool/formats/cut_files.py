@@ -1,14 +1,15 @@
 """Files that were cut off: what is left of them, as a `Patch`, so that readers of whole files read them.
 
-torch.save, zip        `data.pkl` comes first and says how many bytes every storage has; then the records in order, each behind a
-                       local header (sizes 0, flag 0x808) and before a data descriptor with its CRC32. So every record before the
-                       cut is whole, and the headers and the directory behind it follow.
+torch.save, zip        `data.pkl` comes first and says how many bytes every storage has; then the records in order, each
+                       behind a local header (sizes 0, flag 0x808) and before a data descriptor with its CRC32. So every
+                       record before the cut is whole, and the headers and the directory behind it follow.
 torch.save, legacy     the pickles come first and say the same; then, for every storage, its count and its bytes.
 safetensors            the header comes first and says where every tensor is.
 
 Nothing can be said of a file that was cut off in its pickle or in its header.
 
-Sources: torch/serialization.py, caffe2/serialize/inline_container.cc and miniz.c (data descriptors of 16 bytes, of 24 above 4 GiB).
+Sources: torch/serialization.py, caffe2/serialize/inline_container.cc and miniz.c (data descriptors of 16 bytes, of 24
+above 4 GiB).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def of_torch(read_at: ReadAt, length: int, what: str) -> Patch | None:
     """How a torch.save file that was cut off should be; None where nothing is missing.
 
     Raises:
-        Corrupt: it was cut off before its first record, or something else is wrong with it. Unsafe: its pickle would run code.
+        Corrupt: it was cut off before its first record, or something else is wrong with it. Unsafe: its pickle would
+        run code.
     """
     head = read_at(0, min(length, 64))
     if zip_bytes.is_zip(head):
@@ -127,7 +129,8 @@ def _zip(read_at: ReadAt, length: int, what: str) -> Patch:
 
 
 def _local_header(read_at: ReadAt, at: int, length: int) -> tuple[str, int, int, int, int] | None:
-    """(name, flags, CRC32, bytes, where they begin) of the record whose local header is at `at`; None where none is whole."""
+    """(name, flags, CRC32, bytes, where they begin) of the record whose local header is at `at`; None where none is
+    whole."""
     if at + 30 > length:
         return None
     raw = read_at(at, 30)
@@ -163,7 +166,8 @@ def _descriptor(read_at: ReadAt, at: int, length: int, size: int) -> tuple[int, 
 
 
 def _cut_inside(read_at: ReadAt, end: int, length: int) -> bool:
-    """Whether a file of `length` bytes ends before the record that ends at `end`, or in the data descriptor behind it."""
+    """Whether a file of `length` bytes ends before the record that ends at `end`, or in the data descriptor behind
+    it."""
     rest = read_at(end, length - end) if 0 < length - end < zip_bytes.DATA_DESCRIPTOR_BYTES else b""
     return length <= end or (bool(rest) and rest[:4] == b"PK\x07\x08"[: len(rest)])
 

@@ -23,14 +23,26 @@ _MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _FRAMES = ("numpy.core.numeric", "numpy._core.numeric")
 #: What numpy calls the dtypes that torch has.
 _DTYPES = {
-    "f8": "float64", "f4": "float32", "f2": "float16", "c16": "complex128", "c8": "complex64", "b1": "bool",
-    "i8": "int64", "i4": "int32", "i2": "int16", "i1": "int8", "u8": "uint64", "u4": "uint32", "u2": "uint16", "u1": "uint8",
-}  # fmt: skip
+    "f8": "float64",
+    "f4": "float32",
+    "f2": "float16",
+    "c16": "complex128",
+    "c8": "complex64",
+    "b1": "bool",
+    "i8": "int64",
+    "i4": "int32",
+    "i2": "int16",
+    "i1": "int8",
+    "u8": "uint64",
+    "u4": "uint32",
+    "u2": "uint16",
+    "u1": "uint8",
+}
 
 
 def as_torch(x: Any) -> Any:
-    """The same data with arrays as `Inline` tensors and scalars as numbers; the object itself where there are none. What torch
-    has no dtype for stays as it is."""
+    """The same data with arrays as `Inline` tensors and scalars as numbers; the object itself where there are none.
+    What torch has no dtype for stays as it is."""
     if isinstance(x, Opaque):
         found = _tensor(x)
         if found is None:

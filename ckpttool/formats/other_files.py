@@ -1,6 +1,6 @@
-"""What a file is whose name or place says tensors, and whose first bytes say something else: a git-lfs pointer, a web page, a GGUF
-file, an archive. The readers of tensors call `refuse` before they call such a file damaged. And whose checkpoint a folder is that no
-layout reads, by the names in it (`refuse_checkpoint`).
+"""What a file is whose name or place says tensors, and whose first bytes say something else: a git-lfs pointer, a web
+page, a GGUF file, an archive. The readers of tensors call `refuse` before they call such a file damaged. And whose
+checkpoint a folder is that no layout reads, by the names in it (`refuse_checkpoint`).
 """
 
 from __future__ import annotations
@@ -38,22 +38,45 @@ _FORMATS = {
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
 }
 _TENSORFLOW = "Load it in TensorFlow, and save the variables with safetensors.tensorflow.save_file"
-#: (names of files, a name beside them or "", what they are, what to do) of checkpoints that no layout reads, the surest first.
+#: (names of files, a name beside them or "", what they are, what to do) of checkpoints that no layout reads, the surest
+#: first.
 _CHECKPOINTS = (
-    (r"model-rank-\d+-part-\d+\.safetensors", "", "vLLM's sharded_state",
-     "Each rank has its share of fused weights there, and nothing says how they were cut: give the model that it was made from"),
-    (r"tensors-\d{5}\.safetensors", r"MANIFEST\.json", "an audit archive of ckpttool that was unpacked",
-     "Give the .tar.zst itself: `ckpttool audit restore` makes a checkpoint of it"),
-    (r"manifest\.ocdbt|_CHECKPOINT_METADATA|_METADATA", "", "a checkpoint of Orbax (JAX)",
-     "Restore it with Orbax, and save the arrays with safetensors.flax.save_file"),
+    (
+        r"model-rank-\d+-part-\d+\.safetensors",
+        "",
+        "vLLM's sharded_state",
+        "Each rank has its share of fused weights there, and nothing says how they were cut: give the model that it "
+        "was made from",
+    ),
+    (
+        r"tensors-\d{5}\.safetensors",
+        r"MANIFEST\.json",
+        "an audit archive of ckpttool that was unpacked",
+        "Give the .tar.zst itself: `ckpttool audit restore` makes a checkpoint of it",
+    ),
+    (
+        r"manifest\.ocdbt|_CHECKPOINT_METADATA|_METADATA",
+        "",
+        "a checkpoint of Orbax (JAX)",
+        "Restore it with Orbax, and save the arrays with safetensors.flax.save_file",
+    ),
     (r"saved_model\.pb(txt)?|keras_metadata\.pb", "", "a SavedModel of TensorFlow", _TENSORFLOW),
     (r".+\.(index|meta|data-\d{5}-of-\d{5})", r".+\.data-\d{5}-of-\d{5}", "a checkpoint of TensorFlow", _TENSORFLOW),
-    (r".+\.msgpack|checkpoint_\d+", "", "a checkpoint of Flax (JAX)",
-     "Read it with flax.serialization.msgpack_restore, and save the arrays with safetensors.flax.save_file"),
-    (r".+\.npz", "", "a file of numpy arrays, as MLX saved weights", "Save the arrays with safetensors where they can be loaded"),
+    (
+        r".+\.msgpack|checkpoint_\d+",
+        "",
+        "a checkpoint of Flax (JAX)",
+        "Read it with flax.serialization.msgpack_restore, and save the arrays with safetensors.flax.save_file",
+    ),
+    (
+        r".+\.npz",
+        "",
+        "a file of numpy arrays, as MLX saved weights",
+        "Save the arrays with safetensors where they can be loaded",
+    ),
     (r".+\.gguf", "", *_FORMATS[b"GGUF"]),
     (r".+\.(h5|keras)", "", "a model of Keras", _TENSORFLOW),
-)  # fmt: skip
+)
 _TAR = slice(257, 262)
 _SAFETENSORS = rb'(?s)....[\0-\x05]\0\0\0\{[\s]*"'  # a header of at most 100 MB
 
@@ -69,15 +92,17 @@ def is_web_page(head: bytes) -> bool:
 
 
 def refuse(head: bytes, what: str) -> None:
-    """Refuse a file of another kind, and say which. `head` is its first `HEAD_BYTES` bytes, `what` names it in messages.
+    """Refuse a file of another kind, and say which. `head` is its first `HEAD_BYTES` bytes, `what` names it in
+    messages.
 
     Raises:
-        Corrupt: a pointer, a page or a text stands where the file should be. Unsupported: it is a file of another format.
+        Corrupt: a pointer, a page or a text stands where the file should be. Unsupported: it is a file of another
+        format.
     """
     if head.startswith(LFS_POINTER):
         raise Corrupt(
-            f"{what} is a git-lfs pointer: the file itself was never downloaded. Run `git lfs pull` in its repository, or download "
-            "it with `hf download`."
+            f"{what} is a git-lfs pointer: the file itself was never downloaded. Run `git lfs pull` in its repository, "
+            "or download it with `hf download`."
         )
     if is_web_page(head):
         raise Corrupt(f"{what} is a web page: the download failed, or it needs a login. Download the file again.")
@@ -109,8 +134,8 @@ def refuse_format(head: bytes, what: str) -> None:
 
 
 def foreign(names: Iterable[str], beside: Collection[str]) -> tuple[str, str, str] | None:
-    """(the file that shows it, what it is, what to do) if one of some files is of a checkpoint that no layout reads. `beside` is all names
-    of their folder."""
+    """(the file that shows it, what it is, what to do) if one of some files is of a checkpoint that no layout reads.
+    `beside` is all names of their folder."""
     names = list(names)
     for pattern, other, kind, advice in _CHECKPOINTS:
         if not other or any(re.fullmatch(other, n) for n in beside):

@@ -12,8 +12,8 @@ __all__ = ["dump"]
 
 
 def dump(obj: Any, persistent: Callable[[Any], tuple[Any, ...] | None] | None = None) -> bytes:
-    """A protocol 2 pickle, as torch writes, of plain data, Global and Opaque; the same bytes for the same data. An attribute of a class
-    (a Global with a dot) is written as the call of getattr that CPython writes.
+    """A protocol 2 pickle, as torch writes, of plain data, Global and Opaque; the same bytes for the same data. An
+    attribute of a class (a Global with a dot) is written as the call of getattr that CPython writes.
 
     `persistent(x)` gives the persistent id of a tensor's storage, or None for anything else. Objects with a `reduce()`
     method of ours give (Global, args) to be called by the reader.

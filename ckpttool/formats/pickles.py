@@ -1,18 +1,19 @@
 """Reads pickles as data: opcodes build plain values and inert records, and nothing is ever imported or called.
 
 `load` is a small pickle machine of our own. A global (module, name) is looked up in a dict of *stand-ins*, functions
-and inert classes of ours; one that is not there becomes `Global`, a pair of strings. NEWOBJ of a `Global` (an instance of
-an unknown class) becomes `Opaque`, which keeps class, arguments and state and can be written to another pickle unchanged
-(pickle_writer.py). REDUCE of a `Global` (a call) becomes one where the call makes data, and is refused otherwise; `_record_of_call`
-has the rule.
+and inert classes of ours; one that is not there becomes `Global`, a pair of strings. NEWOBJ of a `Global` (an instance
+of an unknown class) becomes `Opaque`, which keeps class, arguments and state and can be written to another pickle
+unchanged (pickle_writer.py). REDUCE of a `Global` (a call) becomes one where the call makes data, and is refused
+otherwise; `_record_of_call` has the rule.
 
-Bounds: string and total length follow from the size of the input, which is itself bounded. Instructions have a budget (`_BUDGET`), since a
-million take a third of a second here: three million, one for every 32 bytes of the pickle, and for every storage 64 and one for every
-16 bytes; numbers that follow each other, as in a list of tokens, are read at once and are not counted. Every 2^18 instructions, what is on
-the stack and in the memo is compared with what a pickler writes (`watched`). Integers
-have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested is ever hashed, and none is set twice; the result
-is walked once and refused if it is deeper than 100 or expands to more than 16 nodes per opcode. An instance that holds itself, as
-a config whose nodes point to their parents, is copied once, with an `Again` for each reference back (`_untangled`).
+Bounds: string and total length follow from the size of the input, which is itself bounded. Instructions have a budget
+(`_BUDGET`), since a million take a third of a second here: three million, one for every 32 bytes of the pickle, and for
+every storage 64 and one for every 16 bytes; numbers that follow each other, as in a list of tokens, are read at once
+and are not counted. Every 2^18 instructions, what is on the stack and in the memo is compared with what a pickler
+writes (`watched`). Integers have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested
+is ever hashed, and none is set twice; the result is walked once and refused if it is deeper than 100 or expands to more
+than 16 nodes per opcode. An instance that holds itself, as a config whose nodes point to their parents, is copied once,
+with an `Again` for each reference back (`_untangled`).
 
 `load_large` reads a genuine 100 MB `.metadata` (a million chunks) fifty times faster with the C unpickler of the
 standard library and the same stand-ins, in a child process whose memory and time are limited, since the C code would
@@ -41,13 +42,31 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 
 __all__ = [
-    "ANY_MODULE", "MEGATRON_ENUMS", "MEMORY_FORMATS", "Again", "Global", "Opaque", "Ordered", "Refused", "SharedStandIn", "StandIn", "Truncated", "acts",
-    "attribute", "enum_members", "load", "load_large", "refuse_deep", "short", "unwritable",
-]  # fmt: skip
+    "ANY_MODULE",
+    "MEGATRON_ENUMS",
+    "MEMORY_FORMATS",
+    "Again",
+    "Global",
+    "Opaque",
+    "Ordered",
+    "Refused",
+    "SharedStandIn",
+    "StandIn",
+    "Truncated",
+    "acts",
+    "attribute",
+    "enum_members",
+    "load",
+    "load_large",
+    "refuse_deep",
+    "short",
+    "unwritable",
+]
 
 #: {(module, name): what stands for that class or function}
 StandIns = Mapping[tuple[str, str], Any]
-#: In the place of a module: a class of this name wherever it is defined, for formats that others copied with their classes.
+#: In the place of a module: a class of this name wherever it is defined, for formats that others copied with their
+#: classes.
 ANY_MODULE = "*"
 #: Members of torch's (_)MEM_FORMAT_ENCODING, by number (torch/distributed/checkpoint/metadata.py).
 MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
@@ -84,8 +103,8 @@ class Global(NamedTuple):
 
 
 class StandIn:
-    """Base of objects of ours that stand for those of a pickle. They are hashed by identity, so that they may be keys of dicts,
-    and their `__setstate__`, if they have one, gets the state that the pickle sets."""
+    """Base of objects of ours that stand for those of a pickle. They are hashed by identity, so that they may be keys
+    of dicts, and their `__setstate__`, if they have one, gets the state that the pickle sets."""
 
     __slots__ = ()
 
@@ -121,8 +140,8 @@ class Again:
 class Opaque:
     """An instance of an unknown class: kept as it was pickled, never built.
 
-    `call` is True when the pickle called the class (REDUCE), False when it used __new__ (NEWOBJ). `label` is a number to which the
-    `Again` inside it refer, None where there is none.
+    `call` is True when the pickle called the class (REDUCE), False when it used __new__ (NEWOBJ). `label` is a number
+    to which the `Again` inside it refer, None where there is none.
     """
 
     __slots__ = ("_keys", "args", "call", "cls", "dict_items", "label", "list_items", "state")
@@ -136,7 +155,8 @@ class Opaque:
         self._keys: dict[Any, None] = {}
 
     def mapped(self, f: Callable[[Any], Any], made: Callable[[Opaque], None] = lambda out: None) -> Opaque:
-        """The same instance with `f` of its arguments, its items and its state, in the order of a pickle; `made` gets it before its items."""
+        """The same instance with `f` of its arguments, its items and its state, in the order of a pickle; `made` gets
+        it before its items."""
         out = Opaque(self.cls, f(self.args), self.call)
         out.label = self.label
         made(out)
@@ -198,15 +218,24 @@ PLAIN: dict[tuple[str, str], Any] = {
     ("__builtin__", "bytes"): lambda: b"",
     ("_codecs", "encode"): _encode,
 }
-#: Enumerations of Megatron-Core that the arguments of a job hold; a member is pickled as a call of its class with its value.
+#: Enumerations of Megatron-Core that the arguments of a job hold; a member is pickled as a call of its class with its
+#: value.
 MEGATRON_ENUMS = frozenset(
     Global(module, name)
     for module in ("megatron.core.transformer.enums", "megatron.core.enums", "megatron.training.enums")
     for name in (
-        "AttnBackend", "AttnMaskType", "AttnType", "CudaGraphModule", "CudaGraphScope", "Fp4Recipe", "Fp8Recipe", "InferenceCudaGraphScope",
-        "LayerType", "ModelType",
+        "AttnBackend",
+        "AttnMaskType",
+        "AttnType",
+        "CudaGraphModule",
+        "CudaGraphScope",
+        "Fp4Recipe",
+        "Fp8Recipe",
+        "InferenceCudaGraphScope",
+        "LayerType",
+        "ModelType",
     )
-)  # fmt: skip
+)
 # and the others are kept as Opaque and written out by name again.
 _KEPT = MEGATRON_ENUMS | frozenset(
     Global(module, name)
@@ -240,12 +269,52 @@ _KEPT = MEGATRON_ENUMS | frozenset(
 
 
 # Modules whose objects act when they are created, or represent calls: refused, not even kept as Opaque.
-_NEVER = frozenset((
-    "os", "posix", "nt", "sys", "subprocess", "builtins", "__builtin__", "importlib", "runpy", "code", "pty", "shutil",
-    "socket", "ctypes", "multiprocessing", "threading", "asyncio", "webbrowser", "pickle", "marshal", "types", "io",
-    "commands", "copy_reg", "copyreg", "_pickle", "_posixsubprocess", "_socket", "_ctypes", "_thread", "_io",
-    "functools", "operator", "tempfile", "urllib", "http", "signal", "gc", "inspect", "pdb", "timeit", "cProfile",
-))  # fmt: skip
+_NEVER = frozenset(
+    (
+        "os",
+        "posix",
+        "nt",
+        "sys",
+        "subprocess",
+        "builtins",
+        "__builtin__",
+        "importlib",
+        "runpy",
+        "code",
+        "pty",
+        "shutil",
+        "socket",
+        "ctypes",
+        "multiprocessing",
+        "threading",
+        "asyncio",
+        "webbrowser",
+        "pickle",
+        "marshal",
+        "types",
+        "io",
+        "commands",
+        "copy_reg",
+        "copyreg",
+        "_pickle",
+        "_posixsubprocess",
+        "_socket",
+        "_ctypes",
+        "_thread",
+        "_io",
+        "functools",
+        "operator",
+        "tempfile",
+        "urllib",
+        "http",
+        "signal",
+        "gc",
+        "inspect",
+        "pdb",
+        "timeit",
+        "cProfile",
+    )
+)
 
 
 #: Bytes in memory, in which Transformer Engine before 1.14 keeps the state of its modules.
@@ -253,10 +322,26 @@ _BUFFER = frozenset((Global("_io", "BytesIO"), Global("io", "BytesIO")))
 
 
 #: Types of plain data, which are in a module of those that act.
-_TYPES = frozenset((
-    "Ellipsis", "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "long", "object", "set", "str", "tuple",
-    "unicode",
-))  # fmt: skip
+_TYPES = frozenset(
+    (
+        "Ellipsis",
+        "bool",
+        "bytearray",
+        "bytes",
+        "complex",
+        "dict",
+        "float",
+        "frozenset",
+        "int",
+        "list",
+        "long",
+        "object",
+        "set",
+        "str",
+        "tuple",
+        "unicode",
+    )
+)
 _BUILTINS = ("builtins", "__builtin__")
 _EXCEPTIONS = frozenset(n for n, x in vars(builtins).items() if isinstance(x, type) and issubclass(x, BaseException))
 #: The first names of modules of Python itself, under those of Python 2 too.
@@ -264,9 +349,12 @@ _STANDARD = sys.stdlib_module_names | {
     name.partition(".")[0] for name in (*_compat_pickle.IMPORT_MAPPING, "exceptions")
 }
 #: Calls by which hints of types are pickled, in configs that have them: typing.List[int], list[int], int | None.
-_HINTS = frozenset((
-    *(Global(module, name) for module in ("operator", "_operator") for name in ("getitem", "or_")), Global("types", "GenericAlias"),
-))  # fmt: skip
+_HINTS = frozenset(
+    (
+        *(Global(module, name) for module in ("operator", "_operator") for name in ("getitem", "or_")),
+        Global("types", "GenericAlias"),
+    )
+)
 
 
 def acts(cls: Global) -> bool:
@@ -298,11 +386,12 @@ def attribute(cls: Any, name: Any) -> Global | None:
 def _record_of_call(f: Global, args: tuple[Any, ...]) -> Any:
     """The record of a call that makes data, None of one that is refused.
 
-    Kept are calls of what `_KEPT` lists, of exceptions of Python, and of a name that looks like a class and is not of Python's own
-    library. Nothing is executed here; but a record that is written into a pickle again is executed by who loads that without
-    `weights_only`. So a call of an unknown class with one plain argument, which is how pickle spells a member of an enum, is kept as
-    `__new__` of the class: for an enum that is the same member, and for any other class no `__init__` runs. A call with other
-    arguments, and one of an instance that gets a state or items besides, stays a call, which no pickle is written with (`unwritable`).
+    Kept are calls of what `_KEPT` lists, of exceptions of Python, and of a name that looks like a class and is not of
+    Python's own library. Nothing is executed here; but a record that is written into a pickle again is executed by who
+    loads that without `weights_only`. So a call of an unknown class with one plain argument, which is how pickle spells
+    a member of an enum, is kept as `__new__` of the class: for an enum that is the same member, and for any other class
+    no `__init__` runs. A call with other arguments, and one of an instance that gets a state or items besides, stays a
+    call, which no pickle is written with (`unwritable`).
     """
     if f.name == "getattr" and f.module in _BUILTINS:  # protocols below 4, and enums of Python 3.11.0 to 3.11.3
         return attribute(*args) if len(args) == 2 else None
@@ -321,7 +410,8 @@ def _record_of_call(f: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _is_of_generator(f: Global, args: tuple[Any, ...]) -> bool:
-    """Whether a call of numpy's constructors of random generators, which call what they are given, is given numpy's own."""
+    """Whether a call of numpy's constructors of random generators, which call what they are given, is given numpy's
+    own."""
 
     def is_own(x: Any) -> bool:
         if isinstance(x, Global):
@@ -348,7 +438,8 @@ def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
 
 
 def _is_unknown_class(f: Global) -> bool:
-    """Whether a name looks like a class that is neither in `_KEPT` nor of Python's own library, nor one of torch's own for numbers."""
+    """Whether a name looks like a class that is neither in `_KEPT` nor of Python's own library, nor one of torch's own
+    for numbers."""
     standard = f.module.partition(".")[0] in _STANDARD or f.module in _OF_TORCH
     return not standard and f not in _KEPT and all(map(_is_class_name, f.name.split(".")))
 
@@ -358,7 +449,8 @@ def _is_of_torchao(f: Global, args: tuple[Any, ...]) -> bool:
     return f.module.partition(".")[0] == "torchao" and len(args) == 1 and type(args[0]) in (str, int)
 
 
-#: Where torch has its classes of tensors and storages. What it pickles of them is in `_KEPT` or has a stand-in; it calls no other.
+#: Where torch has its classes of tensors and storages. What it pickles of them is in `_KEPT` or has a stand-in; it
+#: calls no other.
 _OF_TORCH = ("torch", "torch._C", "torch._tensor", "torch.storage")
 _PARTIAL = Global("functools", "partial")
 _TYPE = tuple(Global(module, "type") for module in _BUILTINS)
@@ -369,13 +461,15 @@ _OBJECT = tuple(Global(module, "object") for module in _BUILTINS)
 
 
 def _holds_action(x: Any) -> bool:
-    """Whether a function that would be called later (that of a partial, the factory of a defaultdict) is one of a module that acts."""
+    """Whether a function that would be called later (that of a partial, the factory of a defaultdict) is one of a
+    module that acts."""
     todo = list(x) if isinstance(x, tuple) and not isinstance(x, Global) else [x]
     return any(isinstance(v, Global) and acts(v) and not (v.module in _BUILTINS and v.name in _TYPES) for v in todo)
 
 
 def unwritable(x: Any) -> str | None:
-    """Why a value must not be written into a pickle, None where it may: loading it would call a class that nobody here knows."""
+    """Why a value must not be written into a pickle, None where it may: loading it would call a class that nobody here
+    knows."""
     todo = [x]
     while todo:
         v = todo.pop()
@@ -418,8 +512,8 @@ def _set(d: dict[Any, Any], k: Any, v: Any, what: str = "a pickle") -> None:
     """
     if _key(k) in d and not isinstance(k, SharedStandIn):
         raise Unsafe(
-            f"{what}: the key {short(k)} is set twice in one dict, so loading it would lose the first value. No pickler "
-            "writes that; use another copy of the checkpoint."
+            f"{what}: the key {short(k)} is set twice in one dict, so loading it would lose the first value. No "
+            "pickler writes that; use another copy of the checkpoint."
         )
     d[k] = v
 
@@ -434,8 +528,8 @@ def load(
 ) -> tuple[Any, int]:
     """(object, position after STOP) of one pickle.
 
-    `persistent` turns a persistent id (torch's storages) into a value. `what` names the pickle in errors. With `inert`, a
-    call of anything unknown is kept as an `Opaque` and not refused, for those who only look for storages.
+    `persistent` turns a persistent id (torch's storages) into a value. `what` names the pickle in errors. With `inert`,
+    a call of anything unknown is kept as an `Opaque` and not refused, for those who only look for storages.
 
     Raises:
         Unsafe: it would call something, or has no bound.
@@ -493,7 +587,8 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
         named += 1
         if named > _MOST_GLOBALS:
             raise Unsafe(
-                f"{what}: the pickle names more than {_MOST_GLOBALS:,} classes and functions, which no training state does."
+                f"{what}: the pickle names more than {_MOST_GLOBALS:,} classes and functions, which no training state "
+                "does."
             )
         if "." in name and not _is_attribute(module, name):
             raise Unsafe(f"{what}: the pickle names {module}.{name}, an attribute of something; refused.")
@@ -514,8 +609,9 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
                 return found
         if isinstance(f, Global) or not callable(f):
             raise Unsafe(
-                f"{what}: the pickle calls {f if isinstance(f, Global) else short(f)}{short(args)}. ckpttool never runs what a checkpoint asks for; "
-                "ask its author for a copy without that object. If it is your own, load it with torch, replace the object by plain data and save it again."
+                f"{what}: the pickle calls {f if isinstance(f, Global) else short(f)}{short(args)}. ckpttool never "
+                "runs what a checkpoint asks for; ask its author for a copy without that object. If it is your own, "
+                "load it with torch, replace the object by plain data and save it again."
             )
         return f(*args)
 
@@ -530,12 +626,14 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             before, memoized = unfinished, len(memo)
             if done > budget:
                 raise Unsafe(
-                    f"{what}: a pickle of {size:,} bytes and {len(storages):,} storages has more than {done:,} instructions, which no training "
-                    "state does. If it is genuine, load it with torch, and save large tables of values apart from the tensors."
+                    f"{what}: a pickle of {size:,} bytes and {len(storages):,} storages has more than {done:,} "
+                    "instructions, which no training state does. If it is genuine, load it with torch, and save large "
+                    "tables of values apart from the tensors."
                 )
             if 10 * left > 9 * _LOOK or 10 * kept > 6 * _LOOK or len(below) > 10 * MAX_DEPTH or popped > _MOST_POPS:
                 raise Unsafe(
-                    f"{what}: no pickler writes such a pickle: {unfinished:,} unfinished objects after {done:,} instructions."
+                    f"{what}: no pickler writes such a pickle: {unfinished:,} unfinished objects after {done:,} "
+                    "instructions."
                 )
             _refuse_chain(stack[-1] if stack else None, what)
 
@@ -612,7 +710,8 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
                 push(call(cls, args))
             else:
                 raise Corrupt(
-                    f"{what}: the pickle makes an instance of what is no class, which no pickler writes; the file is damaged."
+                    f"{what}: the pickle makes an instance of what is no class, which no pickler writes; the file is "
+                    "damaged."
                 )
         elif op == 0x62:  # BUILD
             state, obj = pop(), stack[-1]
@@ -822,14 +921,15 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
                 todo.append((c, depth + 1))
             elif isinstance(c, (FunctionType, type)):
                 raise Unsupported(
-                    f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is not state; save "
-                    "the checkpoint without it."
+                    f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is not "
+                    "state; save the checkpoint without it."
                 )
 
 
 def _untangled(obj: Any, what: str, most: int) -> Any:
-    """The same data with every outermost instance that holds itself, however deep inside, as a copy without that: an instance that
-    is met again in it is an `Again` with its label. An outermost instance that is deeper than 100 all the same is a `Refused`.
+    """The same data with every outermost instance that holds itself, however deep inside, as a copy without that: an
+    instance that is met again in it is an `Again` with its label. An outermost instance that is deeper than 100 all the
+    same is a `Refused`.
 
     Raises:
         Unsafe: a list or dict is deeper than 100 or holds itself, or the copies have more than `most` nodes.
@@ -875,8 +975,8 @@ def _untangled(obj: Any, what: str, most: int) -> Any:
 
 @dataclass(slots=True)
 class _Scope:
-    """An outermost instance that is being copied: copies by identity, the instances that the walk is inside of, how many have labels, and
-    whether one holds itself."""
+    """An outermost instance that is being copied: copies by identity, the instances that the walk is inside of, how
+    many have labels, and whether one holds itself."""
 
     met: dict[int, Opaque]
     open: set[int]
@@ -885,8 +985,8 @@ class _Scope:
 
 
 def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum: each is (the
-    stand-in of a class, {name: member}). Of anything else it is `attribute`, or refused.
+    """Stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum: each
+    is (the stand-in of a class, {name: member}). Of anything else it is `attribute`, or refused.
 
     Source: Enum.__reduce_ex__ in Lib/enum.py of those versions.
     """

@@ -1,11 +1,12 @@
 """Which boxes of a whole tensor one rank's local tensor holds, after the placements of a DTensor.
 
-Placements cut from left to right, dimension by dimension of the mesh. Shard(d) cuts what is left along d as torch.chunk does.
-_StridedShard(d, split_factor) cuts it into split_factor parts, each of them as Shard does, and gives a rank its piece of every
-part; so tensor parallelism, on the right, has in effect cut first, and a local tensor may hold several runs of rows.
+Placements cut from left to right, dimension by dimension of the mesh. Shard(d) cuts what is left along d as torch.chunk
+does. _StridedShard(d, split_factor) cuts it into split_factor parts, each of them as Shard does, and gives a rank its
+piece of every part; so tensor parallelism, on the right, has in effect cut first, and a local tensor may hold several
+runs of rows.
 
-Source: _StridedShard._split_tensor in torch/distributed/tensor/placement_types.py, _compute_local_shape_and_global_offset in
-torch/distributed/tensor/_utils.py of 2.13.
+Source: _StridedShard._split_tensor in torch/distributed/tensor/placement_types.py,
+_compute_local_shape_and_global_offset in torch/distributed/tensor/_utils.py of 2.13.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def local_pieces(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[list[Piece]
     """(the boxes of a rank's local tensor, its shape); a rank without elements has no box with any.
 
     Raises:
-        ValueError: a split factor below 1, or more boxes than any job has. IndexError: a dimension that the tensor does not have.
+        ValueError: a split factor below 1, or more boxes than any job has. IndexError: a dimension that the tensor does
+        not have.
     """
     along: list[_Runs] = [[(0, n)] for n in shape]
     for cut in cuts:

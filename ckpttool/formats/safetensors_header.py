@@ -1,5 +1,5 @@
-"""Headers of safetensors files, read and written without the library, so that no tensor byte is touched. What was written
-is opened once with the library.
+"""Headers of safetensors files, read and written without the library, so that no tensor byte is touched. What was
+written is opened once with the library.
 
     8 bytes   length n of the header, little-endian
     n bytes   JSON {name: {"dtype", "shape", "data_offsets": [begin, end)}, "__metadata__": {str: str}}
@@ -27,12 +27,29 @@ __all__ = ["CODES", "Slot", "header", "open_with_library", "prefetch", "slots", 
 
 #: safetensors' dtype code by torch's name, in the order the library sorts by (safetensors/src/tensor.rs, enum Dtype).
 CODES: dict[str, str] = {
-    "bool": "BOOL", "float4_e2m1fn_x2": "F4", "f6_e2m3_x4": "F6_E2M3", "f6_e3m2_x4": "F6_E3M2", "uint8": "U8", "int8": "I8", "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
-    "int32": "I32", "uint32": "U32", "float32": "F32", "complex64": "C64", "float64": "F64", "int64": "I64",
+    "bool": "BOOL",
+    "float4_e2m1fn_x2": "F4",
+    "f6_e2m3_x4": "F6_E2M3",
+    "f6_e3m2_x4": "F6_E3M2",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
     "uint64": "U64",
-}  # fmt: skip
+}
 _NAMES = {v: k for k, v in CODES.items()}
 _RANK = {k: i for i, k in enumerate(CODES)}
 MAX_HEADER_BYTES = 100_000_000
@@ -53,7 +70,8 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     """(slots in the order of their bytes, __metadata__) of a file.
 
     Raises:
-        Corrupt: not a whole safetensors file. Unsafe: readers would differ on it. Unsupported: another format under that name.
+        Corrupt: not a whole safetensors file. Unsafe: readers would differ on it. Unsupported: another format under
+        that name.
     """
     what = f"{source.root}/{file}"
     size = source.size(file)
@@ -95,8 +113,8 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
 
 
 def open_with_library(source: Source, files: Iterable[str]) -> None:
-    """Open the safetensors files among local files with the safetensors library, as every loader does. It maps a file and
-    reads its header, so this takes no memory for tensors.
+    """Open the safetensors files among local files with the safetensors library, as every loader does. It maps a file
+    and reads its header, so this takes no memory for tensors.
 
     Raises:
         Corrupt: the library refuses one.
@@ -135,7 +153,8 @@ def _slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]
     if (several := PACKED.get(_NAMES[dtype])) is not None and shape:  # the file counts numbers
         if shape[-1] % several:
             raise Unsupported(
-                f'{what}: "{name}" is {dtype} {shape}: {several} numbers share bytes, and the last dimension is no multiple of that.'
+                f'{what}: "{name}" is {dtype} {shape}: {several} numbers share bytes, and the last dimension is no '
+                "multiple of that."
             )
         shape = [*shape[:-1], shape[-1] // several]
     begin, end = offsets
@@ -171,7 +190,8 @@ def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, 
     for name, dtype, shape in tensors:
         if name == "__metadata__":
             raise Unsupported(
-                'A tensor is named "__metadata__", which safetensors keeps for the metadata of a file. Rename it in the source.'
+                'A tensor is named "__metadata__", which safetensors keeps for the metadata of a file. Rename it in '
+                "the source."
             )
         n = prod(shape) * ITEMSIZE[dtype]
         file_shape = [*shape[:-1], PACKED.get(dtype, 1) * shape[-1]] if shape else []

@@ -62,7 +62,8 @@ def in_child(function: str, argument: str, work_bytes: int, text: bytes = b"") -
     if done.returncode < 0 or done.returncode == 120:
         if not work_bytes:
             raise Unsafe(
-                f"{argument[:200]} took more than {seconds} s for what config.json describes, which no model that is trained does."
+                f"{argument[:200]} took more than {seconds} s for what config.json describes, which no model that is "
+                "trained does."
             )
         raise Unsafe(
             f"{argument[:200]}: reading it took more than {seconds} s or {memory >> 20} MiB, which nothing genuine of "

@@ -45,7 +45,8 @@ class Shards(NamedTuple):
 
 
 def stand_ins(what: str) -> dict[tuple[str, str], Any]:
-    """Stand-ins for the classes and calls in files of ranks: nothing is built, ShardedTensor and DTensor stay Opaque."""
+    """Stand-ins for the classes and calls in files of ranks: nothing is built, ShardedTensor and DTensor stay
+    Opaque."""
 
     def from_type(func: Any, cls: Any, args: Any, state: Any) -> Any:
         if (
@@ -59,8 +60,8 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         return torch_zip.from_type(what, func, cls, args, state)
 
     def get(obj: Any, name: Any) -> Any:
-        """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some versions of
-        Python the memory format (pickles.enum_members)."""
+        """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some
+        versions of Python the memory format (pickles.enum_members)."""
         if obj is memory_format:
             return formats(obj, name)
         if isinstance(obj, Global) and obj.module.startswith(_SHARDED) and name != "ProcessGroupState":
@@ -275,8 +276,11 @@ def sharded_tensor(
     nested: Any = Opaque(Global("__builtin__", "getattr"), (cls, "ProcessGroupState"), call=True)
     group = Opaque(nested, ())
     group.state = {
-        "local_rank": rank, "global_rank": rank, "local_world_size": table.world, "global_world_size": table.world,
-    }  # fmt: skip
+        "local_rank": rank,
+        "global_rank": rank,
+        "local_world_size": table.world,
+        "global_world_size": table.world,
+    }
     chunks = "torch.distributed._shard.sharding_spec.chunk_sharding_spec"
     spec = _instance(chunks, "ChunkShardingSpec", {"dim": 0, "placements": list(table.places)})
     wrapper = (cls, kind, (size,), (1,), 0, strided, Opaque(Global("torch", "device"), ("cpu",), call=True), True)
@@ -284,7 +288,7 @@ def sharded_tensor(
         Global("torch._tensor", "_rebuild_from_type_v2"),
         (Global("torch._utils", "_rebuild_wrapper_subclass"), cls, wrapper, (local, meta, group, spec, False)),
         call=True,
-    )  # fmt: skip
+    )
 
 
 def _instance(module: str, name: str, state: Any) -> Opaque:

@@ -11,7 +11,8 @@ __all__ = ["instances_in", "readable"]
 
 
 def readable(x: Any) -> Any:
-    """Plain data of a value. An instance is `text`; a node of OmegaConf, which keeps flags, types and its parent too, is its content."""
+    """Plain data of a value. An instance is `text`; a node of OmegaConf, which keeps flags, types and its parent too,
+    is its content."""
     if isinstance(x, Opaque):
         if x.cls.module.partition(".")[0] == "omegaconf" and isinstance(x.state, dict):
             return readable(x.state.get("_content", x.state.get("_val")))

@@ -42,8 +42,8 @@ class Storage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a torch file: element 0 is `at` bytes into its storage. `wrapper` is the class of the object that held it,
-    where that was one that only accompanies a dense weight (subclasses.dense_inside)."""
+    """A tensor of a torch file: element 0 is `at` bytes into its storage. `wrapper` is the class of the object that
+    held it, where that was one that only accompanies a dense weight (subclasses.dense_inside)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -85,7 +85,8 @@ class Inline(NamedTuple):
 
 
 class Size(tuple[int, ...]):
-    """A torch.Size in a file whose format has sizes of its own; in a value it is the call that torch pickles (`inlined`)."""
+    """A torch.Size in a file whose format has sizes of its own; in a value it is the call that torch pickles
+    (`inlined`)."""
 
     __slots__ = ()
 
@@ -117,8 +118,8 @@ def tensors_in(x: Any) -> Iterator[StoredTensor]:
 def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[dict[Path, Any], list[Record]]:
     """The leaves of a tree below `path`, {path: TensorEntry or plain value}, and the CRC32s of their storages.
 
-    Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does. An object of a tensor subclass
-    is a `Composite`. Anything else is one value, whose tensors are read (`inlined`).
+    Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does. An object of a tensor
+    subclass is a `Composite`. Anything else is one value, whose tensors are read (`inlined`).
     """
     found = flattened(tree, path)
     records: dict[int, Record] = {}
@@ -191,9 +192,9 @@ _DICTS = frozenset((Global("collections", "Counter"), Global("collections", "def
 
 
 def as_dcp_flattens(x: Any, path: Path) -> dict[Path, Any]:
-    """The entries that torch makes of a dict with keys that are not text when it saves and loads a state dict with DCP: one for each
-    key, which becomes text, and of a list in it one for each element where a dict is inside. Any other value, and one with arrays
-    inside, is one entry.
+    """The entries that torch makes of a dict with keys that are not text when it saves and loads a state dict with DCP:
+    one for each key, which becomes text, and of a list in it one for each element where a dict is inside. Any other
+    value, and one with arrays inside, is one entry.
 
     Source: traverse_state_dict of torch/distributed/checkpoint/_traverse.py (2.13).
     """
@@ -272,7 +273,8 @@ _NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "i
 
 
 def number_in(dtype: str, data: bytes) -> float | int | None:
-    """The number that the bytes of one element are, None for a dtype that no counter has, or for more or fewer bytes."""
+    """The number that the bytes of one element are, None for a dtype that no counter has, or for more or fewer
+    bytes."""
     if dtype == "bfloat16" and len(data) == 2:
         dtype, data = "float32", b"\0\0" + data
     code = _NUMBERS.get(dtype)

@@ -5,9 +5,10 @@ torch pickles an object of a subclass that has no storage of its own as
     torch._tensor._rebuild_from_type_v2(torch._utils._rebuild_wrapper_subclass, cls,
         (cls, dtype, size, stride, storage_offset, layout, device, requires_grad), state)
 
-where `state` is the object's __dict__, with the tensors that it is made of (torch/_tensor.py, `_reduce_ex_internal`). The call is
-kept as an `Opaque`; `taken_apart` makes of it the value that index/composites.py describes and the tensors inside, and
-`put_together` the call again. `dense_inside` knows the classes that only accompany a dense weight through training.
+where `state` is the object's __dict__, with the tensors that it is made of (torch/_tensor.py, `_reduce_ex_internal`).
+The call is kept as an `Opaque`; `taken_apart` makes of it the value that index/composites.py describes and the tensors
+inside, and `put_together` the call again. `dense_inside` knows the classes that only accompany a dense weight through
+training.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def placeholder(name: str) -> Opaque:
 
 
 def taken_apart(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the value that index/composites.py describes, {name: tensor}) of an object; `kind` is the class of tensors in the tree.
+    """(the value that index/composites.py describes, {name: tensor}) of an object; `kind` is the class of tensors in
+    the tree.
 
     Raises:
         Corrupt: it is not pickled as torch does.
@@ -119,8 +121,9 @@ def put_together(found: Composite, tensors: Mapping[str, Any]) -> Opaque:
     """
     if "parts" in found.about:
         raise Unsupported(
-            f'"{joined(found.path)}" is a {class_of(found.about)} on some ranks and a plain tensor on others, which one object cannot be. dcp carries '
-            f"it at the world size of the save; {argument('dequantize', ['optim.*'])} writes plain numbers."
+            f'"{joined(found.path)}" is a {class_of(found.about)} on some ranks and a plain tensor on others, which '
+            "one object cannot be. dcp carries it at the world size of the save; "
+            f"{argument('dequantize', ['optim.*'])} writes plain numbers."
         )
     return call_of(found.about, tensors)
 

@@ -43,11 +43,19 @@ __all__ = [
 #: torch's storage classes by dtype (torch/storage.py, _dtype_to_storage_type_map); newer dtypes have none and are
 #: pickled as UntypedStorage with `_rebuild_tensor_v3`.
 STORAGE_NAMES: dict[str, str] = {
-    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
-    "uint8": "ByteStorage", "bool": "BoolStorage", "complex128": "ComplexDoubleStorage",
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex128": "ComplexDoubleStorage",
     "complex64": "ComplexFloatStorage",
-}  # fmt: skip
+}
 _DTYPE_OF_STORAGE = {v: k for k, v in STORAGE_NAMES.items()}
 
 #: Longest pickle read from a torch file. A genuine one holds names and shapes only.
@@ -59,8 +67,8 @@ def _malformed(what: str, problem: str) -> Corrupt:
 
 
 def saved_as(read_at: ReadAt, length: int) -> str | None:
-    """The name under which torch.save wrote a file, without its ending: the root folder of its records. None for a legacy
-    file, and for one that was written to an open file ("archive").
+    """The name under which torch.save wrote a file, without its ending: the root folder of its records. None for a
+    legacy file, and for one that was written to an open file ("archive").
 
     Source: caffe2/serialize/inline_container.cc, PyTorchStreamWriter::setup.
     """
@@ -72,8 +80,9 @@ def saved_as(read_at: ReadAt, length: int) -> str | None:
 
 
 def refuse_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks: bool) -> list[str]:
-    """Refuse the file of a rank if the name under which torch.save wrote it differs from its own in the numbers only: rng_state_1 in
-    rng_state_0.pth. `what` is its path. Returns the notes on it, which are none unless such files are allowed.
+    """Refuse the file of a rank if the name under which torch.save wrote it differs from its own in the numbers only:
+    rng_state_1 in rng_state_0.pth. `what` is its path. Returns the notes on it, which are none unless such files are
+    allowed.
 
     Raises:
         Corrupt: another rank wrote it.
@@ -81,10 +90,14 @@ def refuse_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks
     first, stem = saved_as(read_at, length), what.rpartition("/")[2].rpartition(".")[0]
     if first is None or first == stem or re.sub(r"\d+", "0", first) != re.sub(r"\d+", "0", stem):
         return []
-    found = f"{what} was saved under the name {short(first)}, by another rank, and copied over the file of this rank or exchanged with it"
+    found = (
+        f"{what} was saved under the name {short(first)}, by another rank, and copied over the file of this rank or "
+        "exchanged with it"
+    )
     if not allow_equal_ranks:
         raise Corrupt(
-            f"{found}; fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."
+            f"{found}; fetch the files again. If files are renamed on purpose, use "
+            f"{argument('allow_equal_ranks', True)}."
         )
     return [MixupNote(found)]
 
@@ -99,8 +112,8 @@ def read(
 ) -> Any:
     """The object in a torch.save file, zip or legacy, with `StoredTensor` for every tensor.
 
-    `read_at(offset, n)` reads the file; the torch file is its bytes [base, base + length). With `later`, a tensor of a kind that is
-    not supported is a `Refused`, for the caller to raise who knows whether it is needed.
+    `read_at(offset, n)` reads the file; the torch file is its bytes [base, base + length). With `later`, a tensor of a
+    kind that is not supported is a `Refused`, for the caller to raise who knows whether it is needed.
 
     Raises:
         Corrupt: incomplete or damaged. Unsafe: it would run code. Unsupported: TorchScript.
@@ -157,8 +170,8 @@ def read(
 def storages_of(
     data: bytes, start: int, what: str, stand_ins: dict[tuple[str, str], Any] | None = None
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """({key: (elements, bytes)} of the storages that a pickle refers to, in that order; where the pickle ends). Calls of what
-    nobody knows are neither made nor refused: that is for `read`.
+    """({key: (elements, bytes)} of the storages that a pickle refers to, in that order; where the pickle ends). Calls
+    of what nobody knows are neither made nor refused: that is for `read`.
 
     Raises:
         Truncated: the bytes end before the pickle does. Corrupt, Unsupported: as `read`.
@@ -198,9 +211,12 @@ _WITH_GRAD = ("float", "bfloat", "complex")
 _ACTING = frozenset(("data", "real", "imag", "__class__", "__dict__"))
 
 _MEANING = {
-    "conj": ("is a conjugated view (conj bit): torch flips the sign of the imaginary parts when it reads it", "resolve_conj"),
+    "conj": (
+        "is a conjugated view (conj bit): torch flips the sign of the imaginary parts when it reads it",
+        "resolve_conj",
+    ),
     "neg": ("is a negated view (neg bit): torch flips the sign of the numbers when it reads it", "resolve_neg"),
-}  # fmt: skip
+}
 
 
 def with_attributes(x: Any, state: Any, what: str) -> Any:
@@ -215,15 +231,15 @@ def with_attributes(x: Any, state: Any, what: str) -> Any:
         for name in part if isinstance(part, dict) else ():
             if name in _ACTING:
                 raise Unsupported(
-                    f"{what}: a tensor has an attribute {name!r}, which puts other numbers in the place of its own. Save plain "
-                    "tensors."
+                    f"{what}: a tensor has an attribute {name!r}, which puts other numbers in the place of its own. "
+                    "Save plain tensors."
                 )
     return x
 
 
 def from_type(what: str, func: Any, cls: Any, args: Any, state: Any) -> Any:
-    """A tensor of a subclass: the dense tensor, where it has a storage or is wrapped around one, or the call as it is pickled
-    (formats/subclasses.py). Python attributes of a plain tensor (DeepSpeed's flat groups) are not tensor data.
+    """A tensor of a subclass: the dense tensor, where it has a storage or is wrapped around one, or the call as it is
+    pickled (formats/subclasses.py). Python attributes of a plain tensor (DeepSpeed's flat groups) are not tensor data.
 
     Raises:
         Unsupported: it is one rank's part of a tensor. Unsafe: its class is none of tensors.
@@ -269,7 +285,8 @@ _NAMED = 16  # tensors whose place in the tree is looked for
 
 
 def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
-    """The tree. A tensor whose numbers are not those of its storage is refused: now, or with `later` where it is needed.
+    """The tree. A tensor whose numbers are not those of its storage is refused: now, or with `later` where it is
+    needed.
 
     Raises:
         Unsupported: with the tensor's path in dicts and lists.
@@ -306,8 +323,9 @@ def _path_to(tree: Any, wanted: Any) -> Path | None:
 
 
 def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
-    """Stand-ins for torch's functions that put a tensor together, with the arguments that those take. Those whose numbers would be
-    others than the bytes of their storage are put into `unread`, with the reason. With `later`, those that are refused are a `Refused`."""
+    """Stand-ins for torch's functions that put a tensor together, with the arguments that those take. Those whose
+    numbers would be others than the bytes of their storage are put into `unread`, with the reason. With `later`, those
+    that are refused are a `Refused`."""
 
     def tensor(
         storage: Any,
@@ -447,8 +465,8 @@ def _read_legacy(
         if head[:1] in (b"\x80", b"c", b"("):
             load(read_at(base, min(length, MAX_PICKLE_BYTES)), what=what)
             raise Unsupported(
-                f"{what} is a plain pickle, which torch.save does not write. Load it where it was made, and save its state dict with "
-                "torch.save."
+                f"{what} is a plain pickle, which torch.save does not write. Load it where it was made, and save its "
+                "state dict with torch.save."
             )
         other_files.refuse(read_at(base, min(other_files.HEAD_BYTES, length)), what)
         raise _malformed(what, "it is neither a zip nor a legacy torch.save file")

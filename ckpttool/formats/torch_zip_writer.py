@@ -131,7 +131,8 @@ class TorchFiles:
 
         Args:
             recorded: end every file with a record `ckpttool.json` of the digests.
-            salvage: {name: "exact", "rebuilt: how", "missing: why"}, a record `ckpttool-salvage.json`; what was rebuilt has no digest.
+            salvage: {name: "exact", "rebuilt: how", "missing: why"}, a record `ckpttool-salvage.json`; what was rebuilt
+            has no digest.
             values: {value: its digest}, a record `ckpttool-values.json`.
             dropped, aliases, notes, synthesized_tensors, synthesized_values, changed: those of `Draft`.
         """
@@ -183,10 +184,18 @@ class TorchFiles:
             for n, size, h, f in zip(self.names, checkpoint.sizes, heads, self.files, strict=True)
         ]
         return Draft(
-            checkpoint, sources, files, dropped=dropped or [], aliases=aliases or {}, before=before, tail=tail,
-            notes=notes or [], synthesized_tensors=synthesized_tensors or [], synthesized_values=synthesized_values or {},
+            checkpoint,
+            sources,
+            files,
+            dropped=dropped or [],
+            aliases=aliases or {},
+            before=before,
+            tail=tail,
+            notes=notes or [],
+            synthesized_tensors=synthesized_tensors or [],
+            synthesized_values=synthesized_values or {},
             changed=changed or {},
-        )  # fmt: skip
+        )
 
     def _between(self, checkpoint: Checkpoint, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:
         """Bytes [a, b) of a file, in which no chunk lies: padding, and the ends and headers of records."""

@@ -17,14 +17,17 @@ has them, so `jq '."trainer.step".data'` works. All else is an object of one key
     {"$int": hexadecimal}               of more than 2048 bits
     {"$str": hexadecimal}               UTF-8 of a text with halves of characters (lone surrogates), as it stands
     {"$global": [module, name]}         a name in a module: {"$global": ["torch", "float16"]} is a dtype
-    {"$object": {"class": [module, name], "call", "label", "args", "state", "list", "dict"}}  an instance that is never built
-    {"$again": label}                   the instance with that label, of those around this and of those before it inside the outermost one
+    {"$object": {"class": [module, name], "call", "label", "args", "state", "list", "dict"}}  an instance that is never
+        built
+    {"$again": label}                   the instance with that label, of those around this and of those before it inside
+                                        the outermost one
     {"$tensor": {"dtype", "shape", "data": base64}}                  a small tensor inside a value, row-major
 
 In "$object" what is not there is left out: "call" (the class was called, instead of made by __new__), "args" of that,
-"state" that was set, items that were appended ("list") and set ("dict", pairs). The nodes of a config of OmegaConf point to their
-parents: where an instance holds itself, however deep inside, all that is met twice in it has a "label", from 0 in the order in which they are met again.
-Files of older versions have no "$ordered", no "$again" and no label.
+"state" that was set, items that were appended ("list") and set ("dict", pairs). The nodes of a config of OmegaConf
+point to their
+parents: where an instance holds itself, however deep inside, all that is met twice in it has a "label", from 0 in the
+order in which they are met again. Files of older versions have no "$ordered", no "$again" and no label.
 
 Equal values have equal bytes: dicts keep their order, sets have none. Only those bytes are read; any other spelling of
 the same values is refused. What two places of another value share is written twice.
@@ -81,7 +84,8 @@ def encode_one(value: Value) -> bytes:
 
 
 def _plain(path: Path) -> list[str | int]:
-    """A path as JSON has it. The number of a parameter becomes text, as in DCP; the param groups list it as a number (index/trees.py)."""
+    """A path as JSON has it. The number of a parameter becomes text, as in DCP; the param groups list it as a number
+    (index/trees.py)."""
     return [p if type(p) is int else str(p) for p in path]
 
 
@@ -140,7 +144,8 @@ class _Writer:
             self.labels = None if outermost else self.labels
             return text
         raise Unsupported(
-            f'the value "{_shown(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json cannot keep.'
+            f'the value "{_shown(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json cannot '
+            "keep."
         )
 
     def items(self, x: Iterable[Any]) -> str:

@@ -1,8 +1,8 @@
 """Zip files as torch.save writes them, as bytes: records finds and proves records, makes headers and directories.
 
-`zip_records` trusts the central directory only after proving it: every record's local header agrees with it, no two records
-share a name or a byte, and all are in one root folder. Files that another zip reader could read differently are refused, so a
-scanner always sees the same records as we do.
+`zip_records` trusts the central directory only after proving it: every record's local header agrees with it, no two
+records share a name or a byte, and all are in one root folder. Files that another zip reader could read differently are
+refused, so a scanner always sees the same records as we do.
 
 Sources: caffe2/serialize/inline_container.cc (records, 64-byte alignment by an extra field "FB"), PKWARE APPNOTE 6.3.
 """
@@ -125,8 +125,8 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
             raise Unsafe(f"{what}: record {name!r} is outside the folder {root!r} of the archive.")
         if attributes & 0x10 or name.endswith("/"):
             raise Unsafe(
-                f"{what}: record {name!r} is marked as a folder. torch then reads nothing from it and leaves memory as it was, "
-                "other readers see its bytes; take another copy of the file."
+                f"{what}: record {name!r} is marked as a folder. torch then reads nothing from it and leaves memory as "
+                "it was, other readers see its bytes; take another copy of the file."
             )
         if short in out:
             raise Unsafe(f"{what}: two records are named {name!r}; readers differ on which counts.")
@@ -253,7 +253,8 @@ def data_descriptor(size: int, crc: int) -> bytes:
 
 
 def central_directory(records: list[tuple[str, int, int, int, bool]], at: int) -> bytes:
-    """Directory and end record, written at file offset `at`, of (name, header offset, size, crc, descriptor) records."""
+    """Directory and end record, written at file offset `at`, of (name, header offset, size, crc, descriptor)
+    records."""
     out = bytearray()
     for name, header, size, crc, descriptor in records:
         raw = name.encode()
@@ -264,7 +265,7 @@ def central_directory(records: list[tuple[str, int, int, int, bool]], at: int) -
         version = 45 if wide or descriptor else 20
         out += _CENTRAL.pack(
             b"PK\x01\x02", version, version, flags, 0, 0, 0x21, crc, word, word, len(raw), len(extra), 0, 0, 0, 0, where
-        )  # fmt: skip
+        )
         out += raw + extra
     n, size = len(records), len(out)
     if n >= 0xFFFF or size >= 0xFFFFFFFF or at >= 0xFFFFFFFF:

@@ -31,8 +31,8 @@ _STEP = re.compile(r"(?:checkpoint|ckpt|step|iter|epoch|global_step)[-_]?\d+", r
 @dataclass(frozen=True)
 class Facts:
     """The content of the section. `dtypes` {dtype: parameters}; `digest` {component: root}; `training` whether all
-    state is there; `changed` whether tensors have other dtypes or names than in the checkpoint; `config` and `adapter` the config.json
-    and adapter_config.json of the push, {} if there are none."""
+    state is there; `changed` whether tensors have other dtypes or names than in the checkpoint; `config` and `adapter`
+    the config.json and adapter_config.json of the push, {} if there are none."""
 
     repo_id: str
     version: str
@@ -138,7 +138,8 @@ def _checking(facts: Facts) -> list[str]:
         lines, option = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
     else:
         lines = [
-            "To check it, tensor by tensor, against the checkpoint that it was made from, wherever that is and whatever its layout",
+            "To check it, tensor by tensor, against the checkpoint that it was made from, wherever that is and "
+            "whatever its layout",
             "(`ckpttool.json` holds the digest of each tensor):",
         ]
         option = "--against CHECKPOINT"

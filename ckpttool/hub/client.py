@@ -1,8 +1,9 @@
 """One model repository on the Hub, through huggingface_hub.
 
-Endpoint, token, proxy and retries are huggingface_hub's business: HF_ENDPOINT, HF_TOKEN, `hf auth login`. Its exceptions become
-errors of errors.py that say what to do; its own progress and its messages about retries, which contain signed URLs, are not
-shown. Requests are repeated after transient errors, except a commit, which may have succeeded although no answer came.
+Endpoint, token, proxy and retries are huggingface_hub's business: HF_ENDPOINT, HF_TOKEN, `hf auth login`. Its
+exceptions become errors of errors.py that say what to do; its own progress and its messages about retries, which
+contain signed URLs, are not shown. Requests are repeated after transient errors, except a commit, which may have
+succeeded although no answer came.
 """
 
 from __future__ import annotations
@@ -160,13 +161,14 @@ class Repository:
             )
         if kind is None:
             return TransientError(
-                f"{self.url}: the Hub at {urls.redact_url(self.api.endpoint)} does not answer ({words}). Check the network and "
-                "HF_ENDPOINT, then run the same command again; files that were uploaded are not uploaded again."
+                f"{self.url}: the Hub at {urls.redact_url(self.api.endpoint)} does not answer ({words}). Check the "
+                "network and HF_ENDPOINT, then run the same command again; files that were uploaded are not uploaded "
+                "again."
             )
         if kind is retries.Conflict or status == 409:
             return Conflict(
-                f"{self.url}: somebody else is writing to the repository ({words}). Run the same command again; what was "
-                "sent is not sent again."
+                f"{self.url}: somebody else is writing to the repository ({words}). Run the same command again; what "
+                "was sent is not sent again."
             )
         if status == 401:
             return RemoteError(

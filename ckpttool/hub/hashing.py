@@ -1,7 +1,8 @@
-"""The first of the two times that a push reads its source: SHA-256 of every file and BLAKE3 of every tensor, in one pass.
+"""The first of the two times that a push reads its source: SHA-256 of every file and BLAKE3 of every tensor, in one
+pass.
 
-Files are hashed in parallel; for each, one thread reads ahead, one computes SHA-256 and one BLAKE3 of the same block. CRC32s
-of the source are checked along the way.
+Files are hashed in parallel; for each, one thread reads ahead, one computes SHA-256 and one BLAKE3 of the same block.
+CRC32s of the source are checked along the way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _LARGE = 64 << 10  # a block of fewer bytes is hashed faster than handed to anot
 
 
 class Hashed(NamedTuple):
-    """The hashes of a file: its SHA-256, and the BLAKE3 of every tensor in it, in hex; and {tensor: what its cast could not hold}."""
+    """The hashes of a file: its SHA-256, and the BLAKE3 of every tensor in it, in hex; and {tensor: what its cast could
+    not hold}."""
 
     sha256: str
     tensors: dict[str, str]

@@ -1,9 +1,10 @@
 """The hashes of a push, kept between runs, so that an interrupted push does not compute them again.
 
-A file of lines, each with a checksum and JSON, below $XDG_CACHE_HOME/ckpttool/push (or ~/.cache), named by `planning.plan_id`, which covers the
-identity of every source file and every option. A line describes a completely hashed file, the record of all files, or a
-folder that was converted to disk. Damaged lines are ignored; journals older than thirty days are removed. Hashes are not secret,
-but the journal contains names of tensors, so only the owner may read it.
+A file of lines, each with a checksum and JSON, below $XDG_CACHE_HOME/ckpttool/push (or ~/.cache), named by
+`planning.plan_id`, which covers the identity of every source file and every option. A line describes a completely
+hashed file, the record of all files, or a folder that was converted to disk. Damaged lines are ignored; journals older
+than thirty days are removed. Hashes are not secret, but the journal contains names of tensors, so only the owner may
+read it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _KEPT_SECONDS = 30 * 86400
 
 
 class Journal:
-    """The journal of one plan (None: nothing is kept); `files` {name: hashes}, `record` the content of ckpttool.json, once the pass is complete,
-    `staged` {folder: {"files": {name: [SHA-256, size, mtime_ns]}, "record": ...}}."""
+    """The journal of one plan (None: nothing is kept); `files` {name: hashes}, `record` the content of ckpttool.json,
+    once the pass is complete, `staged` {folder: {"files": {name: [SHA-256, size, mtime_ns]}, "record": ...}}."""
 
     def __init__(self, plan: str | None) -> None:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

@@ -1,8 +1,8 @@
 """pull: a repository on the Hub becomes a training checkpoint, by ranged reads, without a copy of its files.
 
-The revision is resolved to one commit first, and everything is read from it. If the repository has the ckpttool.json of a push,
-every tensor's digest is compared with it, provided that it describes the current weights: the Hub's SHA-256 of each file is the
-one listed in ckpttool.json. Otherwise somebody has replaced the weights since.
+The revision is resolved to one commit first, and everything is read from it. If the repository has the ckpttool.json of
+a push, every tensor's digest is compared with it, provided that it describes the current weights: the Hub's SHA-256 of
+each file is the one listed in ckpttool.json. Otherwise somebody has replaced the weights since.
 """
 
 from __future__ import annotations
@@ -71,14 +71,22 @@ def pull(
             destination is as it was before.
     """
     return pull_with(
-        repository, dst, revision=revision,
+        repository,
+        dst,
+        revision=revision,
         reading=OpenOptions(only=only, **reading),
         writing=WriteRequest(
-            to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
+            to=to,
+            options=options,
+            world_size=world_size,
+            dtype=dtype,
+            cast=cast,
+            canonical_keys=canonical_keys,
+            drop=drop,
             ignore_recorded_digests=ignore_recorded_digests,
         ),
         running=RunOptions(force=force, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress),
-    )  # fmt: skip
+    )
 
 
 def pull_with(
@@ -97,8 +105,8 @@ def pull_with(
     if state is None:
         at = f"@{revision or named}" if revision or named else ""
         raise retries.NotFound(
-            f"hf://{repo_id}{at}: the repository or the revision does not exist, or the token may not see it. Check the name; log in "
-            "with `hf auth login` or set HF_TOKEN."
+            f"hf://{repo_id}{at}: the repository or the revision does not exist, or the token may not see it. Check "
+            "the name; log in with `hf auth login` or set HF_TOKEN."
         )
     notes: list[str] = []
     expected = None if writing.ignore_recorded_digests else _expected(hub, state, notes)

@@ -2,14 +2,14 @@
 
     plan -> screen -> repository -> hash -> look, card, ckpttool.json -> send -> one commit -> check
 
-The draft of the hf layout determines the bytes of each file. They are read twice: once for hashes (SHA-256, which the Hub wants
-before the upload, and BLAKE3 of every tensor, which ckpttool.json records), and once for the upload. Hashes are kept
-(journal.py), so an interrupted push hashes nothing again and uploads only files that the Hub does not have. With a staging
-folder, the draft is written to disk first and uploaded from there, by Xet if the Hub offers it.
+The draft of the hf layout determines the bytes of each file. They are read twice: once for hashes (SHA-256, which the
+Hub wants before the upload, and BLAKE3 of every tensor, which ckpttool.json records), and once for the upload. Hashes
+are kept (journal.py), so an interrupted push hashes nothing again and uploads only files that the Hub does not have.
+With a staging folder, the draft is written to disk first and uploaded from there, by Xet if the Hub offers it.
 
-Whatever cannot be written, must not be pushed or is not allowed with the token is refused before the source is read. Everything
-becomes visible in one commit on top of the commit that was inspected; if somebody else commits meanwhile, everything is inspected
-again. Afterwards the Hub is asked for the hash of every file at the new commit.
+Whatever cannot be written, must not be pushed or is not allowed with the token is refused before the source is read.
+Everything becomes visible in one commit on top of the commit that was inspected; if somebody else commits meanwhile,
+everything is inspected again. Afterwards the Hub is asked for the hash of every file at the new commit.
 """
 
 from __future__ import annotations
@@ -108,37 +108,78 @@ def push(
         (the others): as `convert`.
 
     Raises:
-        CkpttoolError: one of errors.py. Before the commit, nothing in the repository changes, except that it or the branch may
-        have been created. Differs: the Hub does not have what was uploaded.
+        CkpttoolError: one of errors.py. Before the commit, nothing in the repository changes, except that it or the
+        branch may have been created. Differs: the Hub does not have what was uploaded.
     """
     writing = WriteRequest(
         options=options, dtype=dtype, cast=cast, drop=drop, ignore_recorded_digests=ignore_recorded_digests
     )
     return push_with(
-        os.fspath(src), target, OpenOptions(**reading), writing, revision=revision, public=public, pull_request=pull_request,
-        message=message, stage=stage, threads=threads, dry_run=dry_run, progress=progress,
-    )  # fmt: skip
+        os.fspath(src),
+        target,
+        OpenOptions(**reading),
+        writing,
+        revision=revision,
+        public=public,
+        pull_request=pull_request,
+        message=message,
+        stage=stage,
+        threads=threads,
+        dry_run=dry_run,
+        progress=progress,
+    )
 
 
 def push_with(
-    src: str, target: str, reading: OpenOptions, writing: WriteRequest, *, revision: str | None, public: bool,
-    pull_request: bool, message: str | None, stage: str | None, threads: int, dry_run: bool, progress: Progress,
-) -> Pushed:  # fmt: skip
+    src: str,
+    target: str,
+    reading: OpenOptions,
+    writing: WriteRequest,
+    *,
+    revision: str | None,
+    public: bool,
+    pull_request: bool,
+    message: str | None,
+    stage: str | None,
+    threads: int,
+    dry_run: bool,
+    progress: Progress,
+) -> Pushed:
     """`push`."""
-    with reporting(progress), Push(
-        src, target, reading, writing, revision=revision, public=public, pull_request=pull_request, message=message,
-        threads=threads,
-    ) as run:  # fmt: skip
+    with (
+        reporting(progress),
+        Push(
+            src,
+            target,
+            reading,
+            writing,
+            revision=revision,
+            public=public,
+            pull_request=pull_request,
+            message=message,
+            threads=threads,
+        ) as run,
+    ):
         return run.preview() if dry_run else run.push(stage, progress)
 
 
 class Push:
-    """One push: the source is open and its draft is planned; nothing has been uploaded. Use it in a `with` statement."""
+    """One push: the source is open and its draft is planned; nothing has been uploaded. Use it in a `with`
+    statement."""
 
     def __init__(
-        self, src: str, target: str, reading: OpenOptions, writing: WriteRequest, *, revision: str | None = None,
-        public: bool = False, pull_request: bool = False, message: str | None = None, threads: int = 4,
-    ) -> None:  # fmt: skip
+        self,
+        src: str,
+        target: str,
+        reading: OpenOptions,
+        writing: WriteRequest,
+        *,
+        revision: str | None = None,
+        public: bool = False,
+        pull_request: bool = False,
+        message: str | None = None,
+        threads: int = 4,
+    ) -> None:
         if threads < 1:
             raise UsageError(f"{argument('threads', threads)}: it must be at least 1.")
         repo_id, named = split(target)
@@ -163,8 +204,8 @@ class Push:
         self.notes = [*ckpt.notes, *self.draft.notes]
         if not self.opened.source.has_versions():
             self.notes.append(
-                "the server gives no versions of its files: a change while they are read would not be noticed, and hashes are not "
-                "kept for another run"
+                "the server gives no versions of its files: a change while they are read would not be noticed, and "
+                "hashes are not kept for another run"
             )
         self.adapter = bool(getattr(writing.options, "adapter", False))
         self.target = PushTarget(
@@ -228,8 +269,8 @@ class Push:
         except KeyboardInterrupt:
             if self.made is not None:
                 raise Interrupted(
-                    f"interrupted; {self.repository.url} has the commit {self.made}, but it was not checked. Run the same "
-                    "command again for that."
+                    f"interrupted; {self.repository.url} has the commit {self.made}, but it was not checked. Run the "
+                    "same command again for that."
                 ) from None
             raise Interrupted(
                 f"interrupted; {self.repository.url} has no new commit. Run the same command again: complete "
@@ -290,8 +331,8 @@ class Push:
         if known is None or not _unchanged(folder, known):
             if os.path.lexists(folder):
                 raise DestinationExists(
-                    f"{argument('stage', stage)} exists and is not what an earlier run of this push left there. Give a folder that does not "
-                    "exist, or remove it."
+                    f"{argument('stage', stage)} exists and is not what an earlier run of this push left there. Give a "
+                    "folder that does not exist, or remove it."
                 )
             running = RunOptions(threads=min(self.jobs, 4), progress=progress)
             conversion.convert_with(self.src, folder, self.reading, self.writing, running)
@@ -424,12 +465,20 @@ class Push:
         cast = any(tensors[n].dtype != t.dtype for n, t in self.draft.sources.items() if n in tensors)
         configs = {c.name: _object(c.head) for c in self.files if c.name in ("config.json", "adapter_config.json")}
         facts = card.Facts(
-            repo_id=self.repo_id, version=__version__, layout=ckpt.layout, world_size=ckpt.world_size, trainer=ckpt.trainer,
-            step=step_count(ckpt.value), dtypes=dtypes, digest=record["digest"],
-            training=bool(getattr(self.writing.options, "include_optimizer", False)), changed=cast or self.adapter,
-            config=configs.get("config.json", {}), adapter=configs.get("adapter_config.json", {}) if self.adapter else {},
+            repo_id=self.repo_id,
+            version=__version__,
+            layout=ckpt.layout,
+            world_size=ckpt.world_size,
+            trainer=ckpt.trainer,
+            step=step_count(ckpt.value),
+            dtypes=dtypes,
+            digest=record["digest"],
+            training=bool(getattr(self.writing.options, "include_optimizer", False)),
+            changed=cast or self.adapter,
+            config=configs.get("config.json", {}),
+            adapter=configs.get("adapter_config.json", {}) if self.adapter else {},
             branch=None if self.revision in (None, "main") or str(self.revision).startswith("refs/") else self.revision,
-        )  # fmt: skip
+        )
         return card.merged(old, facts)
 
     def title(self, record: Mapping[str, Any]) -> str:
@@ -440,11 +489,16 @@ class Push:
     def outcome(self, state: RepositoryState | None, created: bool) -> Pushed:
         """The result, as far as it is known beforehand."""
         return Pushed(
-            self.opened.source.root, self.opened.layout.name, self.repository.url, self.revision,
-            state.private if state else not self.public, created,
-            dropped=[(d.name, d.nbytes, d.why) for d in self.draft.dropped], notes=list(self.notes),
+            self.opened.source.root,
+            self.opened.layout.name,
+            self.repository.url,
+            self.revision,
+            state.private if state else not self.public,
+            created,
+            dropped=[(d.name, d.nbytes, d.why) for d in self.draft.dropped],
+            notes=list(self.notes),
             not_read=[r.to_json() for r in self.opened.checkpoint.unread],
-        )  # fmt: skip
+        )
 
 
 def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:

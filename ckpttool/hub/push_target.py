@@ -1,4 +1,5 @@
-"""The repository and branch that a push goes to: whether it may be pushed to, what else is in it, what it contains afterwards."""
+"""The repository and branch that a push goes to: whether it may be pushed to, what else is in it, what it contains
+afterwards."""
 
 from __future__ import annotations
 
@@ -42,13 +43,13 @@ class PushTarget:
         url = self.repository.url
         if state is not None and not state.private and not self.public:
             raise UsageError(
-                f"{url} is public: everybody could read what is pushed. Pass {argument('public', True)} if you want that, or push to another "
-                "repository; new ones are private."
+                f"{url} is public: everybody could read what is pushed. Pass {argument('public', True)} if you want "
+                "that, or push to another repository; new ones are private."
             )
         if state is not None and state.private and self.public:
             raise UsageError(
-                f"{url} is private, and a push does not change that. Push without {argument('public', True)}, then make it public: `hf repos "
-                f"settings {self.repo_id} --public`, or {self.repository.page}/settings."
+                f"{url} is private, and a push does not change that. Push without {argument('public', True)}, then "
+                f"make it public: `hf repos settings {self.repo_id} --public`, or {self.repository.page}/settings."
             )
         return state
 
@@ -72,24 +73,25 @@ class PushTarget:
         pickles = sorted(n for n in state.files if _PICKLES.fullmatch(n))
         if pickles:
             out.append(
-                f"{self.repository.url} contains pickles, which run code when they are loaded; this push leaves them there: "
-                f"{_names(pickles)}"
+                f"{self.repository.url} contains pickles, which run code when they are loaded; this push leaves them "
+                f"there: {_names(pickles)}"
             )
         if not self.adapter and "adapter_config.json" in state.files:
             out.append(
-                "the repository contains adapter_config.json: from_pretrained would load that adapter on top of the weights"
+                "the repository contains adapter_config.json: from_pretrained would load that adapter on top of the "
+                "weights"
             )
         stale = self.stale(state)
         others = sorted(
-            n for n in state.files
-            if n.endswith(".safetensors") and "/" not in n and n not in files and n not in stale
-        )  # fmt: skip
+            n for n in state.files if n.endswith(".safetensors") and "/" not in n and n not in files and n not in stale
+        )
         if others:
             out.append(f"the repository contains other weights, which stay there: {_names(others)}")
         if self.adapter and any(_STALE.fullmatch(n) for n in state.files):
             out.append(
-                f"the repository contains the weights of a model, which `pull` and `digest` read, but from now on {RECORD} has "
-                f"the digests of the adapter. To keep the two apart, push to another repository or with {argument('revision')}"
+                "the repository contains the weights of a model, which `pull` and `digest` read, but from now on "
+                f"{RECORD} has the digests of the adapter. To keep the two apart, push to another repository or with "
+                f"{argument('revision')}"
             )
         return out
 
@@ -117,8 +119,8 @@ class PushTarget:
             except UnicodeDecodeError as e:
                 what = f"is not UTF-8 (byte {e.start})"
         raise Unsupported(
-            f"{self.repository.url}: the existing {_CARD} {what}, so the model card cannot be updated. Repair or remove it, then "
-            "run the same command again."
+            f"{self.repository.url}: the existing {_CARD} {what}, so the model card cannot be updated. Repair or "
+            "remove it, then run the same command again."
         )
 
     def check(self, files: Sequence[PushFile], commit: str) -> None:
@@ -133,16 +135,16 @@ class PushTarget:
             if not f.same(known):
                 is_there = "is missing" if known is None else f"has {known.size} bytes and {_hash(known)}"
                 raise Differs(
-                    f"{self.repository.url}: {f.name} {is_there} at commit {commit}, but {f.size} bytes with SHA-256 {f.sha256} "
-                    "were pushed. Do not use that commit. Run the same command again, and contact the operators of the Hub if "
-                    "this persists."
+                    f"{self.repository.url}: {f.name} {is_there} at commit {commit}, but {f.size} bytes with SHA-256 "
+                    f"{f.sha256} were pushed. Do not use that commit. Run the same command again, and contact the "
+                    "operators of the Hub if this persists."
                 )
 
     def opened_up(self, commit: str) -> str:
         """The message for a repository that was made public during the push."""
         return (
-            f"{self.repository.url} has the commit {commit}, but in the meantime somebody made the repository public: everybody "
-            f"can read what was pushed. To make it private: `hf repos settings {self.repo_id} --private`, or "
+            f"{self.repository.url} has the commit {commit}, but in the meantime somebody made the repository public: "
+            f"everybody can read what was pushed. To make it private: `hf repos settings {self.repo_id} --private`, or "
             f"{self.repository.page}/settings."
         )
 

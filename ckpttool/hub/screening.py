@@ -1,11 +1,11 @@
-"""What is never pushed: pickles, which run code when loaded, archives, which hide their content, and texts that contain a
-secret.
+"""What is never pushed: pickles, which run code when loaded, archives, which hide their content, and texts that contain
+a secret.
 
-Weights are safetensors files that ckpttool writes; only their headers are searched. Every other file is searched completely, by
-content and not by name. A message names the file and the kind of secret, never the secret.
+Weights are safetensors files that ckpttool writes; only their headers are searched. Every other file is searched
+completely, by content and not by name. A message names the file and the kind of secret, never the secret.
 
-    pickle      the opcodes of protocol 2 and later, or a stream of any protocol from the first byte that calls something,
-                or that ends where the file ends; a zip with such a record (torch.save)
+    pickle      the opcodes of protocol 2 and later, or a stream of any protocol from the first byte that calls
+                something, or that ends where the file ends; a zip with such a record (torch.save)
     archive     gzip, bzip2, xz, zip, 7z, zstd, lz4; .npy, which may hold pickled objects
     secret      tokens of known forms, private keys, signed URLs, URLs with a password, and long values of keys called
                 api_key, token, secret, password, ...; of other keys that end in key or token, if they look random
@@ -75,12 +75,19 @@ def _password(text: str) -> bool:
 
 #: (kind, texts of which one is in every such secret, the form, what its last group has to be).
 _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]], ...] = (
-    ("a Hugging Face token", ("hf_", "api_org_"), re.compile(r"(?<![A-Za-z0-9_])((?:hf_|api_org_)[A-Za-z0-9]{30,})"), _cased),
+    (
+        "a Hugging Face token",
+        ("hf_", "api_org_"),
+        re.compile(r"(?<![A-Za-z0-9_])((?:hf_|api_org_)[A-Za-z0-9]{30,})"),
+        _cased,
+    ),
     ("an AWS access key", ("AKIA", "ASIA"), re.compile(r"(?<![A-Z0-9])((?:AKIA|ASIA)[A-Z0-9]{16})(?![A-Z0-9])"), bool),
     ("a private key", ("PRIVATE KEY",), re.compile(r"-----BEGIN ((?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?)-----"), bool),
     (
-        "a GitHub token", ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
-        re.compile(r"(?<![A-Za-z0-9])(gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})"), bool,
+        "a GitHub token",
+        ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+        re.compile(r"(?<![A-Za-z0-9])(gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})"),
+        bool,
     ),
     ("a GitLab token", ("glpat-",), re.compile(r"(?<![A-Za-z0-9])glpat-([A-Za-z0-9_-]{20,})"), bool),
     ("an npm token", ("npm_",), re.compile(r"(?<![A-Za-z0-9_])npm_([A-Za-z0-9]{36})(?![A-Za-z0-9])"), _random),
@@ -89,31 +96,44 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]
     ("a Slack token", ("xox",), re.compile(r"(?<![A-Za-z0-9])(xox[abeprs]-[A-Za-z0-9-]{16,})"), bool),
     ("a Google API key", ("AIza",), re.compile(r"(?<![A-Za-z0-9])AIza([A-Za-z0-9_-]{35})(?![A-Za-z0-9_-])"), bool),
     (
-        "a JSON web token", ("eyJ",),
-        re.compile(r"(?<![A-Za-z0-9_.-])(eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{16,})"), bool,
+        "a JSON web token",
+        ("eyJ",),
+        re.compile(r"(?<![A-Za-z0-9_.-])(eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{16,})"),
+        bool,
     ),
     (
-        "what a request is authorised by", ("earer ", "EARER ", "asic ", "BASIC "),
-        re.compile(r"(?<![A-Za-z0-9])(?i:bearer|basic) {1,9}([A-Za-z0-9._~+/=-]{16,4096})"), _mixed,
+        "what a request is authorised by",
+        ("earer ", "EARER ", "asic ", "BASIC "),
+        re.compile(r"(?<![A-Za-z0-9])(?i:bearer|basic) {1,9}([A-Za-z0-9._~+/=-]{16,4096})"),
+        _mixed,
     ),
     (
-        "the key of an account", ("AccountKey=", "SharedAccessKey="),
-        re.compile(r"(?:AccountKey|SharedAccessKey)=([A-Za-z0-9+/]{40,100}={0,2})"), bool,
+        "the key of an account",
+        ("AccountKey=", "SharedAccessKey="),
+        re.compile(r"(?:AccountKey|SharedAccessKey)=([A-Za-z0-9+/]{40,100}={0,2})"),
+        bool,
     ),
     (
-        "a signed URL", ("Signature=", "sig="),
-        re.compile(r"[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=([A-Za-z0-9%~_+/=-]{30,2048})"), _has_digits,
+        "a signed URL",
+        ("Signature=", "sig="),
+        re.compile(r"[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=([A-Za-z0-9%~_+/=-]{30,2048})"),
+        _has_digits,
     ),
     (
-        "a URL with a password", ("://",),
-        re.compile(r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^\s/:@\"'<>{}\\]*:([^\s/:@\"'<>{}\\]{3,})@[A-Za-z0-9\[]"), _password,
-    ),
-    (
-        "a password of .netrc", ("machine",),
-        re.compile(r"(?<![A-Za-z0-9])machine\s{1,9}\S{1,256}\s{1,99}login\s{1,9}\S{1,256}\s{1,99}password\s{1,9}(\S{3,256})"),
+        "a URL with a password",
+        ("://",),
+        re.compile(r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^\s/:@\"'<>{}\\]*:([^\s/:@\"'<>{}\\]{3,})@[A-Za-z0-9\[]"),
         _password,
     ),
-)  # fmt: skip
+    (
+        "a password of .netrc",
+        ("machine",),
+        re.compile(
+            r"(?<![A-Za-z0-9])machine\s{1,9}\S{1,256}\s{1,99}login\s{1,9}\S{1,256}\s{1,99}password\s{1,9}(\S{3,256})"
+        ),
+        _password,
+    ),
+)
 #: Keys whose values are secrets, if they are long.
 _KEY = (
     r"(?:[A-Za-z0-9_.-]{0,64}(?:api[_-]?key|(?:hub|auth|access|refresh|bearer|api|hf|bot|wandb|github|gitlab|slack)[_-]?token|"
@@ -152,13 +172,13 @@ def screen(files: Iterable[tuple[str, bytes]]) -> None:
                 "loading one runs code" if found == _PICKLE else "nobody can see what it holds, and a model needs none"
             )
             raise Unsafe(
-                f"{name} is {found}: {why}, so it is never pushed. Take it away from the model's other files, or give {argument('config')} "
-                "with a folder that has none."
+                f"{name} is {found}: {why}, so it is never pushed. Take it away from the model's other files, or give "
+                f"{argument('config')} with a folder that has none."
             )
         if found is not None:
             raise Unsafe(
-                f"{name} seems to contain {found}. Anybody who can read the repository could use it, so nothing was pushed. "
-                "Remove it from the file, and revoke it if others may have seen it."
+                f"{name} seems to contain {found}. Anybody who can read the repository could use it, so nothing was "
+                "pushed. Remove it from the file, and revoke it if others may have seen it."
             )
 
 

@@ -1,9 +1,10 @@
 """Virtual files: each returns the bytes of one file of a draft, read from the source on demand.
 
 A `Content` is one file of a draft in the hf layout: literal bytes, then whole tensors, row-major, one after the other
-without gaps. `VirtualFile` is a file object over it. A read that starts where the last one ended continues the same stream, which reads
-ahead; only another position opens a new one, so `seek` and `tell`, which clients call often, cost nothing. A stream starts with
-the block that contains its first byte; a tensor in compressed chunks is decompressed from its beginning.
+without gaps. `VirtualFile` is a file object over it. A read that starts where the last one ended continues the same
+stream, which reads ahead; only another position opens a new one, so `seek` and `tell`, which clients call often, cost
+nothing. A stream starts with the block that contains its first byte; a tensor in compressed chunks is decompressed from
+its beginning.
 
 Memory is bounded by the buffers of one `stream.Reader` for each file that is being read. Nothing is written to disk.
 """
@@ -51,8 +52,8 @@ class Content:
         return sum(job.entry.nbytes for job in self.jobs)
 
     def blocks(self, index: int = 0, first: int = 0, crcs: CrcVerifier | None = None) -> Iterator[Block]:
-        """Blocks of the tensors from number `index` on, from about its element `first`; CRC32s of the source are noted in
-        `crcs`, where many streams share them.
+        """Blocks of the tensors from number `index` on, from about its element `first`; CRC32s of the source are noted
+        in `crcs`, where many streams share them.
 
         Raises:
             Corrupt, SourceChanged: as `stream.Reader.blocks`.
@@ -89,7 +90,8 @@ def contents(opened: OpenCheckpoint, draft: Draft, budget: IOBudget) -> list[Con
 class VirtualFile(io.BufferedIOBase):
     """A file object over a content; for one thread at a time.
 
-    `passed(n)` is called for every n bytes that are read for the first time; once `stop` is set, reads raise Interrupted.
+    `passed(n)` is called for every n bytes that are read for the first time; once `stop` is set, reads raise
+    Interrupted.
     """
 
     def __init__(
@@ -144,8 +146,8 @@ class VirtualFile(io.BufferedIOBase):
         return self.read(size)
 
     def _many(self, piece: memoryview, n: int) -> bytes:
-        """`n` bytes, the first of which were read already. They are collected in one buffer: joining parts makes malloc return and
-        request memory again and again, which costs more than everything else."""
+        """`n` bytes, the first of which were read already. They are collected in one buffer: joining parts makes malloc
+        return and request memory again and again, which costs more than everything else."""
         if len(self._gathered) < n:
             self._gathered = bytearray(n)
         into, end = memoryview(self._gathered), 0

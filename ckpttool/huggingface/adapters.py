@@ -4,9 +4,9 @@
     base_model.model.layers.0.q_proj.lora_embedding_A.default   -> base_model.model.layers.0.q_proj.lora_embedding_A
     base_model.model.lm_head.modules_to_save.default.weight     -> base_model.model.lm_head.weight
 
-Names only; no bytes. "default" is the adapter's name, which PEFT removes when saving and adds when loading. A checkpoint of
-`get_peft_model_state_dict` has the names on the right already, and they stay. What belongs to the adapter besides its own
-tensors, adapter_config.json says: modules_to_save, bias, targeted embeddings.
+Names only; no bytes. "default" is the adapter's name, which PEFT removes when saving and adds when loading. A
+checkpoint of `get_peft_model_state_dict` has the names on the right already, and they stay. What belongs to the adapter
+besides its own tensors, adapter_config.json says: modules_to_save, bias, targeted embeddings.
 
 Sources: peft/utils/save_and_load.py (get_peft_model_state_dict), peft/tuners/tuners_utils.py
 (_get_adapter_state_dict, _remove_adapter_name_from_state_dict_key), peft/tuners/lora/model.py, of peft 0.21.
@@ -57,15 +57,15 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
     known = re.compile(f"{prefix}({ends})")
     if config.get("trainable_token_indices"):
         raise Unsupported(
-            "the adapter has trainable_token_indices, and the files do not show how those are tied. Save it with PEFT's "
-            "save_pretrained."
+            "the adapter has trainable_token_indices, and the files do not show how those are tied. Save it with "
+            "PEFT's save_pretrained."
         )
     ckpt = own_component(ckpt)
     names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
     if rows := [n for n in names if "token_adapter" in n.split(".")]:
         raise Unsupported(
-            f'"{rows[0]}": some rows of an embedding are trained (trainable_token_indices), and the files do not show how those are tied. '
-            "Save it with PEFT's save_pretrained."
+            f'"{rows[0]}": some rows of an embedding are trained (trainable_token_indices), and the files do not show '
+            "how those are tied. Save it with PEFT's save_pretrained."
         )
     adapter = _which(names, prefix, known, wanted)
     wrapped = any(n.endswith(".base_layer.weight") and not _embeds(n) for n in names)
@@ -82,7 +82,8 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
         saved = {n: _ROOT + s for n, s in saved.items()}
     if len(set(saved.values())) != len(saved):
         raise Unsupported(
-            "two tensors of the adapter would get the same name in adapter_model.safetensors. Save it with PEFT's save_pretrained."
+            "two tensors of the adapter would get the same name in adapter_model.safetensors. Save it with PEFT's "
+            "save_pretrained."
         )
     renamed = {f"model.{n}": f"model.{s}" for n, s in saved.items()}
     called = f' "{adapter}"' if adapter else ""
@@ -101,14 +102,15 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
 
 
 def outer_prefix(names: Iterable[str]) -> str:
-    """What stands before the names that PEFT gives: "net." of a Lightning module that keeps the wrapped model in self.net."""
+    """What stands before the names that PEFT gives: "net." of a Lightning module that keeps the wrapped model in
+    self.net."""
     found = {n[: n.index(_ROOT)] for n in names if ".lora_" in n and (n.startswith(_ROOT) or f".{_ROOT}" in n)}
     return found.pop() if len(found) == 1 else ""
 
 
 def own_component(ckpt: Checkpoint) -> Checkpoint:
-    """The same checkpoint with the adapter that torchtune keeps beside the weights, into which it has merged it, as the model; without
-    what a trainer's module puts before PEFT's names.
+    """The same checkpoint with the adapter that torchtune keeps beside the weights, into which it has merged it, as the
+    model; without what a trainer's module puts before PEFT's names.
     """
     if prefix := outer_prefix(joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"):
         head = f"model.{prefix}"
@@ -137,11 +139,12 @@ def own_component(ckpt: Checkpoint) -> Checkpoint:
 
 
 def base_names(names: Mapping[str, str]) -> dict[str, str]:
-    """{name in the base model: in the checkpoint} of the weights that are not of an adapter, for names {FQN: in the checkpoint} of
-    a model that PEFT wrapped.
+    """{name in the base model: in the checkpoint} of the weights that are not of an adapter, for names {FQN: in the
+    checkpoint} of a model that PEFT wrapped.
 
     Raises:
-        Unsupported: the weight of a module that has an adapter is not that of its base layer, so the adapter may be in it already.
+        Unsupported: the weight of a module that has an adapter is not that of its base layer, so the adapter may be in
+        it already.
     """
     out: dict[str, str] = {}
     prefix = outer_prefix(names)
@@ -150,8 +153,8 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
     for module in adapted:
         if f"{module}.weight" in names or f"{_ROOT}{module}.weight" in names:
             raise Unsupported(
-                f'"{module}.weight" is stored next to the adapter of that module, not as its base_layer: the adapter may be merged into it already. '
-                "Give base model and adapter: ckpttool adapter merge BASE ADAPTER DST."
+                f'"{module}.weight" is stored next to the adapter of that module, not as its base_layer: the adapter '
+                "may be merged into it already. Give base model and adapter: ckpttool adapter merge BASE ADAPTER DST."
             )
     for name, stored in names.items():
         parts = name.removeprefix(_ROOT).split(".")
@@ -170,8 +173,8 @@ def _which(names: Iterable[str], prefix: str, known: re.Pattern[str], wanted: st
     found = {p[2] for p in parts if p is not None and known.fullmatch(p[0][-1])}
     if not found:
         raise Unsupported(
-            f"the checkpoint has no adapter: no tensor has {prefix}* in its name. If it was merged into the weights, those are "
-            "what to publish: write them without this option."
+            f"the checkpoint has no adapter: no tensor has {prefix}* in its name. If it was merged into the weights, "
+            "those are what to publish: write them without this option."
         )
     named = sorted(n for n in found if n is not None)
     if wanted is not None and wanted not in named:
@@ -186,8 +189,8 @@ def _which(names: Iterable[str], prefix: str, known: re.Pattern[str], wanted: st
     if len(named) < 2 or "default" in named:
         return "default" if "default" in named else next(iter(named), None)
     raise Unsupported(
-        f'the checkpoint holds {len(named)} adapters ({", ".join(named[:8])}), and none of them is called "default". Name '
-        f"the one you mean: {argument('adapter_name', named[0])}."
+        f'the checkpoint holds {len(named)} adapters ({", ".join(named[:8])}), and none of them is called "default". '
+        f"Name the one you mean: {argument('adapter_name', named[0])}."
     )
 
 
@@ -204,8 +207,8 @@ def _parts(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | 
 
 
 def _saved(name: str, prefix: str, adapter: str | None) -> str | None:
-    """The name that PEFT saves a tensor of the adapter under; None where it is none. An adapter of None is the only one, whose name the
-    directories of trainers leave out."""
+    """The name that PEFT saves a tensor of the adapter under; None where it is none. An adapter of None is the only
+    one, whose name the directories of trainers leave out."""
     found = _parts(name, prefix)
     if found is not None:
         front, rest, owner = found

@@ -1,14 +1,17 @@
 """Weights whose bytes are codes: which tensors are codes, which are their scales, and in which scheme.
 
-A number of such a weight is its code times a scale that another tensor holds, so neither means anything without the other, and a cast
-of either makes other weights. They are known by their names, dtypes and shapes, in any layout:
+A number of such a weight is its code times a scale that another tensor holds, so neither means anything without the
+other, and a cast of either makes other weights. They are known by their names, dtypes and shapes, in any layout:
 
     codes                     scale               scheme
     w            float8       w_scale_inv         fp8 of DeepSeek and transformers: blocks of 128 x 128
-    w            float8, int8 w_scale             fp8, int8, mxfp8 (scales uint8 or e8m0) of compressed-tensors, ModelOpt, FBGEMM
+    w            float8, int8 w_scale             fp8, int8, mxfp8 (scales uint8 or e8m0) of compressed-tensors,
+                 ModelOpt, FBGEMM
     w            uint8        w_scale             nvfp4 of ModelOpt, with w_scale_2; two codes a byte
-    w_packed     int32        w_scale             integers of 4 or 8 bits of compressed-tensors, with w_shape, w_zero_point, w_g_idx
-    w_packed     uint8        w_scale             nvfp4 (with w_global_scale) and mxfp4 of compressed-tensors; two codes a byte
+    w_packed     int32        w_scale             integers of 4 or 8 bits of compressed-tensors, with w_shape,
+                 w_zero_point, w_g_idx
+    w_packed     uint8        w_scale             nvfp4 (with w_global_scale) and mxfp4 of compressed-tensors; two codes
+                 a byte
     w_blocks     uint8        w_scales            mxfp4 of gpt-oss: [..., groups, 16]
     m.qweight    int32        m.scales            GPTQ, AWQ, with m.qzeros, m.g_idx
     m.weight     float8, int8 m.scale             DeepSeek's own files
@@ -16,11 +19,13 @@ of either makes other weights. They are known by their names, dtypes and shapes,
     m.weight     uint32       m.scales            MLX, 2 to 8 bits, with m.biases; [rows, columns * bits / 32]
     w            any          w.absmax            bitsandbytes, 4 bits, with w.quant_map, w.quant_state.*
 
-`w` is the name of a parameter, "model.layers.0.mlp.up_proj.weight", and `m` of its module. A pair counts if the scale has a shape that fits the codes.
-What config.json says (`stated`) decides where names alone do not: a plain float8 weight, or a parameter that is called "scale", is no code.
+`w` is the name of a parameter, "model.layers.0.mlp.up_proj.weight", and `m` of its module. A pair counts if the scale
+has a shape that fits the codes. What config.json says (`stated`) decides where names alone do not: a plain float8
+weight, or a parameter that is called "scale", is no code.
 
-Sources: compressed_tensors/compressors 0.20; transformers/quantizers and integrations 5.23 (finegrained_fp8, mxfp4, bitsandbytes, awq);
-modelopt/torch/export/quant_utils.py; mlx.core.quantize; DeepSeek-V3 inference/fp8_cast_bf16.py; OCP Microscaling Formats 1.0 (groups of 32).
+Sources: compressed_tensors/compressors 0.20; transformers/quantizers and integrations 5.23 (finegrained_fp8, mxfp4,
+bitsandbytes, awq); modelopt/torch/export/quant_utils.py; mlx.core.quantize; DeepSeek-V3 inference/fp8_cast_bf16.py; OCP
+Microscaling Formats 1.0 (groups of 32).
 """
 
 from __future__ import annotations
@@ -87,27 +92,51 @@ _PAIRS = (
 _SCALES = tuple(pair.scale for pair in _PAIRS)
 #: What else belongs to codes: after the name of the weight, and in its module.
 _WITH_WEIGHT = (
-    "_scale_2", "_global_scale", "_zero_point", "_shape", "_g_idx", "_format", ".quant_map", ".nested_absmax", ".nested_quant_map",
-    ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4",
-)  # fmt: skip
+    "_scale_2",
+    "_global_scale",
+    "_zero_point",
+    "_shape",
+    "_g_idx",
+    "_format",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+    ".quant_state.bitsandbytes__nf4",
+    ".quant_state.bitsandbytes__fp4",
+)
 _WITH_MODULE = (
-    "qzeros", "g_idx", "zero_point", "weight_format", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
-    "output_zero_point", "activation_scale", "pre_quant_scale", "biases",
-)  # fmt: skip
+    "qzeros",
+    "g_idx",
+    "zero_point",
+    "weight_format",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+    "output_zero_point",
+    "activation_scale",
+    "pre_quant_scale",
+    "biases",
+)
 #: Scales of the cache of keys and values, beside weights that may be no codes.
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale")
-#: Methods that may stand in the config of plain weights: they quantise when a model is loaded, or make tensor subclasses.
+#: Methods that may stand in the config of plain weights: they quantise when a model is loaded, or make tensor
+#: subclasses.
 _AT_LOAD = frozenset(("bitsandbytes", "torchao", "quanto", "hqq", "eetq", "higgs", "metal"))
 
 
 #: Files beside config.json in which programs say how they have quantised: ModelOpt, AutoGPTQ, AutoAWQ.
 OWN_CONFIGS = frozenset(("hf_quant_config.json", "quantize_config.json", "quant_config.json"))
 #: What to do where a layout cannot hold codes.
-ADVICE = "Dequantise the weights with the program that quantised them first, or choose a layout that keeps dtypes, such as dcp or hf."
+ADVICE = (
+    "Dequantise the weights with the program that quantised them first, or choose a layout that keeps dtypes, such as "
+    "dcp or hf."
+)
 
 
 class Encoded(NamedTuple):
-    """One weight: its scheme, the tensor with its scales, and the name and shape of the parameter that it is (None: not known)."""
+    """One weight: its scheme, the tensor with its scales, and the name and shape of the parameter that it is (None: not
+    known)."""
 
     scheme: str
     scale: str
@@ -116,7 +145,8 @@ class Encoded(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Tensors of an encoding that is not whole, what is wrong, and whether that is `sure`: no other tensors have such names."""
+    """Tensors of an encoding that is not whole, what is wrong, and whether that is `sure`: no other tensors have such
+    names."""
 
     tensors: tuple[str, ...]
     text: str
@@ -127,8 +157,9 @@ class Fault(NamedTuple):
 class Encodings:
     """The encoded weights of a checkpoint.
 
-    `weights` {codes: what they are}; `belongs` {tensor: the codes that it belongs to}, the codes themselves included; `faults` what belongs to
-    no whole encoding; `method` the quant_method of the config, None without one; `of` the number of weights, encoded or not.
+    `weights` {codes: what they are}; `belongs` {tensor: the codes that it belongs to}, the codes themselves included;
+    `faults` what belongs to no whole encoding; `method` the quant_method of the config, None without one; `of` the
+    number of weights, encoded or not.
     """
 
     weights: Mapping[str, Encoded] = field(default_factory=dict)
@@ -179,7 +210,8 @@ def line(weights: int, of: int, schemes: Mapping[str, int]) -> str:
 
 
 def stated(ckpt: Checkpoint, source: Source | None) -> Mapping[str, Any] | None:
-    """What the config beside a checkpoint says of its quantisation: the `quantization_config` of config.json, or ModelOpt's hf_quant_config.json.
+    """What the config beside a checkpoint says of its quantisation: the `quantization_config` of config.json, or
+    ModelOpt's hf_quant_config.json.
 
     Args:
         source: the folder that belongs to the checkpoint; None where it is a file among others.
@@ -294,7 +326,8 @@ _Scheme = tuple[str, _Shape | None]  # its name, and the shape of the parameter
 
 
 class _Stated(NamedTuple):
-    """What a config says of all its weights: the sizes of blocks with a scale each, and bits of a number; None where it has no one answer."""
+    """What a config says of all its weights: the sizes of blocks with a scale each, and bits of a number; None where it
+    has no one answer."""
 
     block: tuple[int, int] | None
     bits: int | None
@@ -306,8 +339,10 @@ def _of_config(config: Mapping[str, Any]) -> _Stated:
     rows = [w for w in listed if isinstance(w, dict)]
     sizes = [config.get("weight_block_size"), *(w.get("block_structure") for w in rows)]
     blocks = {
-        tuple(size) for size in sizes if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-    }  # fmt: skip
+        tuple(size)
+        for size in sizes
+        if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    }
     bits = {n for n in (config.get("bits"), *(w.get("num_bits") for w in rows)) if type(n) is int}
     return _Stated(blocks.pop() if len(blocks) == 1 else None, bits.pop() if len(bits) == 1 else None)
 
@@ -341,7 +376,8 @@ def _scheme(pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEnt
 
 
 def _packed(pair: _Pair, codes: _Shape, s: TensorEntry, said: _Stated) -> _Scheme | None:
-    """Integers in int32. GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups, columns]."""
+    """Integers in int32. GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups,
+    columns]."""
     text = f"int{said.bits} packed in int32" if said.bits is not None else "integers packed in int32"
     if s.dtype not in _WIDE or not codes or not codes[-1]:
         return None
@@ -355,7 +391,8 @@ def _packed(pair: _Pair, codes: _Shape, s: TensorEntry, said: _Stated) -> _Schem
 
 
 def _of_mlx(codes: _Shape, scales: _Shape, said: _Stated) -> _Scheme | None:
-    """MLX's weights: a scale for each group of 32, 64 or 128 numbers in a row. Their shape needs the bits of the config."""
+    """MLX's weights: a scale for each group of 32, 64 or 128 numbers in a row. Their shape needs the bits of the
+    config."""
     if len(codes) < 2 or scales[:-1] != codes[:-1]:
         return None
     if said.bits is None:
@@ -374,7 +411,8 @@ def _fp4(c: TensorEntry, s: TensorEntry) -> str | None:
 
 
 def _granularity(shape: _Shape, scale: _Shape, block: _Shape | None) -> str | None:
-    """Which codes share a scale; None where the shapes do not fit. `block` is what the config says of the last two dimensions."""
+    """Which codes share a scale; None where the shapes do not fit. `block` is what the config says of the last two
+    dimensions."""
     alike = len(scale) == len(shape) >= 2
     if (
         block is not None
@@ -406,7 +444,8 @@ def _size_of(n: int, scales: int) -> int:
 
 
 def _lonely(name: str, t: TensorEntry, tensors: Mapping[str, TensorEntry], quantised: bool) -> tuple[str, bool] | None:
-    """(what a tensor is that should belong to a whole encoding and does not, whether its name alone says so); None where it need not."""
+    """(what a tensor is that should belong to a whole encoding and does not, whether its name alone says so); None
+    where it need not."""
     leaf = name.rpartition(".")[2]
     if not leaf.startswith(("weight", "qweight")) and not leaf.endswith("_scale_inv"):
         return None
@@ -417,7 +456,8 @@ def _lonely(name: str, t: TensorEntry, tensors: Mapping[str, TensorEntry], quant
         return f"codes ({t.dtype}) without a scale", False
     if stem != name and stem in tensors:
         return (
-            f"scales of weights that are {tensors[stem].dtype}: a cast has rounded the codes and not applied the scales",
+            f"scales of weights that are {tensors[stem].dtype}: a cast has rounded the codes and not applied the "
+            "scales",
             True,
         )
     of_weight = leaf.startswith("weight_") and leaf.removeprefix("weight") in (*_WITH_WEIGHT, "_scale")

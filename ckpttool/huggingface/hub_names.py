@@ -9,8 +9,8 @@ tensors together again.
 Most architectures need none of that; those in PLAIN are known to have equal names, which a test proves with
 transformers, and cost nothing.
 
-`relate` can also judge: the same child lets `from_pretrained` load the names and shapes that would be written, all of them
-on the meta device, and reports what it misses, does not expect, or finds in another shape.
+`relate` can also judge: the same child lets `from_pretrained` load the names and shapes that would be written, all of
+them on the meta device, and reports what it misses, does not expect, or finds in another shape.
 """
 
 from __future__ import annotations
@@ -29,10 +29,27 @@ from ..formats.sandbox import in_child
 __all__ = ["PLAIN", "Relation", "Verdict", "contradiction", "meta_model", "relate"]
 
 #: model_type of architectures whose parameters have the same names in memory and on the Hub.
-PLAIN = frozenset((
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "granite", "olmo", "olmo2", "starcoder2",
-    "stablelm", "cohere", "smollm3", "gpt2", "opt",
-))  # fmt: skip
+PLAIN = frozenset(
+    (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "phi",
+        "phi3",
+        "granite",
+        "olmo",
+        "olmo2",
+        "starcoder2",
+        "stablelm",
+        "cohere",
+        "smollm3",
+        "gpt2",
+        "opt",
+    )
+)
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
@@ -51,8 +68,8 @@ class View(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What `from_pretrained` says of some weights. `shapes` are sentences; `strip` is the prefix without which all names
-    and shapes are right, None where no prefix does that."""
+    """What `from_pretrained` says of some weights. `shapes` are sentences; `strip` is the prefix without which all
+    names and shapes are right, None where no prefix does that."""
 
     model: str
     parameters: int
@@ -107,8 +124,8 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
 
 
 def contradiction(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What shows, without asking transformers, that some weights are not of the model of a config; None where nothing does. It looks at
-    the embedding and the number of layers, in architectures of PLAIN."""
+    """What shows, without asking transformers, that some weights are not of the model of a config; None where nothing
+    does. It looks at the embedding and the number of layers, in architectures of PLAIN."""
     kind = config.get("model_type")
     if kind not in PLAIN:
         return None
@@ -134,7 +151,8 @@ def _asked(question: bytes) -> bytes:
 
 
 def meta_model(config_dict: dict[str, Any]) -> Any:
-    """The model of a config on the meta device, for a child process: names and shapes, no weights, no code beside them."""
+    """The model of a config on the meta device, for a child process: names and shapes, no weights, no code beside
+    them."""
     import torch
     import transformers
 
@@ -182,10 +200,15 @@ def _answer(_: str) -> bytes:
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if not isinstance(tied, dict):
         tied = {}
-    return json.dumps({
-        "views": views, "shapes": shapes, "tied": dict(tied), "together": together,
-        "verdict": None if verdict is None else verdict._asdict(),
-    }).encode()  # fmt: skip
+    return json.dumps(
+        {
+            "views": views,
+            "shapes": shapes,
+            "tied": dict(tied),
+            "together": together,
+            "verdict": None if verdict is None else verdict._asdict(),
+        }
+    ).encode()
 
 
 def _judged(model: Any, state: dict[str, Any]) -> Verdict:
@@ -214,9 +237,13 @@ def _loaded(model: Any, state: dict[str, Any]) -> Verdict:
     try:
         saved = revert_weight_conversion(model, dict(state))
         _, info = type(model).from_pretrained(
-            None, config=model.config, state_dict=saved, device_map="meta", output_loading_info=True,
+            None,
+            config=model.config,
+            state_dict=saved,
+            device_map="meta",
+            output_loading_info=True,
             ignore_mismatched_sizes=True,
-        )  # fmt: skip
+        )
         missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         shapes = [
             f'"{n}" is {list(mine)}, the model has {list(its)}' for n, mine, its in sorted(info["mismatched_keys"])

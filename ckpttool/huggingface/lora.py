@@ -1,7 +1,8 @@
-"""LoRA by its adapter_config.json and the names that PEFT saves: ranks, the factor alpha / r, and which weight an adapter changes.
+"""LoRA by its adapter_config.json and the names that PEFT saves: ranks, the factor alpha / r, and which weight an
+adapter changes.
 
-Names, shapes and numbers only; engine/merging.py computes. What an adapter_config.json asks for and this module does not know is
-refused by its name, since a merge without it would give other weights.
+Names, shapes and numbers only; engine/merging.py computes. What an adapter_config.json asks for and this module does
+not know is refused by its name, since a merge without it would give other weights.
 
 Sources: peft/tuners/lora/{config,model,layer}.py, peft/utils/other.py (get_pattern_key), of peft 0.21.
 """
@@ -20,18 +21,33 @@ from ..errors import Corrupt, Unsupported, argument
 from ..index.checkpoint import Checkpoint, joined
 
 __all__ = [
-    "KNOWN", "REFUSED", "ROOT", "AdapterShape", "Change", "Update", "changes", "encoded", "made_config", "of_tensors", "refuse_unmergeable", "scaling",
+    "KNOWN",
+    "REFUSED",
+    "ROOT",
+    "AdapterShape",
+    "Change",
+    "Update",
+    "changes",
+    "encoded",
+    "made_config",
+    "of_tensors",
+    "refuse_unmergeable",
+    "scaling",
     "seen",
-]  # fmt: skip
+]
 
 ROOT = "base_model.model."
 Shapes = Mapping[str, tuple[int, ...]]
 
 #: What the tensors of one adapted module are called, behind the module's name.
 _KINDS = {
-    "lora_A.weight": "a", "lora_B.weight": "b", "lora_B.bias": "bias", "lora_embedding_A": "a", "lora_embedding_B": "b",
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_B.bias": "bias",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
     "lora_magnitude_vector": "magnitude",
-}  # fmt: skip
+}
 #: Fields of adapter_config.json that change what a merge is, and why each is refused.
 REFUSED = {
     "trainable_token_indices": "some rows of the embedding are trained besides",
@@ -46,13 +62,43 @@ REFUSED = {
     "kasa_config": "it truncates the weights of the base model (KaSA)",
 }
 #: Fields that a merge uses, or that say how the adapter was made or trained.
-KNOWN = frozenset({
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
-    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
-    "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "use_dora",
-    "qalora_group_size", "runtime_config", "lora_bias", "ensure_weight_tying", *REFUSED,
-})  # fmt: skip
+KNOWN = frozenset(
+    {
+        "peft_type",
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "r",
+        "target_modules",
+        "exclude_modules",
+        "lora_alpha",
+        "lora_dropout",
+        "fan_in_fan_out",
+        "bias",
+        "use_rslora",
+        "modules_to_save",
+        "init_lora_weights",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "megatron_config",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "use_dora",
+        "qalora_group_size",
+        "runtime_config",
+        "lora_bias",
+        "ensure_weight_tying",
+        *REFUSED,
+    }
+)
 #: Values of init_lora_weights that take a part of the base weights into the adapter before training begins.
 _CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|corda|olora|loftq|lora_ga|mica", re.IGNORECASE)
 
@@ -106,11 +152,13 @@ def of_tensors(shapes: Shapes) -> AdapterShape | None:
     return AdapterShape(dict(ranks), len(modules), tuple(sorted(names)), alone)
 
 
-# ---------------------------------------------------------------------------------------------------- adapter_config.json
+# ----------------------------------------------------------------------------------------------------
+# adapter_config.json
 
 
 def made_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: str | None) -> dict[str, Any]:
-    """adapter_config.json of an adapter whose names and shapes, as PEFT saves them, are known, and whose alpha was given.
+    """adapter_config.json of an adapter whose names and shapes, as PEFT saves them, are known, and whose alpha was
+    given.
 
     What neither says is as PEFT's defaults: no dropout, no bias of the base model trained.
     """
@@ -122,13 +170,22 @@ def made_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: s
     of_adapter = {n for kinds in modules.values() for n in kinds.values()}
     whole = sorted({_bare(n).rpartition(".")[0] for n in saved if n not in of_adapter})
     return {
-        "base_model_name_or_path": base_model, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
         "lora_alpha": int(lora_alpha) if float(lora_alpha).is_integer() else lora_alpha,
-        "lora_bias": any("bias" in kinds for kinds in modules.values()), "lora_dropout": 0.0,
-        "modules_to_save": whole or None, "peft_type": "LORA", "r": usual,
-        "rank_pattern": {m: r for m, r in rank_of.items() if r != usual}, "target_modules": sorted(modules),
-        "task_type": None, "use_dora": any("magnitude" in kinds for kinds in modules.values()), "use_rslora": rslora,
-    }  # fmt: skip
+        "lora_bias": any("bias" in kinds for kinds in modules.values()),
+        "lora_dropout": 0.0,
+        "modules_to_save": whole or None,
+        "peft_type": "LORA",
+        "r": usual,
+        "rank_pattern": {m: r for m, r in rank_of.items() if r != usual},
+        "target_modules": sorted(modules),
+        "task_type": None,
+        "use_dora": any("magnitude" in kinds for kinds in modules.values()),
+        "use_rslora": rslora,
+    }
 
 
 def encoded(config: Mapping[str, Any]) -> bytes:
@@ -152,14 +209,15 @@ def refuse_unmergeable(config: Mapping[str, Any], *, base_is_given: bool) -> Non
             raise Unsupported(f"the adapter has {name} in adapter_config.json: {why}. {_PEFT}")
     if unknown := sorted(str(k) for k, v in config.items() if k not in KNOWN and v):
         raise Unsupported(
-            f"adapter_config.json sets {unknown[0][:60]!r}, which ckpttool does not know; it may change what the merged weights are. {_PEFT}"
+            f"adapter_config.json sets {unknown[0][:60]!r}, which ckpttool does not know; it may change what the "
+            f"merged weights are. {_PEFT}"
         )
     start = config.get("init_lora_weights")
     if base_is_given and isinstance(start, str) and _CHANGES_BASE.fullmatch(start):
         raise Unsupported(
-            f"the adapter began with init_lora_weights={start[:40]!r}, which takes a part of the base weights away, so it does not fit "
-            "the base model as published. Merge the state of the job, which holds the weights that are left, or save the adapter with "
-            "path_initial_model_for_weight_conversion."
+            f"the adapter began with init_lora_weights={start[:40]!r}, which takes a part of the base weights away, so "
+            "it does not fit the base model as published. Merge the state of the job, which holds the weights that are "
+            "left, or save the adapter with path_initial_model_for_weight_conversion."
         )
 
 
@@ -176,11 +234,13 @@ def scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     alpha = _by_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise Corrupt(
-            f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It does not belong to this adapter, or is damaged."
+            f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It does not belong to this "
+            "adapter, or is damaged."
         )
     if r != rank:
         raise Corrupt(
-            f'adapter_config.json gives "{module}" the rank {str(r)[:40]}, but its lora_A has {rank} rows. It does not belong to this adapter.'
+            f'adapter_config.json gives "{module}" the rank {str(r)[:40]}, but its lora_A has {rank} rows. It does not '
+            "belong to this adapter."
         )
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
@@ -196,7 +256,8 @@ def _by_pattern(config: Mapping[str, Any], field: str, module: str, usual: Any) 
     return patterns.get(module, usual)
 
 
-#: A quantified group may take time exponential in the length of a name, each other quantifier multiplies it by that length.
+#: A quantified group may take time exponential in the length of a name, each other quantifier multiplies it by that
+#: length.
 _QUANTIFIED_GROUP = re.compile(r"\)\s*[*+?{]")
 
 
@@ -206,7 +267,8 @@ def _matches(field: str, pattern: str, module: str) -> bool:
     steps = len(module) ** (len(re.findall(r"[*+{]", pattern)) + 1)
     if len(pattern) > 1000 or steps > 10**8 or _QUANTIFIED_GROUP.search(pattern):
         raise Unsupported(
-            f"the pattern {pattern[:60]!r} in {field} could take forever to compare with a name, and it comes from a file. {_PEFT}"
+            f"the pattern {pattern[:60]!r} in {field} could take forever to compare with a name, and it comes from a "
+            f"file. {_PEFT}"
         )
     try:
         return re.match(rf"(.*\.)?({pattern})$", module) is not None
@@ -237,8 +299,8 @@ class Update:
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one tensor of the base model: `start` is a tensor of an adapter (adapter, name) that replaces it, or None; then
-    the updates are added in order, and to a bias (adapter, name of B's bias, scaling)."""
+    """What becomes of one tensor of the base model: `start` is a tensor of an adapter (adapter, name) that replaces it,
+    or None; then the updates are added in order, and to a bias (adapter, name of B's bias, scaling)."""
 
     start: tuple[str, str] | None = None
     updates: tuple[Update, ...] = ()
@@ -253,10 +315,12 @@ class Change:
 def changes(
     adapters: Mapping[str, Shapes], configs: Mapping[str, Mapping[str, Any]], base: Shapes
 ) -> dict[str, Change]:
-    """{tensor of the base model: what becomes of it}, for adapters {name: tensors as PEFT saves them} merged in this order.
+    """{tensor of the base model: what becomes of it}, for adapters {name: tensors as PEFT saves them} merged in this
+    order.
 
     Raises:
-        Unsupported: an adapter changes what is not a weight of a linear layer or an embedding, or what the base model lacks.
+        Unsupported: an adapter changes what is not a weight of a linear layer or an embedding, or what the base model
+        lacks.
         Corrupt: shapes do not fit.
     """
     starts: dict[str, tuple[str, str]] = {}
@@ -278,8 +342,9 @@ def changes(
             target = _there(_bare(name), name, base)
             if base[target] != shape:
                 raise Corrupt(
-                    f'"{name}" of the adapter is {list(shape)}, but "{target}" of the base model is {list(base[target])}. If the vocabulary '
-                    "was resized for the adapter, resize the base model first, as for PeftModel.from_pretrained."
+                    f'"{name}" of the adapter is {list(shape)}, but "{target}" of the base model is '
+                    f"{list(base[target])}. If the vocabulary was resized for the adapter, resize the base model "
+                    "first, as for PeftModel.from_pretrained."
                 )
             if target in starts:
                 raise Unsupported(f'two of the adapters replace "{target}" as a whole. Merge one of them.')
@@ -325,7 +390,8 @@ def _there(target: str, name: str, base: Shapes) -> str:
         return target
     raise Unsupported(
         f'"{name}" of the adapter belongs to "{target}", which the base model does not have; its first tensor is '
-        f'"{next(iter(base), None)}". Give the model that the adapter was trained on ({argument("config")} tells the names of its weights in memory).'
+        f'"{next(iter(base), None)}". Give the model that the adapter was trained on ({argument("config")} tells the '
+        "names of its weights in memory)."
     )
 
 
@@ -338,12 +404,14 @@ def _update(
     target = base[_there(f"{module}.weight", kinds["a"], base)]
     if len(a) != 2 or len(b) != 2 or len(target) != 2:
         raise Unsupported(
-            f'"{kinds["a"]}" is {list(a)}: ckpttool merges adapters of linear layers and embeddings, whose matrices have two dimensions. {_PEFT}'
+            f'"{kinds["a"]}" is {list(a)}: ckpttool merges adapters of linear layers and embeddings, whose matrices '
+            f"have two dimensions. {_PEFT}"
         )
     product, embedding = (b[0], a[1]), kinds["a"].endswith("lora_embedding_A")
     if a[0] != b[1]:
         raise Corrupt(
-            f'"{module}": lora_A {list(a)} and lora_B {list(b)} cannot be multiplied. They do not belong to one adapter.'
+            f'"{module}": lora_A {list(a)} and lora_B {list(b)} cannot be multiplied. They do not belong to one '
+            "adapter."
         )
     if embedding:
         transposed = True
@@ -353,21 +421,30 @@ def _update(
         transposed = target == product[::-1]
     if target != (product[::-1] if transposed else product):
         raise Corrupt(
-            f'"{module}": lora_B @ lora_A is {list(product)}, but the weight of the base model is {list(target)}. They do not belong to one model.'
+            f'"{module}": lora_B @ lora_A is {list(product)}, but the weight of the base model is {list(target)}. They '
+            "do not belong to one model."
         )
     if bool(config.get("use_dora")) != ("magnitude" in kinds):
         raise Corrupt(
-            f'adapter_config.json has use_dora={bool(config.get("use_dora"))}, but "{module}" has {"a" if "magnitude" in kinds else "no"} '
-            "lora_magnitude_vector. It does not belong to this adapter."
+            f'adapter_config.json has use_dora={bool(config.get("use_dora"))}, but "{module}" has '
+            f"{'a' if 'magnitude' in kinds else 'no'} lora_magnitude_vector. It does not belong to this adapter."
         )
     return Update(
-        adapter, module, kinds["a"], kinds["b"], kinds.get("magnitude"), scaling(config, module, a[0]), a[0], embedding, transposed
-    )  # fmt: skip
+        adapter,
+        module,
+        kinds["a"],
+        kinds["b"],
+        kinds.get("magnitude"),
+        scaling(config, module, a[0]),
+        a[0],
+        embedding,
+        transposed,
+    )
 
 
 def _is_conv1d(module: str, config: Mapping[str, Any], saved: Shapes, base: Shapes) -> bool:
-    """Whether a square weight is that of a Conv1D (GPT-2), which stores it transposed: by the other weights that are adapted, as
-    PEFT's fan_in_fan_out is only what the last one wanted.
+    """Whether a square weight is that of a Conv1D (GPT-2), which stores it transposed: by the other weights that are
+    adapted, as PEFT's fan_in_fan_out is only what the last one wanted.
 
     Raises:
         Unsupported: some are and some are not, and nothing tells of this one.
@@ -384,6 +461,6 @@ def _is_conv1d(module: str, config: Mapping[str, Any], saved: Shapes, base: Shap
     if len(answers) == 1:
         return answers.pop()
     raise Unsupported(
-        f'"{module}.weight" is square, and its shape does not show whether it is of a Linear or of a Conv1D, which keeps it transposed; '
-        f"other weights of this adapter are of both. {_PEFT}"
+        f'"{module}.weight" is square, and its shape does not show whether it is of a Linear or of a Conv1D, which '
+        f"keeps it transposed; other weights of this adapter are of both. {_PEFT}"
     )

@@ -16,9 +16,18 @@ from ..storage.hub_limits import bound_hub_client
 from ..storage.source import Source
 
 __all__ = [
-    "ADAPTER_CONFIG", "PACKED", "Beside", "adapter", "beside", "fetched", "no_adapter_config", "of_model", "read_config",
-    "training_files", "understood",
-]  # fmt: skip
+    "ADAPTER_CONFIG",
+    "PACKED",
+    "Beside",
+    "adapter",
+    "beside",
+    "fetched",
+    "no_adapter_config",
+    "of_model",
+    "read_config",
+    "training_files",
+    "understood",
+]
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -31,13 +40,24 @@ _TRAINING = re.compile(
     r"[^/]*(config|args|params)[^/]*\.(json|ya?ml|toml)|trainer_state\.json|recipe\.ya?ml", re.IGNORECASE
 )
 _SECRET = re.compile(r"secret|credential|passw|token(?!izer)|api.?key|private", re.IGNORECASE)
-#: How files begin that hold others, or that only a decoder can look into: gzip, compress, bzip2, xz, zip, 7z, zstd, lz4,
+#: How files begin that hold others, or that only a decoder can look into: gzip, compress, bzip2, xz, zip, 7z, zstd,
+#: lz4,
 #: rar; .npy, which may hold pickled objects. No tokenizer needs one.
 PACKED = (
-    b"\x1f\x8b", b"\x1f\x9d", b"BZh", b"\xfd7zXZ\0", b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"\x28\xb5\x2f\xfd",
-    b"\x04\x22\x4d\x18", b"Rar!\x1a", b"\x93NUMPY",
-)  # fmt: skip
-#: Where trainers put the config of a model, from the folder of a checkpoint: verl (twice), NeMo AutoModel (twice), scripts.
+    b"\x1f\x8b",
+    b"\x1f\x9d",
+    b"BZh",
+    b"\xfd7zXZ\0",
+    b"PK\x03\x04",
+    b"PK\x05\x06",
+    b"7z\xbc\xaf\x27\x1c",
+    b"\x28\xb5\x2f\xfd",
+    b"\x04\x22\x4d\x18",
+    b"Rar!\x1a",
+    b"\x93NUMPY",
+)
+#: Where trainers put the config of a model, from the folder of a checkpoint: verl (twice), NeMo AutoModel (twice),
+#: scripts.
 _FOLDERS = ("", "huggingface", "actor/huggingface", "model", "model/consolidated", "weights", "hf", "..")
 _MOST_BYTES = 256 << 20
 _MOST_TRAINING_BYTES = 4 << 20
@@ -88,7 +108,8 @@ def fetched(model: str, patterns: list[str]) -> str:
             return snapshot_download(model, allow_patterns=patterns)
     except (RepositoryNotFoundError, HFValidationError):
         raise Unsupported(
-            f"{what}, and no model of that name on the Hub, or the token may not see it. Check the path or the model id."
+            f"{what}, and no model of that name on the Hub, or the token may not see it. Check the path or the model "
+            "id."
         ) from None
     except Exception as e:
         reason = " ".join(str(e).partition("\n")[0].split()).rstrip(".")
@@ -113,7 +134,8 @@ def of_model(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any
 
 
 class Beside(NamedTuple):
-    """config.json and files to copy; `where` is their folder, from that of the source, and None where it was given or there is none."""
+    """config.json and files to copy; `where` is their folder, from that of the source, and None where it was given or
+    there is none."""
 
     config: dict[str, Any] | None
     files: dict[str, bytes]
@@ -152,12 +174,13 @@ def beside(source: Source, given: str | None, notes: list[str]) -> Beside:
 def adapter(
     source: Source, given: str | None, notes: list[str], name: str | None = None, *, one_of_several: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """(adapter_config.json, files to copy, that one among them) of an adapter: of the folder given, of the source's own, of model/
-    in it, where NeMo AutoModel saves an adapter, or of the one above it, and first of the folder in it that has the adapter's name, if that is known. The config of the base model is not
-    among them. None where there is no adapter_config.json.
+    """(adapter_config.json, files to copy, that one among them) of an adapter: of the folder given, of the source's
+    own, of model/ in it, where NeMo AutoModel saves an adapter, or of the one above it, and first of the folder in it
+    that has the adapter's name, if that is known. The config of the base model is not among them. None where there is
+    no adapter_config.json.
 
-    Of several adapters, one that is not called default has its file in a folder of its own, as PEFT saves them; only a folder that was
-    given may have it otherwise.
+    Of several adapters, one that is not called default has its file in a folder of its own, as PEFT saves them; only a
+    folder that was given may have it otherwise.
     """
     files: dict[str, bytes] = {}
     if given is not None:
@@ -199,15 +222,16 @@ def no_adapter_config(given: str | None, option: str = "config") -> Unsupported:
     """The error where adapter_config.json is needed and there is none."""
     where = f"{argument(option, given)} has" if given is not None else "beside the source there is"
     return Unsupported(
-        f"{where} no {ADAPTER_CONFIG}, which says by how much the adapter is scaled. Give {argument(option)} the folder with the one that "
-        f"peft_config.save_pretrained(DIR) writes in the job. Without one, give {argument('lora_alpha', 16)} (the LoraConfig's; no tensor shows "
-        f"it) and, if it had use_rslora, {argument('rslora')}; ranks and modules follow from the tensors."
+        f"{where} no {ADAPTER_CONFIG}, which says by how much the adapter is scaled. Give {argument(option)} the "
+        "folder with the one that peft_config.save_pretrained(DIR) writes in the job. Without one, give "
+        f"{argument('lora_alpha', 16)} (the LoraConfig's; no tensor shows it) and, if it had use_rslora, "
+        f"{argument('rslora')}; ranks and modules follow from the tensors."
     )
 
 
 def training_files(source: Source, given: str | None) -> dict[str, bytes]:
-    """The configuration that a checkpoint was made with: files of the model, and those of the trainer in the folder of the
-    checkpoint and in the one above it, by name; the nearest counts."""
+    """The configuration that a checkpoint was made with: files of the model, and those of the trainer in the folder of
+    the checkpoint and in the one above it, by name; the nearest counts."""
     out = dict(beside(source, given, [])[1])
     for folder in ("", "..") if source.local_folder else ("",):
         where = Source(os.path.join(source.root, folder)) if folder else source

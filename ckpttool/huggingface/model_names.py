@@ -65,16 +65,19 @@ def names_of(config: Mapping[str, Any]) -> ModelNames:
     except Corrupt as e:
         raise Unsupported(f"transformers cannot build model_type {config.get('model_type')!r}: {e}") from None
     return ModelNames(
-        {n: tuple(s) for n, s in answer["shapes"].items()}, answer["tied"], frozenset(answer["buffers"]),
+        {n: tuple(s) for n, s in answer["shapes"].items()},
+        answer["tied"],
+        frozenset(answer["buffers"]),
         tuple(answer["blocks"]),
-    )  # fmt: skip
+    )
 
 
 T = TypeVar("T")
 
 
 def in_module_order(tensors: Mapping[str, T], config: Mapping[str, Any]) -> dict[str, T]:
-    """Tensors of a model, or of PEFT's adapter for it, {FQN: anything}, in the order of the model's `named_parameters()`.
+    """Tensors of a model, or of PEFT's adapter for it, {FQN: anything}, in the order of the model's
+    `named_parameters()`.
 
     Raises:
         MissingPackage: transformers is not installed. Unsupported: the config is that of another model.
@@ -94,8 +97,8 @@ def in_module_order(tensors: Mapping[str, T], config: Mapping[str, Any]) -> dict
         )
         if at is None:
             raise Unsupported(
-                f'The config describes a {config.get("model_type")} model without "{name}", which these weights have. Give '
-                f"{argument('config')} the folder or id of the model that was trained."
+                f'The config describes a {config.get("model_type")} model without "{name}", which these weights have. '
+                f"Give {argument('config')} the folder or id of the model that was trained."
             )
         return at, rest  # lora_A before lora_B, as PEFT adds them
 

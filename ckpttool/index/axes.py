@@ -2,9 +2,9 @@
 
     [(g (n+1+1) h) x]    two dimensions: the first is a product of g, of a sum of three terms, and of h; the second is x
 
-`Axes.parse` reads that. A `Link` says where each axis of a part is in the whole, so that the part is a strided box, or many,
-of it, and the whole is made of its parts: `placed` turns chunks of one into chunks of the other, in both directions.
-A permutation (`(h p)` here, `(p h)` there) and a transposition are links like any other.
+`Axes.parse` reads that. A `Link` says where each axis of a part is in the whole, so that the part is a strided box, or
+many, of it, and the whole is made of its parts: `placed` turns chunks of one into chunks of the other, in both
+directions. A permutation (`(h p)` here, `(p h)` there) and a transposition are links like any other.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Axes:
 
         def bad(what: str) -> UsageError:
             return UsageError(
-                f"[{text if len(text) < 200 else text[:200] + '...'}]: {what}. Axes are names, products (a b) and sums (a+b), such as (g (n+1+1) h) x."
+                f"[{text if len(text) < 200 else text[:200] + '...'}]: {what}. Axes are names, products (a b) and sums "
+                "(a+b), such as (g (n+1+1) h) x."
             )
 
         def atom(token: str) -> Term:
@@ -282,13 +283,14 @@ def _merged(runs: list[_Run]) -> list[_Run]:
     return out
 
 
-#: So few rows that are apart in the source are boxes of their own: each is read as it lies there, and not with what is between.
+#: So few rows that are apart in the source are boxes of their own: each is read as it lies there, and not with what is
+#: between.
 _SHORT = 8
 
 
 class _Piece(NamedTuple):
-    """A box of the destination that is a strided box of the source; `along[d]` is the dimension of the source, and the step in
-    it, of dimension d of the box, None where that has length 1."""
+    """A box of the destination that is a strided box of the source; `along[d]` is the dimension of the source, and the
+    step in it, of dimension d of the box, None where that has length 1."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -338,7 +340,8 @@ class _Rows:
 
 
 def placed(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -> None:
-    """Add to `out` the chunks of the whole that a part (`entry`) is, or those of a part that are in the whole (`entry`).
+    """Add to `out` the chunks of the whole that a part (`entry`) is, or those of a part that are in the whole
+    (`entry`).
 
     Raises:
         Compressed: a chunk is compressed.

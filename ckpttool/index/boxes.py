@@ -193,12 +193,12 @@ _PRIME = (1 << 127) - 1
 def _once(shape: Sequence[int], boxes: list[Box]) -> bool:
     """Whether boxes inside a tensor of `shape` cover every element of it exactly once.
 
-    Give every index i of every dimension d a weight w_d(i), and an element the product of the weights of its indices. The
-    weights of a box add up to the product over d of W_d(end) - W_d(start), where W_d are the partial sums of w_d. If the
-    boxes cover everything once, their sums add up to that of the whole tensor, whatever the weights are. If they do not,
-    the difference is a polynomial in the W_d that is not zero, and of degree len(shape). So with W_d drawn at random
-    modulo a prime, a wrong answer has a probability of len(shape) / 2^127, also against somebody who chose the boxes
-    (Schwartz, Zippel): they are not known before the boxes are.
+    Give every index i of every dimension d a weight w_d(i), and an element the product of the weights of its indices.
+    The weights of a box add up to the product over d of W_d(end) - W_d(start), where W_d are the partial sums of w_d.
+    If the boxes cover everything once, their sums add up to that of the whole tensor, whatever the weights are. If they
+    do not, the difference is a polynomial in the W_d that is not zero, and of degree len(shape). So with W_d drawn at
+    random modulo a prime, a wrong answer has a probability of len(shape) / 2^127, also against somebody who chose the
+    boxes (Schwartz, Zippel): they are not known before the boxes are.
     """
     at: list[dict[int, int]] = [{} for _ in shape]
 

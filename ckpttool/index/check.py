@@ -15,8 +15,9 @@ __all__ = ["check", "check_chunk"]
 def check(ckpt: Checkpoint) -> None:
     """Prove, before a byte is copied, that the index is sound.
 
-    No name is that of a tensor and of a value, and no entry is inside another one. Every element of every tensor is covered exactly once, every extent lies
-    inside its file, dtype x shape equals the length of every raw extent, no number overflows.
+    No name is that of a tensor and of a value, and no entry is inside another one. Every element of every tensor is
+    covered exactly once, every extent lies inside its file, dtype x shape equals the length of every raw extent, no
+    number overflows.
 
     Raises:
         Corrupt: with the tensor, the file and the numbers, for the first problem.
@@ -40,8 +41,8 @@ def check(ckpt: Checkpoint) -> None:
 
 
 def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int) -> None:
-    """Prove one raw chunk sound that was located after `check` had run: its bytes are inside the file, and as many as its
-    box needs.
+    """Prove one raw chunk sound that was located after `check` had run: its bytes are inside the file, and as many as
+    its box needs.
 
     Raises:
         Corrupt: they are not.
@@ -55,8 +56,8 @@ def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int)
     needed = (boxes.span(chunk.shape, chunk.strides) if chunk.strides else prod(chunk.shape)) * ITEMSIZE[dtype]
     if chunk.zstd is None and length != needed:
         raise Corrupt(
-            f'{file}: a chunk of "{name}" is {length} bytes long, but {dtype} {list(chunk.shape)} needs {needed}. The file '
-            "and its index do not belong to the same checkpoint."
+            f'{file}: a chunk of "{name}" is {length} bytes long, but {dtype} {list(chunk.shape)} needs {needed}. The '
+            "file and its index do not belong to the same checkpoint."
         )
 
 

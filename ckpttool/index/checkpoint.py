@@ -52,14 +52,34 @@ __all__ = [
 
 Path = tuple[str | int, ...]
 
-#: Bytes of one element, by torch's name of the dtype (torch/headeronly/core/ScalarType.h); those of six bits are safetensors' alone.
+#: Bytes of one element, by torch's name of the dtype (torch/headeronly/core/ScalarType.h); those of six bits are
+#: safetensors' alone.
 ITEMSIZE: dict[str, int] = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1, "f6_e2m3_x4": 3, "f6_e3m2_x4": 3,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
-    "complex128": 16, "complex64": 8, "complex32": 4,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "f6_e2m3_x4": 3,
+    "f6_e3m2_x4": 3,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+    "complex128": 16,
+    "complex64": 8,
+    "complex32": 4,
+}
 
 #: How many numbers one element holds, where it holds several.
 PACKED: dict[str, int] = {"float4_e2m1fn_x2": 2, "f6_e2m3_x4": 4, "f6_e3m2_x4": 4}
@@ -70,8 +90,13 @@ NOT_TORCHS = frozenset(("f6_e2m3_x4", "f6_e3m2_x4"))
 MAX_NUMEL = 1 << 56
 
 _SHORT = {
-    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "half": "float16", "float": "float32",
-}  # fmt: skip
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "half": "float16",
+    "float": "float32",
+}
 
 
 def floating_dtype(name: str) -> str:
@@ -106,8 +131,8 @@ def joined(path: Path) -> str:
 
 
 def of_rank(rank: int | str, path: Path) -> Path:
-    """Where one rank's own value is kept, below extra. Positions in lists become keys: a list of which only some elements differ would
-    have holes, and torch cannot load one."""
+    """Where one rank's own value is kept, below extra. Positions in lists become keys: a list of which only some
+    elements differ would have holes, and torch cannot load one."""
     return ("per_rank", str(rank), *(str(p) if type(p) is int else p for p in path))
 
 
@@ -204,7 +229,8 @@ class Chunks(Sequence[Chunk]):
             self.shape.extend(shape)
         except OverflowError:
             raise Corrupt(
-                f"A chunk of a tensor begins at {list(start)[:8]} and has the shape {list(shape)[:8]}, which no tensor reaches."
+                f"A chunk of a tensor begins at {list(start)[:8]} and has the shape {list(shape)[:8]}, which no tensor "
+                "reaches."
             ) from None
         self.file.append(file)
         self.offset.append(offset)
@@ -238,7 +264,8 @@ class Chunks(Sequence[Chunk]):
         return list(zip(zip(*[starts] * n, strict=True), zip(*[shapes] * n, strict=True), strict=True))
 
     def rows_in_order(self) -> list[int] | None:
-        """Rows without empty ones, sorted along the flattened tensor, when each is a whole range of dim 0; else None."""
+        """Rows without empty ones, sorted along the flattened tensor, when each is a whole range of dim 0; else
+        None."""
         n = self.ndim
         if n == 0 or not len(self):
             return list(range(len(self)))
@@ -257,8 +284,8 @@ class TensorEntry:
     """A logical tensor and where its chunks are.
 
     `coding` says what an extent holds: "raw" the bytes of the chunk; "torch.save" a zip around them, and
-    "torch.save+zstd" that zip in one zstd frame, as DCP items are until `locate` has looked inside. `wrapper` is the class of the
-    object that held the tensor, where that only accompanies a dense weight through training.
+    "torch.save+zstd" that zip in one zstd frame, as DCP items are until `locate` has looked inside. `wrapper` is the
+    class of the object that held the tensor, where that only accompanies a dense weight through training.
     """
 
     dtype: str
@@ -300,8 +327,8 @@ class Record(NamedTuple):
 class Unread(NamedTuple):
     """A file next to a checkpoint that its layout does not read, or a folder of such files ("optimizer_0/").
 
-    `name` is relative, `bytes` None if unknown; `what` it contains, judging by its name; `component` that a resume would
-    lack, or ""; `damaged` whether the layout does read such a file, and this one is damaged or of another rank.
+    `name` is relative, `bytes` None if unknown; `what` it contains, judging by its name; `component` that a resume
+    would lack, or ""; `damaged` whether the layout does read such a file, and this one is damaged or of another rank.
     """
 
     name: str
@@ -358,9 +385,9 @@ class Salvage:
 class Checkpoint:
     """A checkpoint as an index, without bytes of tensors.
 
-    `origin` maps prefixes of canonical paths to those of the source if they differ, {("trainer", "step"): ("step",)}, so
-    that a destination that stores trees can restore the user's own keys.
-    `notes` are sentences about what was assumed on reading; the command line prints them.
+    `origin` maps prefixes of canonical paths to those of the source if they differ, {("trainer", "step"): ("step",)},
+    so that a destination that stores trees can restore the user's own keys. `notes` are sentences about what was
+    assumed on reading; the command line prints them.
     """
 
     layout: str
@@ -375,10 +402,12 @@ class Checkpoint:
     trainer: str | None = None
     config: dict[str, Any] | None = None  # the config.json of the model, if there is one next to the weights
     ranks: dict[int, int] = field(default_factory=dict)  # {file: rank} of files that one rank wrote for itself
-    #: Ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some parameters. If False,
+    #: Ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some parameters.
+    #: If False,
     #: every rank's file holds its own part of each tensor.
     spreads_tensors: bool = False
-    #: {file: bytes behind the last item that the index names}: the file is not the one that the index was written for, or not its whole content
+    #: {file: bytes behind the last item that the index names}: the file is not the one that the index was written for,
+    #: or not its whole content
     tails: dict[int, int] = field(default_factory=dict)
     recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} stored in the checkpoint itself
     recorded_values: dict[str, str] = field(default_factory=dict)  # {value: digest} likewise
@@ -390,9 +419,11 @@ class Checkpoint:
         None  # the adapter that was merged into it: {"adapter", "names", "scaling": {module: factor}}
     )
     salvage: Salvage | None = None  # of what is left of a damaged checkpoint, or of a copy of what was left
-    #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing carries it
+    #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing
+    #: carries it
     rounded: dict[str, TensorEntry] = field(default_factory=dict)
-    #: {path below extra.args: data}: the arguments of the job, where they were left out of `values` with their component
+    #: {path below extra.args: data}: the arguments of the job, where they were left out of `values` with their
+    #: component
     left_arguments: dict[Path, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -452,7 +483,8 @@ def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two plain values are equal; NaN equals NaN, and a list the tuple with the same elements, which DCP makes of some."""
+    """Whether two plain values are equal; NaN equals NaN, and a list the tuple with the same elements, which DCP makes
+    of some."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same_value, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -491,9 +523,9 @@ def without_random_states(ckpt: Checkpoint) -> list[int]:
 
 
 def unnamed_optimizer_state(ckpt: Checkpoint) -> list[str]:
-    """The tensors of an optimizer whose parameters could not be named as the model names them, so that it is carried as data; of
-    a checkpoint with weights and no other optimizer. It is under extra.<file>.optimizer.state, or, with numbers for names, under
-    extra.<key>.state."""
+    """The tensors of an optimizer whose parameters could not be named as the model names them, so that it is carried as
+    data; of a checkpoint with weights and no other optimizer. It is under extra.<file>.optimizer.state, or, with
+    numbers for names, under extra.<key>.state."""
     if {t.path[0] for t in ckpt.tensors.values()} >= {"model", "optim"}:
         return []
 

@@ -1,25 +1,28 @@
-"""Tensor subclasses as composite entries: the tensors inside are entries of their own, the class and the rest is a value.
+"""Tensor subclasses as composite entries: the tensors inside are entries of their own, the class and the rest is a
+value.
 
     optim.state.w.exp_avg.codes      TensorEntry("uint8", (64, 64))
     optim.state.w.exp_avg.scale      TensorEntry("float32", (16,))
     optim.state.w.exp_avg.qmap       TensorEntry("float32", (256,))
-    optim.state.w.exp_avg.__class__  Value: {"class": ("torchao.optim.subclass_8bit", "OptimState8bit"), "dtype": "float32",
-                                     "shape": [64, 64], "tensors": ["codes", "scale", "qmap"], "state": {...}}
+    optim.state.w.exp_avg.__class__  Value: {"class": ("torchao.optim.subclass_8bit", "OptimState8bit"), "dtype":
+                                     "float32", "shape": [64, 64], "tensors": ["codes", "scale", "qmap"], "state":
+                                     {...}}
 
-`dtype` and `shape` are those that the object shows to the outside; "stride" is there if it is not row-major, "requires_grad" if
-it is true. "state" is the object's __dict__ as it was pickled, with a placeholder for each tensor. A tensor of a subclass inside
-the subclass has a dotted name ("tensor_impl.data").
+`dtype` and `shape` are those that the object shows to the outside; "stride" is there if it is not row-major,
+"requires_grad" if it is true. "state" is the object's __dict__ as it was pickled, with a placeholder for each tensor. A
+tensor of a subclass inside the subclass has a dotted name ("tensor_impl.data").
 
-`Composite` is the whole as one leaf of a tree: readers make it of a pickled object, `checkpoint_of` takes it apart; writers of
-pickles get it from `collapsed` and put the object together again (formats/subclasses.py).
+`Composite` is the whole as one leaf of a tree: readers make it of a pickled object, `checkpoint_of` takes it apart;
+writers of pickles get it from `collapsed` and put the object together again (formats/subclasses.py).
 
-torchao decides by the size of each rank's part whether to quantise it, so that some parts of one tensor may be objects and others
-plain. Then "parts" is [[first row, rows, whether it is an object], ...] and the tensor `plain` holds the rows of the plain ones; the other
-tensors and "state" are those of the objects' rows, one after the other (`object_of`). Such a tensor is written as it was cut.
+torchao decides by the size of each rank's part whether to quantise it, so that some parts of one tensor may be objects
+and others plain. Then "parts" is [[first row, rows, whether it is an object], ...] and the tensor `plain` holds the
+rows of the plain ones; the other tensors and "state" are those of the objects' rows, one after the other (`object_of`).
+Such a tensor is written as it was cut.
 
-Cutting: ranks of a job cut rows (dim 0). What each tensor inside keeps for so many rows is in proportion, so a cut is exact where
-that is a whole number of its rows: blocks are runs of the row-major elements, and none may be divided. `_KINDS` lists the classes of
-which that is known.
+Cutting: ranks of a job cut rows (dim 0). What each tensor inside keeps for so many rows is in proportion, so a cut is
+exact where that is a whole number of its rows: blocks are runs of the row-major elements, and none may be divided.
+`_KINDS` lists the classes of which that is known.
 
 Sources: torchao 0.18, optim/subclass_*.py, quantization/quantize_/workflows, prototype/mx_formats.
 """
@@ -34,8 +37,23 @@ from typing import Any, NamedTuple
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
 __all__ = [
-    "MARK", "PLAIN", "Composite", "Uncut", "after_cut", "class_of", "collapsed", "composites", "described", "is_whole", "object_of", "place_composite", "resized", "rows_of", "shape_of", "unwrapped_note",
-]  # fmt: skip
+    "MARK",
+    "PLAIN",
+    "Composite",
+    "Uncut",
+    "after_cut",
+    "class_of",
+    "collapsed",
+    "composites",
+    "described",
+    "is_whole",
+    "object_of",
+    "place_composite",
+    "resized",
+    "rows_of",
+    "shape_of",
+    "unwrapped_note",
+]
 
 #: Last element of the path of the value that says what the tensors beside it are.
 MARK = "__class__"
@@ -90,9 +108,13 @@ def class_of(about: Mapping[str, Any]) -> str:
 
 def _is_about(path: Path, data: Any) -> bool:
     return (
-        path[-1:] == (MARK,) and isinstance(data, dict) and {"class", "dtype", "shape", "tensors", "state"} <= data.keys()
-        and isinstance(data["tensors"], list) and isinstance(data["class"], tuple) and len(data["class"]) == 2
-    )  # fmt: skip
+        path[-1:] == (MARK,)
+        and isinstance(data, dict)
+        and {"class", "dtype", "shape", "tensors", "state"} <= data.keys()
+        and isinstance(data["tensors"], list)
+        and isinstance(data["class"], tuple)
+        and len(data["class"]) == 2
+    )
 
 
 def collapsed(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -137,8 +159,8 @@ def described(objects: Mapping[str, Composite]) -> list[str]:
     for name, found in objects.items():
         of.setdefault((class_of(found.about), tuple(found.tensors)), []).append(name)
     return [
-        f"{len(names):,} tensor{' is a' if len(names) == 1 else 's are'} {kind}, made of {', '.join(inside)}, each of which is listed as a "
-        f'tensor; first "{names[0]}"'
+        f"{len(names):,} tensor{' is a' if len(names) == 1 else 's are'} {kind}, made of {', '.join(inside)}, each of "
+        f'which is listed as a tensor; first "{names[0]}"'
         for (kind, inside), names in of.items()
     ]
 
@@ -151,7 +173,8 @@ def unwrapped_note(tensors: Iterable[TensorEntry]) -> list[str]:
             of.setdefault(t.wrapper, []).append(joined(t.path))
     return [
         f"{len(names):,} tensor{' is' if len(names) == 1 else 's are'} the dense one inside a torchao {kind}, first "
-        f'"{names[0]}": the numbers are those of the training job, and torchao wraps them again when it converts the model'
+        f'"{names[0]}": the numbers are those of the training job, and torchao wraps them again when it converts the '
+        "model"
         for kind, names in of.items()
     ]
 
@@ -160,8 +183,9 @@ def unwrapped_note(tensors: Iterable[TensorEntry]) -> list[str]:
 
 
 class _Kind(NamedTuple):
-    """What is in a class: `rows` are cut with the rows of the whole, `whole` every part has; `shape` is the attribute with the
-    shape, `counts` are attributes in proportion to the rows, and a true `never` means that nothing is in the order of rows."""
+    """What is in a class: `rows` are cut with the rows of the whole, `whole` every part has; `shape` is the attribute
+    with the shape, `counts` are attributes in proportion to the rows, and a true `never` means that nothing is in the
+    order of rows."""
 
     rows: tuple[str, ...]
     whole: tuple[str, ...] = ()
@@ -181,7 +205,7 @@ _KINDS = {
     "NF4Tensor": _Kind(
         ("quantized_data", "quantized_scalers", "quantization_factor"), ("scaler_mean", "nf4"), counts=("n_blocks",)
     ),
-}  # fmt: skip
+}
 
 
 def _kind(about: Mapping[str, Any]) -> _Kind:

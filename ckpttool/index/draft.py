@@ -1,7 +1,8 @@
 """`Draft`: the index of a destination whose bytes are still missing.
 
-`checkpoint.tensors` says where every chunk will be, `sources` which tensor of the source (or which part of one) fills it,
-`files` what else each file contains. The draft is the plan: `--dry-run` prints it. `checkpoint.values` are those that a reader will find.
+`checkpoint.tensors` says where every chunk will be, `sources` which tensor of the source (or which part of one) fills
+it, `files` what else each file contains. The draft is the plan: `--dry-run` prints it. `checkpoint.values` are those
+that a reader will find.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Dropped(NamedTuple):
 class Sink(Protocol):
     """Transforms the bytes of a file on their way to the disk: compression, encryption.
 
-    `at` counts the bytes appended. If `resumable`, `settle` writes everything that is buffered. A later sink that gets the
-    same bytes from the beginning can use `state` (JSON) to check what this one has written instead of writing it again.
+    `at` counts the bytes appended. If `resumable`, `settle` writes everything that is buffered. A later sink that gets
+    the same bytes from the beginning can use `state` (JSON) to check what this one has written instead of writing it
+    again.
     """
 
     @property
@@ -45,8 +47,8 @@ class Sink(Protocol):
 
 
 class EarlierFile(NamedTuple):
-    """What an earlier run left of a file: the state of its sink, and `read(offset, length)`, which may give fewer bytes.
-    Neither is trusted before the bytes are proved to be right."""
+    """What an earlier run left of a file: the state of its sink, and `read(offset, length)`, which may give fewer
+    bytes. Neither is trusted before the bytes are proved to be right."""
 
     state: dict[str, Any]
     read: Callable[[int, int], bytes]
@@ -56,14 +58,15 @@ class EarlierFile(NamedTuple):
 class DraftFile:
     """A file of the destination: `head` are its first bytes, or all of them if it contains no chunk.
 
-    `coded(write, jobs, earlier)` makes the sink of a file that is transformed on its way to the disk. With `earlier`, `write`
-    compares with the disk until the earlier run's last byte and raises `Altered`.
+    `coded(write, jobs, earlier)` makes the sink of a file that is transformed on its way to the disk. With `earlier`,
+    `write` compares with the disk until the earlier run's last byte and raises `Altered`.
 
-    `record_at(offset)`: the first byte of the record that a byte of a chunk lies in. What `Draft.before` gives for the next chunk of the
-    file follows from the chunks of that record, so that whoever writes all of them can write the bytes between, too.
+    `record_at(offset)`: the first byte of the record that a byte of a chunk lies in. What `Draft.before` gives for the
+    next chunk of the file follows from the chunks of that record, so that whoever writes all of them can write the
+    bytes between, too.
 
-    `frames_alone`: what `Draft.before` and `Draft.after` give for a chunk of it follows from that chunk and its CRC32 alone, so
-    that whoever writes the chunk can write the bytes around it, too.
+    `frames_alone`: what `Draft.before` and `Draft.after` give for a chunk of it follows from that chunk and its CRC32
+    alone, so that whoever writes the chunk can write the bytes around it, too.
     """
 
     name: str
@@ -113,7 +116,8 @@ class Draft:
     )  # values that the files hold as several; the record has them whole
     object_lock: dict[str, Any] = field(default_factory=dict)  # S3's arguments of an object lock; {} for none
     summary: dict[str, Any] = field(default_factory=dict)  # facts about the destination, known after its last byte
-    # known after its last byte, too: {tensor: {"dtype", "infinite", "nan", "cut"}}, the numbers that a cast to that dtype could not hold
+    # known after its last byte, too: {tensor: {"dtype", "infinite", "nan", "cut"}}, the numbers that a cast to that
+    # dtype could not hold
     lost: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:

@@ -4,8 +4,9 @@
     rope_parameters.rope_type | 'default'               a key inside a key
     hidden_act is 'silu' or hidden_act is 'swish'
 
-Operators, those that bind least first: `or`; `is`; `|`, whose value is its right side where the left one is missing; `+ -`; `* /`.
-Everything else is a number, 'text', true, false, a key, or such an expression in parentheses. A key without a value, or with null, is missing.
+Operators, those that bind least first: `or`; `is`; `|`, whose value is its right side where the left one is missing; `+
+-`; `* /`. Everything else is a number, 'text', true, false, a key, or such an expression in parentheses. A key without
+a value, or with null, is missing.
 """
 
 from __future__ import annotations

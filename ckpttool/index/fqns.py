@@ -22,12 +22,14 @@ __all__ = [
 WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 
 
-#: The last part of the key under which `Module.state_dict()` has what `get_extra_state()` returns (torch/nn/modules/module.py).
+#: The last part of the key under which `Module.state_dict()` has what `get_extra_state()` returns
+#: (torch/nn/modules/module.py).
 EXTRA_STATE = "_extra_state"
 
 
 def split_extra_state(name: str) -> tuple[str, str] | None:
-    """(FQN of the extra state of a module, what follows it) of the name of an entry of the model; None of any other entry.
+    """(FQN of the extra state of a module, what follows it) of the name of an entry of the model; None of any other
+    entry.
 
     >>> split_extra_state("layers.0._extra_state.amax.0")
     ('layers.0._extra_state', 'amax.0')
@@ -62,8 +64,8 @@ def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
 
 
 def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
-    """The same checkpoint without the modules `prefix` ("net.") in front of the names of parameters that begin with them, in
-    the model and in the optimizer.
+    """The same checkpoint without the modules `prefix` ("net.") in front of the names of parameters that begin with
+    them, in the model and in the optimizer.
 
     Raises:
         UsageError: no weight has the prefix. Corrupt: two names are the same afterwards.
@@ -121,7 +123,8 @@ def without_wrappers(origin: Mapping[Path, Path]) -> dict[Path, Path]:
 
 
 def wrappers_stripped(ckpt: Checkpoint) -> Checkpoint:
-    """The same checkpoint, whose own keys and lists of names (`param_names` of torch's optimizers) have no prefixes of wrappers."""
+    """The same checkpoint, whose own keys and lists of names (`param_names` of torch's optimizers) have no prefixes of
+    wrappers."""
     values = dict(ckpt.values)
     for name, v in ckpt.values.items():
         listed = v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("param_names",)

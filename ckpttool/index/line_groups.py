@@ -1,8 +1,9 @@
-"""The lines of a name map, applied to names and tensors of a checkpoint: which tensors a line is about, and what they become.
+"""The lines of a name map, applied to names and tensors of a checkpoint: which tensors a line is about, and what they
+become.
 
-Names of one component are first put into groups: those of one line that have the same numbers (`matched`). A group is then resolved:
-the sizes of its axes, the names on the other side, and where each part is in the whole (`resolved`); and its tensors become views of
-the tensors that are there (`views`).
+Names of one component are first put into groups: those of one line that have the same numbers (`matched`). A group is
+then resolved: the sizes of its axes, the names on the other side, and where each part is in the whole (`resolved`); and
+its tensors become views of the tensors that are there (`views`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Key = tuple[int, tuple[int, ...]]
 
 @dataclass
 class Group:
-    """Tensors of one line with the same numbers: {(part, numbers of the stacked variables): name}; the whole is part -1."""
+    """Tensors of one line with the same numbers: {(part, numbers of the stacked variables): name}; the whole is part
+    -1."""
 
     line: Line
     numbers: dict[str, int]
@@ -111,7 +113,8 @@ def _solved(
     known: Mapping[str, int],
     told: Container[str],
 ) -> tuple[dict[str, int], list[str]]:
-    """The sizes of the axes of a group whose tensors have these shapes, and notes. `told` are those that config.json can tell.
+    """The sizes of the axes of a group whose tensors have these shapes, and notes. `told` are those that config.json
+    can tell.
 
     Raises:
         AxesError, UnknownSize.
@@ -139,7 +142,8 @@ def _solved(
             assert axes is not None
             axes.solve(shape, sizes)
         notes.append(
-            f"rows of padding, if there are some, are kept: {', '.join(sorted(whole.atoms - known.keys()))} is not known"
+            f"rows of padding, if there are some, are kept: {', '.join(sorted(whole.atoms - known.keys()))} is not "
+            "known"
         )
     if missing := sorted(whole.atoms - sizes.keys()):
         raise UnknownSize(next((a for a in missing if a in told), missing[0]))
@@ -173,7 +177,8 @@ def resolved(
         what = found.sizes.get(str(e))
         need = f"{e} = {what}, of config.json" if what else f"the size of {e}; add a line size {e} = ..."
         raise Unsupported(
-            f'the map {found.name} needs {need} for "{group.first}". Give {argument("config")} a folder with the config.json of the model.'
+            f'the map {found.name} needs {need} for "{group.first}". Give {argument("config")} a folder with the '
+            "config.json of the model."
         ) from None
     count = len(line.parts) * prod(sizes[v] for v in group.stacked)
     if group.from_whole and count > _MOST_PARTS:
@@ -183,8 +188,8 @@ def resolved(
     every = ((k, at) for at in _numbers([sizes[v] for v in group.stacked]) for k in range(len(line.parts)))
     if not group.from_whole and (missing := next((key for key in every if key not in group.names), None)):
         raise Unsupported(
-            f'"{line.whole.named(group.numbers)}" is made of {count:,} tensors, and {count - len(group.names):,} of them are not here, '
-            f'first "{_part_name(group, *missing)}".'
+            f'"{line.whole.named(group.numbers)}" is made of {count:,} tensors, and {count - len(group.names):,} of '
+            f'them are not here, first "{_part_name(group, *missing)}".'
         )
     keys = list(group.names) if not group.from_whole else list(every)
     links = {}
@@ -225,8 +230,8 @@ def views(result: Resolved, entries: Mapping[Key, TensorEntry], head: Path, tail
         return {joined(path): replace(first, path=path)}
     if odd := [t for t in entries.values() if t.dtype != first.dtype]:
         raise Unsupported(
-            f'"{joined(first.path)}" is {first.dtype} and "{joined(odd[0].path)}" is {odd[0].dtype}: the map joins them to one tensor, '
-            f"which has one dtype. Cast them first: {argument('cast')}."
+            f'"{joined(first.path)}" is {first.dtype} and "{joined(odd[0].path)}" is {odd[0].dtype}: the map joins '
+            f"them to one tensor, which has one dtype. Cast them first: {argument('cast')}."
         )
     try:
         if result.group.from_whole:
@@ -245,6 +250,7 @@ def views(result: Resolved, entries: Mapping[Key, TensorEntry], head: Path, tail
             out[joined(path)] = TensorEntry(first.dtype, shape, path, chunks)
     except Compressed:
         raise Unsupported(
-            f'"{joined(first.path)}" is in compressed files, which cannot be cut. Convert to dcp first, then map the names.'
+            f'"{joined(first.path)}" is in compressed files, which cannot be cut. Convert to dcp first, then map the '
+            "names."
         ) from None
     return out

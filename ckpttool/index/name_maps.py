@@ -11,8 +11,9 @@
         = q.{i}.weight [(g n h) x] + k.{i}.weight [(g h) x] + v.{i}.weight [(g h) x]
     layers.{i}.experts.w1 [e f x]     = model.layers.{i}.experts.{e}.up_proj.weight [f x]
 
-A line is an equation of tensors, so it is read in both directions. `{i}` is a number. Axes in square brackets (axes.py) are needed
-where a tensor is cut, joined, permuted or transposed; without them it is renamed. docs/reference/name-maps.md has the whole format.
+A line is an equation of tensors, so it is read in both directions. `{i}` is a number. Axes in square brackets (axes.py)
+are needed where a tensor is cut, joined, permuted or transposed; without them it is renamed.
+docs/reference/name-maps.md has the whole format.
 
 `parse` reads it; what a checkpoint becomes is in engine/transform/mapping.py.
 """
@@ -69,9 +70,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Line:
-    """An equation: `whole` is made of `parts`, one for each term of its sum, and for each number of `stacked` variables, which
-    are axes of the whole. `flipped` where the whole is on the right. `component` is the only one it is about ("model",
-    "optim"), or None. `condition` is an expression over the job's arguments: the line counts where it is true; None where it always does."""
+    """An equation: `whole` is made of `parts`, one for each term of its sum, and for each number of `stacked`
+    variables, which are axes of the whole. `flipped` where the whole is on the right. `component` is the only one it is
+    about ("model", "optim"), or None. `condition` is an expression over the job's arguments: the line counts where it
+    is true; None where it always does."""
 
     whole: Tensor
     parts: tuple[Tensor, ...]
@@ -92,7 +94,8 @@ class Line:
 class Ignored(NamedTuple):
     """Tensors of the left that the right side has not; with `zero`, only if all of their bytes are 0.
 
-    With `dtype` the way to the left makes them again, of zeros: one for each tensor `along`, which tells the sizes of their axes.
+    With `dtype` the way to the left makes them again, of zeros: one for each tensor `along`, which tells the sizes of
+    their axes.
     """
 
     tensor: Tensor
@@ -103,8 +106,8 @@ class Ignored(NamedTuple):
 
 
 class Premise(NamedTuple):
-    """What must be true where a map is used: an expression over the job's arguments equals one over config.json, if `condition`, which is
-    about the job's arguments, is None or true."""
+    """What must be true where a map is used: an expression over the job's arguments equals one over config.json, if
+    `condition`, which is about the job's arguments, is None or true."""
 
     job: str
     config: str
@@ -112,7 +115,8 @@ class Premise(NamedTuple):
 
 
 class AddedOne(NamedTuple):
-    """Left names, as a glob, of tensors that are stored less one (a zero-centred gamma) where `condition` is true of the job's arguments."""
+    """Left names, as a glob, of tensors that are stored less one (a zero-centred gamma) where `condition` is true of
+    the job's arguments."""
 
     pattern: str
     condition: str
@@ -120,10 +124,10 @@ class AddedOne(NamedTuple):
 
 @dataclass(frozen=True)
 class NameMap:
-    """A name map. `sides` are what its left and right are called; `trainers` those whose checkpoints have the left names;
-    `models` the model types of config.json it is for; `sizes` {axis: expression over config.json}; `ignored` what is left out of
-    the left side; `needed` globs of left names without which the weights are of another model; `premises` what must be true of the job and
-    of config.json; `added_one` tensors that are one less on the left."""
+    """A name map. `sides` are what its left and right are called; `trainers` those whose checkpoints have the left
+    names; `models` the model types of config.json it is for; `sizes` {axis: expression over config.json}; `ignored`
+    what is left out of the left side; `needed` globs of left names without which the weights are of another model;
+    `premises` what must be true of the job and of config.json; `added_one` tensors that are one less on the left."""
 
     name: str
     about: str
@@ -224,9 +228,18 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
     if not lines:
         raise UsageError(f"name map {name}: it has no line NAME = NAME.")
     return NameMap(
-        name, about, sides, tuple(trainers), tuple(models), sizes, tuple(lines), tuple(ignored), tuple(needed),
-        tuple(premises), tuple(added_one),
-    )  # fmt: skip
+        name,
+        about,
+        sides,
+        tuple(trainers),
+        tuple(models),
+        sizes,
+        tuple(lines),
+        tuple(ignored),
+        tuple(needed),
+        tuple(premises),
+        tuple(added_one),
+    )
 
 
 def _lines(row: str, where: str) -> list[Line]:
@@ -305,7 +318,8 @@ def _ignored(rest: str, zero: bool, where: str) -> Ignored:
         return Ignored(_tensor(what, None, where), why, zero)
     name, _, dtype = name.strip().rpartition(" ")
     problem = UsageError(
-        f"{where}: {_cut(what)} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables and no axis that OTHER lacks."
+        f"{where}: {_cut(what)} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables "
+        "and no axis that OTHER lacks."
     )
     if not zero or dtype not in ITEMSIZE:
         raise problem
@@ -322,7 +336,8 @@ def _ignored(rest: str, zero: bool, where: str) -> Ignored:
 
 
 def _equations(row: str, component: str | None, where: str) -> list[Line]:
-    """The line of a statement; two where a variable is written {.i}: one with it in the name, one with it as the first axis."""
+    """The line of a statement; two where a variable is written {.i}: one with it in the name, one with it as the first
+    axis."""
     left, equals, right = row.partition("=")
     if not equals or "=" in right:
         raise UsageError(f"{where}: {_cut(row)} is not NAME = NAME.")

@@ -18,10 +18,11 @@ with `origin`, the paths that were changed, by which `own_tree` gives the tree b
 The names are those of torch.distributed.checkpoint.state_dict.get_state_dict, flattened, so a live FSDP2 job's own
 checkpoint needs no mapping. Shapes known: {"model", "optim"}; {"model_state_dict", "optimizer_state_dict"};
 {"state_dict", "optimizer_states": [..]} (Lightning); {"app": {"model", "optim"}}; a bare state dict; an optimizer's own
-{"state", "param_groups"}; Composer's {"state": {"model", "optimizers", ...}, "rng"}; model keys at the root beside the optimizer (torchtitan); an optimizer flattened to "state.<fqn>.<slot>" and
-"param_groups.<fqn>.<key>" (StateDictOptions(flatten_optimizer_state_dict=True)); integer optimizer ids
-(`optimizer.state_dict()`), whose names are found by `name_order`. Model and optimizer under other keys are recognised by
-their contents, if only one key fits: {"net": {"conv.weight": ...}, "opt": {"state", "param_groups"}}.
+{"state", "param_groups"}; Composer's {"state": {"model", "optimizers", ...}, "rng"}; model keys at the root beside the
+optimizer (torchtitan); an optimizer flattened to "state.<fqn>.<slot>" and "param_groups.<fqn>.<key>"
+(StateDictOptions(flatten_optimizer_state_dict=True)); integer optimizer ids (`optimizer.state_dict()`), whose names are
+found by `name_order`. Model and optimizer under other keys are recognised by their contents, if only one key fits:
+{"net": {"conv.weight": ...}, "opt": {"state", "param_groups"}}.
 """
 
 from __future__ import annotations
@@ -71,18 +72,33 @@ ROLES: dict[str, str] = {
     **dict.fromkeys(("trainer", "train_state"), "trainer"),
 }
 #: Entries at the root of a tree that belong to the trainer.
-COUNTERS = frozenset((
-    "step", "steps", "epoch", "global_step", "iteration", "num_steps", "tokens_seen", "ntokens_seen", "epochs_run",
-    "best_loss", "max_steps", "total_epochs", "global_steps", "global_samples", "skipped_steps",
-))  # fmt: skip
+COUNTERS = frozenset(
+    (
+        "step",
+        "steps",
+        "epoch",
+        "global_step",
+        "iteration",
+        "num_steps",
+        "tokens_seen",
+        "ntokens_seen",
+        "epochs_run",
+        "best_loss",
+        "max_steps",
+        "total_epochs",
+        "global_steps",
+        "global_samples",
+        "skipped_steps",
+    )
+)
 
 #: The counters among them that count optimizer steps, the usual first.
 _STEPS = ("step", "global_step", "steps", "global_steps", "num_steps", "iteration")
 
 
 def step_count(values: Callable[[str], Any]) -> int | None:
-    """The number of optimizer steps that the trainer has counted, or None; `values(name)` returns the data of a canonical
-    name, or None."""
+    """The number of optimizer steps that the trainer has counted, or None; `values(name)` returns the data of a
+    canonical name, or None."""
     for name in _STEPS:
         found = values(f"trainer.{name}")
         if isinstance(found, int) and not isinstance(found, bool):
@@ -95,7 +111,8 @@ KEEPS_NUMBERS = "the optimizer keeps its numbers, under extra"
 
 
 class CanonicalState(NamedTuple):
-    """The leaves of a state under canonical names; `origin` maps changed prefixes of paths back to those of the source."""
+    """The leaves of a state under canonical names; `origin` maps changed prefixes of paths back to those of the
+    source."""
 
     leaves: dict[Path, Any]
     origin: dict[Path, Path]
@@ -114,17 +131,21 @@ def canonical(
     """Rename the leaves of a tree.
 
     `shape_of(leaf)` gives the shape of a tensor leaf, None for a value. `like` lists FQNs in optimizer order, where
-    the user named a checkpoint that knows it. An optimizer that cannot be named is kept as it is, under extra, with a note;
-    it is left out where `only` does not ask for it. `same(a, b)` tells whether two tensor leaves are the same bytes of the
-    same file (tied weights). `orders(model)` gives {FQN: leaf} in every order that the module may have, where more is
-    known of that than the order in this tree, or where the model is in another file.
+    the user named a checkpoint that knows it. An optimizer that cannot be named is kept as it is, under extra, with a
+    note; it is left out where `only` does not ask for it. `same(a, b)` tells whether two tensor leaves are the same
+    bytes of the same file (tied weights). `orders(model)` gives {FQN: leaf} in every order that the module may have,
+    where more is known of that than the order in this tree, or where the model is in another file.
 
     Raises:
-        Corrupt: two leaves get one name. UnnamedOptimizer: `only` asks for an optimizer that cannot be named with certainty.
+        Corrupt: two leaves get one name. UnnamedOptimizer: `only` asks for an optimizer that cannot be named with
+        certainty.
     """
     if (usual := of_composer(leaves)) is not None:
         named = canonical(usual, shape_of, like, same, only, orders)
-        note = "Composer's tree is read under the usual keys, and written with those: Composer itself does not find its own again"
+        note = (
+            "Composer's tree is read under the usual keys, and written with those: Composer itself does not find its "
+            "own again"
+        )
         return CanonicalState(named.leaves, {}, "Composer", [*named.notes, note])
     found = dict(leaves)
     origin: dict[Path, Path] = {}
@@ -210,7 +231,8 @@ def canonical(
                     ("extra", optim_key): (*outer, optim_key)
                 }
                 notes.append(
-                    f'"{optim_key}" holds an optimizer that cannot be read as one, and is kept as it is, under extra: {e}'
+                    f'"{optim_key}" holds an optimizer that cannot be read as one, and is kept as it is, under extra: '
+                    f"{e}"
                     if guessed
                     else f"{KEEPS_NUMBERS}: {e}"
                 )
@@ -262,7 +284,8 @@ def _are_optimizer(paths: Sequence[Path]) -> bool:
 
 
 def without_weights(ckpt: Checkpoint) -> str:
-    """What a checkpoint without a model has instead: the user's own keys that weights are under; "" if there are none."""
+    """What a checkpoint without a model has instead: the user's own keys that weights are under; "" if there are
+    none."""
     keys = dict.fromkeys(
         t.path[1:-1]
         for t in ckpt.tensors.values()
@@ -273,7 +296,10 @@ def without_weights(ckpt: Checkpoint) -> str:
     if len(keys) == 1 and ckpt.layout == "full":
         (path,) = keys
         at = "".join(f"[{key!r}]" for key in path)
-        return f' Weights are under "{joined(path)}"; as a model: torch.save({{"model": torch.load(FILE){at}}}, "model.pt").'
+        return (
+            f' Weights are under "{joined(path)}"; as a model: torch.save({{"model": torch.load(FILE){at}}}, '
+            '"model.pt").'
+        )
     shown = ", ".join(f'"{joined(k)}"' for k in list(keys)[:4]) + (", ..." if len(keys) > 4 else "")
     return f' Weights are under {shown}; save those of the one model under "model", and its optimizer under "optim".'
 
@@ -307,8 +333,8 @@ def refuse_surrogates(names: Iterable[str]) -> None:
     for name in names:
         if not name.isascii() and name.encode("utf-8", "replace").decode() != name:
             raise Unsupported(
-                f"The name {name!a} contains half of a surrogate pair, which UTF-8 cannot encode, so the destination cannot "
-                "store it. Rename it in the source."
+                f"The name {name!a} contains half of a surrogate pair, which UTF-8 cannot encode, so the destination "
+                "cannot store it. Rename it in the source."
             )
 
 
@@ -334,11 +360,12 @@ CANONICAL_KEYS_NOTE = (
 
 
 def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) -> tuple[dict[Path, Any], list[str]]:
-    """The tree {path: leaf} that the trainer wrote, and notes, from the leaves {canonical path: TensorEntry or data} of a state.
+    """The tree {path: leaf} that the trainer wrote, and notes, from the leaves {canonical path: TensorEntry or data} of
+    a state.
 
-    Without `origin` the tree is the leaves themselves. So it is if a reader would not find the same state in the trainer's
-    tree, because parameters are numbered and their names no longer follow, or because one key is inside another. `same` is
-    what the reader of the tree will pass to `canonical`.
+    Without `origin` the tree is the leaves themselves. So it is if a reader would not find the same state in the
+    trainer's tree, because parameters are numbered and their names no longer follow, or because one key is inside
+    another. `same` is what the reader of the tree will pass to `canonical`.
     """
     if not origin:
         return leaves, []

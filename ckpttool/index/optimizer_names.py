@@ -1,5 +1,5 @@
-"""The state of an optimizer under the names of the parameters, however the optimizer itself calls them: by FQN, flattened
-to "state.<fqn>.<slot>", or by number.
+"""The state of an optimizer under the names of the parameters, however the optimizer itself calls them: by FQN,
+flattened to "state.<fqn>.<slot>", or by number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def canonical_optimizer(
     """The leaves of the optimizer under their canonical paths; how they were called is added to `origin`.
 
     Raises:
-        UnnamedOptimizer: its parameters are numbered and cannot be named. Unsupported: `like` has another number of them. Corrupt: it
+        UnnamedOptimizer: its parameters are numbered and cannot be named. Unsupported: `like` has another number of
+        them. Corrupt: it
             contradicts itself.
     """
     own = origin.get(("optim",), ("optim",))
@@ -94,8 +95,8 @@ def canonical_optimizer(
         listed = {n for g in groups.values() for n in _params(g)}
         if numbers := [n for n in listed if not isinstance(n, str)]:
             raise Corrupt(
-                f"optim.param_groups lists parameters by number in one group, first {numbers[0]}, and by name in another. The "
-                "file is damaged, or was put together from two optimizers."
+                f"optim.param_groups lists parameters by number in one group, first {numbers[0]}, and by name in "
+                "another. The file is damaged, or was put together from two optimizers."
             )
         names = {str(k) for k, _ in state} | listed
         fqns = dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
@@ -104,8 +105,8 @@ def canonical_optimizer(
         owner = fqns.get(_id(key) if ids else str(key))
         if owner is None:
             raise Corrupt(
-                f"optim.state has an entry for parameter {key}, which no param group lists; the optimizer would not know "
-                "what to do with it. The file is damaged, or was put together from two optimizers."
+                f"optim.state has an entry for parameter {key}, which no param group lists; the optimizer would not "
+                "know what to do with it. The file is damaged, or was put together from two optimizers."
             )
         out["optim", "state", owner, *slot] = leaf
     for i, g in groups.items():
@@ -208,20 +209,22 @@ def _resolve_ids(
                 if tensors
                 else "nothing here shows the order of the parameters"
             )
-            + f". Give {argument('config')} the folder or id of the model, {argument('like')} a checkpoint of the same model whose "
-            f"optimizer has names, or use {argument('only', ['model'])}."
+            + f". Give {argument('config')} the folder or id of the model, {argument('like')} a checkpoint of the same "
+            f"model whose optimizer has names, or use {argument('only', ['model'])}."
         )
     ((resolved, left),) = answers.values()
     notes.append(
-        f"the optimizer numbers its parameters; their names follow from the order and shapes of the model's {len(flat)} parameters"
+        "the optimizer numbers its parameters; their names follow from the order and shapes of the model's "
+        f"{len(flat)} parameters"
         + (f" (taken for buffers or frozen: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''})" if left else "")
     )
     return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
 
 
 def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The shape of a parameter from those of its slots: that of the slots with most dimensions, or what factors of a second
-    moment multiply to: (n, 1) and (1, m) of torch's Adafactor, (n,) and (m,) under *_row and *_col of transformers'."""
+    """The shape of a parameter from those of its slots: that of the slots with most dimensions, or what factors of a
+    second moment multiply to: (n, 1) and (1, m) of torch's Adafactor, (n,) and (m,) under *_row and *_col of
+    transformers'."""
     row, col = (next((s for p, s in slots.items() if str(p[-1]).endswith(end)), None) for end in ("_row", "_col"))
     if row is not None and col is not None and len(row) == len(col):
         return (*row, col[-1])
@@ -233,7 +236,8 @@ def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...
 
 
 def _flat_state(slots: Mapping[int, Mapping[Path, tuple[int, ...]]]) -> int | None:
-    """The elements of all parameters together, of an optimizer that keeps its whole state with the first (LBFGS); else None."""
+    """The elements of all parameters together, of an optimizer that keeps its whole state with the first (LBFGS); else
+    None."""
     if len(slots) != 1:
         return None
     (found,) = slots.values()
@@ -267,8 +271,9 @@ _KNOWN_CHILDREN = ("lora_A", "lora_B", "weight", "bias")
 def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
     """Every order that `named_parameters()` may have of names that a file has sorted.
 
-    Modules of a list come by number. The other children of a module come in an order that the names do not tell; modules
-    of one kind (those whose paths differ in numbers alone) share it. None where there are more orders than are worth trying.
+    Modules of a list come by number. The other children of a module come in an order that the names do not tell;
+    modules of one kind (those whose paths differ in numbers alone) share it. None where there are more orders than are
+    worth trying.
     """
     tree: dict[str, Any] = {}
     for name in names:

@@ -1,11 +1,12 @@
-"""Which optimizer a state is of, by the slots that it keeps for each parameter: the table, and what a state lacks by it.
+"""Which optimizer a state is of, by the slots that it keeps for each parameter: the table, and what a state lacks by
+it.
 
-Optimizers keep other slots for some parameters than for others: Adafactor for vectors, SOAP for what it does not precondition,
-bitsandbytes for small tensors. Slots are compared within the groups that one optimizer has: those with the same options. A job
-with Muon for matrices and AdamW for the rest has both kinds of groups in one state.
+Optimizers keep other slots for some parameters than for others: Adafactor for vectors, SOAP for what it does not
+precondition, bitsandbytes for small tensors. Slots are compared within the groups that one optimizer has: those with
+the same options. A job with Muon for matrices and AdamW for the rest has both kinds of groups in one state.
 
-Sources: torch/optim/*.py of 2.13 (adam, adamax, nadam, _adafactor, _muon, rmsprop, adagrad, adadelta, asgd, rprop, sgd),
-bitsandbytes/optim/optimizer.py of 0.50, schedulefree of 1.4, pytorch_optimizer of 4.1 (Lion, SOAP),
+Sources: torch/optim/*.py of 2.13 (adam, adamax, nadam, _adafactor, _muon, rmsprop, adagrad, adadelta, asgd, rprop,
+sgd), bitsandbytes/optim/optimizer.py of 0.50, schedulefree of 1.4, pytorch_optimizer of 4.1 (Lion, SOAP),
 transformers/optimization.py (Adafactor).
 """
 
@@ -58,7 +59,12 @@ def _of(*slots: str) -> frozenset[str]:
 _BNB = _of("step", "unorm_vec", "max1", "max2", "new_max1", "new_max2")
 #: The first that fits is the optimizer.
 OPTIMIZERS = (
-    Optimizer("SOAP", _of("exp_avg", "exp_avg_sq", "GG", "Q"), (_of("exp_avg", "exp_avg_sq"),), options=_of("precondition_frequency")),
+    Optimizer(
+        "SOAP",
+        _of("exp_avg", "exp_avg_sq", "GG", "Q"),
+        (_of("exp_avg", "exp_avg_sq"),),
+        options=_of("precondition_frequency"),
+    ),
     Optimizer("SOAP", _of("exp_avg", "exp_avg_sq", "GG", "Q"), (_of("exp_avg", "exp_avg_sq"),)),
     Optimizer("AdamW or Adam", _of("exp_avg", "exp_avg_sq"), may=_of("step", "max_exp_avg_sq")),
     Optimizer("NAdam", _of("exp_avg", "exp_avg_sq", "mu_product")),
@@ -69,10 +75,15 @@ OPTIMIZERS = (
     Optimizer("Adafactor", _of("row_var", "col_var"), (_of("variance"),)),
     Optimizer("Adafactor", _of("variance")),
     Optimizer(
-        "Adafactor", _of("exp_avg_sq_row", "exp_avg_sq_col"), (_of("exp_avg_sq"),), _of("step", "RMS", "exp_avg"),
+        "Adafactor",
+        _of("exp_avg_sq_row", "exp_avg_sq_col"),
+        (_of("exp_avg_sq"),),
+        _of("step", "RMS", "exp_avg"),
         _of("clip_threshold"),
     ),
-    Optimizer("Adafactor", _of("exp_avg_sq_row", "exp_avg_sq_col"), (_of("exp_avg_sq"),), _of("step", "RMS", "exp_avg")),
+    Optimizer(
+        "Adafactor", _of("exp_avg_sq_row", "exp_avg_sq_col"), (_of("exp_avg_sq"),), _of("step", "RMS", "exp_avg")
+    ),
     Optimizer("RMSprop", _of("square_avg"), may=_of("step", "momentum_buffer", "grad_avg")),
     Optimizer("Adadelta", _of("square_avg", "acc_delta")),
     Optimizer("Adagrad", _of("sum")),
@@ -81,13 +92,15 @@ OPTIMIZERS = (
     Optimizer("Muon", _of("momentum_buffer"), options=_of("ns_steps")),
     Optimizer("SGD", _of("momentum_buffer")),
     Optimizer(
-        "bitsandbytes 8-bit AdamW or Adam", _of("state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"),
-        (_of("state1", "state2"),), _BNB,
+        "bitsandbytes 8-bit AdamW or Adam",
+        _of("state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"),
+        (_of("state1", "state2"),),
+        _BNB,
     ),
     Optimizer("bitsandbytes 32-bit AdamW or Adam", _of("state1", "state2"), may=_BNB),
     Optimizer("bitsandbytes 8-bit, with one moment", _of("state1", "qmap1", "absmax1"), (_of("state1"),), _BNB),
     Optimizer("bitsandbytes 32-bit, with one moment", _of("state1"), may=_BNB),
-)  # fmt: skip
+)
 #: The key under which bitsandbytes keeps the slots of a parameter since 0.49, so that FSDP does not shard them.
 _WRAPPED = "__bnb_optimizer_quant_state__"
 
@@ -148,9 +161,9 @@ _RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 def per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
     """{parameter: names of its slots} of state that every rank had a part of and of which DCP has kept one.
 
-    FSDP2 shards parameters and gradients as DTensors. An optimizer that makes plain tensors of its own (bitsandbytes, SOAP,
-    torchao's predecessors) has one tensor per rank under one name, and DCP takes names to be unique: it keeps one rank's tensor, and
-    of each name another rank's. Such a slot has the shape of one rank's part of the parameter.
+    FSDP2 shards parameters and gradients as DTensors. An optimizer that makes plain tensors of its own (bitsandbytes,
+    SOAP, torchao's predecessors) has one tensor per rank under one name, and DCP takes names to be unique: it keeps one
+    rank's tensor, and of each name another rank's. Such a slot has the shape of one rank's part of the parameter.
     """
     if not any(_RANK_FILE.fullmatch(f) for f in ckpt.files):
         return {}
@@ -173,7 +186,8 @@ def per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
 
 
 def _fits(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a slot has the shape of one rank's part of a parameter, flat or not, or is square with its rows (SOAP's factors)."""
+    """Whether a slot has the shape of one rank's part of a parameter, flat or not, or is square with its rows (SOAP's
+    factors)."""
     if slot == part and part != whole:
         return True
     n = 1
@@ -210,8 +224,9 @@ def lost_at_save(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
         else f", that of rank {next(iter(ranks), '?')}"
     )
     return (
-        f"the optimizer state of {len(found):,} parameter{'s' if len(found) != 1 else ''} was lost when it was saved: every rank had a part of its own under one name, "
-        f'and DCP has kept one of them{mixed} ({_kept(ckpt, names)}). "{names[0]}" is {list(t.shape)}, the parameter {list(whole)}. A job that resumes from it '
-        "continues with wrong moments. Leave the optimizer out, so that it starts anew; to save it, use an optimizer whose state is "
+        f"the optimizer state of {len(found):,} parameter{'s' if len(found) != 1 else ''} was lost when it was saved: "
+        f"every rank had a part of its own under one name, and DCP has kept one of them{mixed} ({_kept(ckpt, names)}). "
+        f'"{names[0]}" is {list(t.shape)}, the parameter {list(whole)}. A job that resumes from it continues with '
+        "wrong moments. Leave the optimizer out, so that it starts anew; to save it, use an optimizer whose state is "
         "DTensors (torch.optim, torchao), or write one file for each rank with torch.save"
     )

@@ -1,11 +1,12 @@
-"""The param groups of an optimizer: how those of two checkpoints differ, and the groups of one with the state of the other.
+"""The param groups of an optimizer: how those of two checkpoints differ, and the groups of one with the state of the
+other.
 
     groups_of(ckpt)          the names in each group
     differences(here, there) sentences: which parameters are too many, too few, in another group, in another order
     regrouped(ckpt, groups)  the same state in other groups: split, merged, reordered
 
-torch loads optimizer state by position: the k-th parameter of the i-th group gets the state of the k-th of the i-th that was
-saved. So a job refuses groups of other lengths, and takes those in another order without a word.
+torch loads optimizer state by position: the k-th parameter of the i-th group gets the state of the k-th of the i-th
+that was saved. So a job refuses groups of other lengths, and takes those in another order without a word.
 """
 
 from __future__ import annotations
@@ -43,9 +44,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def differences(here: Groups, there: Groups) -> list[str]:
-    """How the groups of a checkpoint (`here`) differ from those of a checkpoint of the job that shall load it (`there`)."""
+    """How the groups of a checkpoint (`here`) differ from those of a checkpoint of the job that shall load it
+    (`there`)."""
     out: list[str] = []
-    sizes = [f"{len(groups)} group{'s' * (len(groups) != 1)} of {', '.join(str(len(g)) for g in groups)}" for groups in (here, there)]  # fmt: skip
+    sizes = [
+        f"{len(groups)} group{'s' * (len(groups) != 1)} of {', '.join(str(len(g)) for g in groups)}"
+        for groups in (here, there)
+    ]
     if [len(g) for g in here] != [len(g) for g in there]:
         out.append(f"the optimizer has {sizes[0]} parameters, that of the job {sizes[1]}")
     mine = {n: i for i, g in enumerate(here) for n in g}
@@ -58,16 +63,16 @@ def differences(here: Groups, there: Groups) -> list[str]:
     if moved:
         first = moved[0]
         out.append(
-            f"{len(moved):,} parameters are in another group: {_some(moved)}; the first is in group {mine[first]} here and in "
-            f"group {yours[first]} there"
+            f"{len(moved):,} parameters are in another group: {_some(moved)}; the first is in group {mine[first]} here "
+            f"and in group {yours[first]} there"
         )
     for i, (a, b) in enumerate(zip(here, there, strict=False)):
         ours, theirs = [n for n in a if n in b], [n for n in b if n in a]
         if ours != theirs:
             k = next(k for k, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y)
             out.append(
-                f"group {i} has the same parameters in another order: {ours[k]} here where the job has {theirs[k]}, so the "
-                "job would load the state of one parameter into another"
+                f"group {i} has the same parameters in another order: {ours[k]} here where the job has {theirs[k]}, so "
+                "the job would load the state of one parameter into another"
             )
     return out
 
@@ -75,8 +80,8 @@ def differences(here: Groups, there: Groups) -> list[str]:
 def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], list[str]]:
     """(the same state with these param groups, names of entries that no group has room for, notes).
 
-    A new group gets the hyperparameters of the group that most of its parameters come from. State of parameters that are in no
-    new group is left out; so are groups that nothing here belongs to, if they would have no hyperparameters.
+    A new group gets the hyperparameters of the group that most of its parameters come from. State of parameters that
+    are in no new group is left out; so are groups that nothing here belongs to, if they would have no hyperparameters.
     """
     old = groups_of(ckpt)
     if old is None:
@@ -91,7 +96,8 @@ def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], 
         origin_of.append(best)
         if len(votes) > 1 and (odd := _differing(ckpt, best, sorted(votes))):
             notes.append(
-                f"group {i} is made of groups {', '.join(map(str, sorted(votes)))}, which differ in {odd}; it has those of group {best}"
+                f"group {i} is made of groups {', '.join(map(str, sorted(votes)))}, which differ in {odd}; it has "
+                f"those of group {best}"
             )
         if not votes:
             notes.append(f"no parameter of group {i} is here; it has the hyperparameters of group {best} and no state")

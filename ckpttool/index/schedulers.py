@@ -13,8 +13,9 @@ __all__ = ["with_whole_scheduler"]
 def with_whole_scheduler(ckpt: Checkpoint) -> Checkpoint:
     """The same state, with all that torch's LambdaLR saves where the trainer of the source saves its `last_epoch` only.
 
-    torchtitan (components/optimizer/lr_scheduler.py) saves no more: its job computes the rest from the rates of the param groups. `LambdaLR.load_state_dict` wants the rest. The rates are in the param groups: `lr`, and
-    `initial_lr`, which every scheduler of torch puts there. Nothing is added where a group lacks one of them.
+    torchtitan (components/optimizer/lr_scheduler.py) saves no more: its job computes the rest from the rates of the
+    param groups. `LambdaLR.load_state_dict` wants the rest. The rates are in the param groups: `lr`, and `initial_lr`,
+    which every scheduler of torch puts there. Nothing is added where a group lacks one of them.
     """
     if not schedules_by_epoch(ckpt.trainer) or {p for p in ckpt.leaves() if p[0] == "scheduler"} != {
         ("scheduler", "last_epoch")
@@ -26,13 +27,17 @@ def with_whole_scheduler(ckpt: Checkpoint) -> Checkpoint:
     if not groups or not isinstance(last, int) or not all(isinstance(r, float) for row in rates for r in row):
         return ckpt
     made: dict[Path, object] = {
-        ("scheduler", "base_lrs"): rates[0], ("scheduler", "last_epoch"): last, ("scheduler", "_step_count"): last + 1,
-        ("scheduler", "_is_initial"): False, ("scheduler", "_get_lr_called_within_step"): False, ("scheduler", "_last_lr"): rates[1],
+        ("scheduler", "base_lrs"): rates[0],
+        ("scheduler", "last_epoch"): last,
+        ("scheduler", "_step_count"): last + 1,
+        ("scheduler", "_is_initial"): False,
+        ("scheduler", "_get_lr_called_within_step"): False,
+        ("scheduler", "_last_lr"): rates[1],
         ("scheduler", "lr_lambdas"): [None] * len(groups),
-    }  # fmt: skip
+    }
     note = (
-        f"the source has {{last_epoch: {last}}} of its scheduler, and no more: the state dict of a LambdaLR was made of that and of the "
-        f"rates of the {len(groups)} param groups"
+        f"the source has {{last_epoch: {last}}} of its scheduler, and no more: the state dict of a LambdaLR was made "
+        f"of that and of the rates of the {len(groups)} param groups"
     )
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     return replace(ckpt, values=values, notes=[*ckpt.notes, note])

@@ -53,7 +53,8 @@ def trainer_of(keys: set[Any], *, model_at_root: bool) -> str | None:
 def of_composer(leaves: Mapping[Path, Any]) -> dict[Path, Any] | None:
     """The leaves of a tree of Composer under the usual keys; None of any other tree.
 
-    {"state": {"model", "optimizers": {class: state}, "schedulers": {class: state}, "timestamp", "callbacks", ...}, "rng": [...]}
+    {"state": {"model", "optimizers": {class: state}, "schedulers": {class: state}, "timestamp", "callbacks", ...},
+    "rng": [...]}
 
     Source: State.state_dict in composer/core/state.py, utils/checkpoint.py of 0.32.1.
     """

@@ -30,8 +30,8 @@ def _inside_a_leaf(path: Path) -> Corrupt:
 
 
 def nest(leaves: Mapping[Path, Any]) -> Any:
-    """The tree of some leaves: str elements become keys of dicts, a Number one that is an integer, int elements positions
-    in lists.
+    """The tree of some leaves: str elements become keys of dicts, a Number one that is an integer, int elements
+    positions in lists.
 
     nest({("a", 0): 1, ("a", 1): 2}) == {"a": [1, 2]}
     """
@@ -68,8 +68,8 @@ def _plain(x: Any) -> Any:
 
 
 def _numbered(state: dict[Any, Any], groups: Any) -> dict[Any, Any]:
-    """The state of an optimizer whose groups number parameters, by those numbers: DCP and JSON have made text of them, and
-    `load_state_dict` passes over a key that no group lists."""
+    """The state of an optimizer whose groups number parameters, by those numbers: DCP and JSON have made text of them,
+    and `load_state_dict` passes over a key that no group lists."""
     if not isinstance(groups, list) or not all(
         isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in groups
     ):

@@ -28,8 +28,8 @@ def vocabulary_of(ckpt: Checkpoint) -> dict[str, TensorEntry]:
 
 
 def embedding_and_head(tensors: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """(name of the input embedding, name of the weight of the output layer) among names of weights; None where there is none, or
-    more than one."""
+    """(name of the input embedding, name of the weight of the output layer) among names of weights; None where there is
+    none, or more than one."""
     embeddings = [n for n in tensors if _EMBEDDING.fullmatch(n)]
     heads = [n for n in tensors if _HEAD.fullmatch(n) and n.endswith(".weight")]
     return (embeddings[0] if len(embeddings) == 1 else None), (heads[0] if len(heads) == 1 else None)

@@ -40,8 +40,16 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
         if handle is None:
             continue
         path, p = _clean(raw), cast(Any, getattr(handle, "flat_param", None))
-        fields = ("_fqns", "_shapes", "_strides", "_contiguities", "_numels_with_padding", "_is_padding_mask",
-                  "_shared_param_infos", "_unpadded_unsharded_size")  # fmt: skip
+        fields = (
+            "_fqns",
+            "_shapes",
+            "_strides",
+            "_contiguities",
+            "_numels_with_padding",
+            "_is_padding_mask",
+            "_shared_param_infos",
+            "_unpadded_unsharded_size",
+        )
         missing = [f for f in fields if not hasattr(p, f)]
         if missing:
             raise Unsupported(

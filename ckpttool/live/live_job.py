@@ -1,8 +1,9 @@
 """`LiveJob`: a model, an optimizer and a scheduler of a running job, compared with a checkpoint by name and shape.
 
 It makes a state dict of the job's own tensors, which torch's planner then fills in place. Names, shapes and kinds are
-compared before a byte is written; at the end, what the job would save is compared with what is in the files. Options of a param group come from the group of the checkpoint that lists its
-parameters; what is not state (`foreach`, `fused`) is not touched.
+compared before a byte is written; at the end, what the job would save is compared with what is in the files. Options of
+a param group come from the group of the checkpoint that lists its parameters; what is not state (`foreach`, `fused`) is
+not touched.
 
 It does not go through set_optimizer_state_dict (torch/distributed/checkpoint/state_dict.py, 2.13), which cannot load a
 group without gradients, wants a state for parameters that never had one, and where the parameters of one group lie in
@@ -39,7 +40,8 @@ _EXTRA_STATE = re.compile(r"(?:.*?\.)?_extra_state(?=\.|$)", re.DOTALL)
 class LiveJob:
     """A live job and what a checkpoint has for it.
 
-    `live` has the tensors of its model by FQN; `wanted` is the state dict of the job's own tensors that torch's planner fills.
+    `live` has the tensors of its model by FQN; `wanted` is the state dict of the job's own tensors that torch's planner
+    fills.
     """
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, opened: LiveReader) -> None:
@@ -48,8 +50,8 @@ class LiveJob:
 
         if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
             raise Unsupported(
-                "the model is wrapped by FSDP1, whose flat parameters can be loaded only from its own checkpoints. Convert "
-                f"the checkpoint with {argument('to', 'fsdp1')}, or use fully_shard for the model."
+                "the model is wrapped by FSDP1, whose flat parameters can be loaded only from its own checkpoints. "
+                f"Convert the checkpoint with {argument('to', 'fsdp1')}, or use fully_shard for the model."
             )
         self.model, self.scheduler, self.opened = model, scheduler, opened
         self.optimizers = optimizers.each(optimizer)
@@ -90,7 +92,8 @@ class LiveJob:
         self._undo: list[Callable[[], None]] = []
 
     def share_small(self) -> None:
-        """Read the small tensors that every rank needs whole (options, counters, random states) on rank 0. A collective.
+        """Read the small tensors that every rank needs whole (options, counters, random states) on rank 0. A
+        collective.
 
         What is in one small file of each of 512 ranks would otherwise be read 512 times.
         """
@@ -206,10 +209,11 @@ class LiveJob:
             )
 
     def _ties(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
-        """Tied parameters of the job that the checkpoint has more than once must be equal there, in the part of this rank.
+        """Tied parameters of the job that the checkpoint has more than once must be equal there, in the part of this
+        rank.
 
-        Only one of the names is then loaded. If the index shows that they are the same bytes, nothing is read to compare
-        them.
+        Only one of the names is then loaded. If the index shows that they are the same bytes, nothing is read to
+        compare them.
         """
         import torch
 
@@ -325,7 +329,8 @@ class LiveJob:
                 )
             elif i is not None and (own := sorted(optimizers.options(group).keys() - groups[i].keys())):
                 self.notes.append(
-                    f"param group {i} of the checkpoint has no {_listed(own)}; those of param group {k} are the job's own"
+                    f"param group {i} of the checkpoint has no {_listed(own)}; those of param group {k} are the job's "
+                    "own"
                 )
         return problems
 
@@ -362,7 +367,8 @@ class LiveJob:
         return out
 
     def _slots(self, state: dict[str, dict[str, str]], plans: optimizers.Plans) -> list[str]:
-        """Make the optimizers' state for every parameter that has one in the checkpoint, and add its leaves to `wanted`.
+        """Make the optimizers' state for every parameter that has one in the checkpoint, and add its leaves to
+        `wanted`.
 
         The planner gets them flat, by the names that flattened checkpoints have ("GG.0" of a list of tensors).
         """
@@ -430,8 +436,8 @@ class LiveJob:
         entries = {n: e for n, e in self.entries.items() if e.path[0] == "scheduler" and e.path[1:]}
         if not entries:
             raise DoesNotFit(
-                f"{self.opened.path} has no scheduler state, and the job has a scheduler. Leave the scheduler out, and set it up "
-                "from the step that is loaded."
+                f"{self.opened.path} has no scheduler state, and the job has a scheduler. Leave the scheduler out, and "
+                "set it up from the step that is loaded."
             )
         tree = nest({entries[n].path[1:]: x for n, x in self._read(entries).items()})
         if isinstance(tree, list) and len(tree) == 1:  # Lightning's list of schedulers, of one
@@ -442,13 +448,14 @@ class LiveJob:
         if lacks:
             return [
                 f"the state of the job's {type(self.scheduler).__name__} has {_listed(lacks)}, that of the scheduler "
-                f"in the checkpoint has {_listed(sorted(map(str, tree)))}: they are of different kinds. Leave the scheduler out, and set it up from the step that is loaded."
+                f"in the checkpoint has {_listed(sorted(map(str, tree)))}: they are of different kinds. Leave the "
+                "scheduler out, and set it up from the step that is loaded."
             ]
         for key, x in live.items():
             if _holds_states(x) and isinstance(tree.get(key), (list, tuple)) and len(x) != len(tree[key]):
                 return [
-                    f'"{key}" of the job\'s {type(self.scheduler).__name__} has {len(x)} schedulers, and that in the checkpoint '
-                    f"has {len(tree[key])}. Build the scheduler as the job did that saved the checkpoint."
+                    f'"{key}" of the job\'s {type(self.scheduler).__name__} has {len(x)} schedulers, and that in the '
+                    f"checkpoint has {len(tree[key])}. Build the scheduler as the job did that saved the checkpoint."
                 ]
         self._scheduler_state = fitted(tree, live)
         return []
@@ -506,12 +513,14 @@ class LiveJob:
             self.scheduler.load_state_dict(self._scheduler_state)
         if (text := next(filter(None, self._differences()), None)) is not None:
             raise Differs(
-                f"{self.opened.path} was loaded, but the job does not hold what is in the files: {text}. The job is loaded in "
-                "part now; do not train it. Look at the load_state_dict, the hooks and the set_extra_state of its classes."
+                f"{self.opened.path} was loaded, but the job does not hold what is in the files: {text}. The job is "
+                "loaded in part now; do not train it. Look at the load_state_dict, the hooks and the set_extra_state "
+                "of its classes."
             )
 
     def _strays(self) -> None:
-        """Let modules load what is not filled in place: extra states, and tensors of which a hook put copies into the state dict."""
+        """Let modules load what is not filled in place: extra states, and tensors of which a hook put copies into the
+        state dict."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         homes = {_address(t) for t in (*self.model.parameters(), *self.model.buffers())}
@@ -523,9 +532,10 @@ class LiveJob:
     def _differences(self) -> Iterator[str | None]:
         """The first difference of each part of the job: what it would save now against what is in the files.
 
-        Bytes that the planner read straight into a tensor of the job are not read again: `LiveReader` compares their digests where
-        there are recorded ones, and a tensor whose memory is still the one that was filled holds what was read, in the job's dtype. All
-        else is compared whole, by value: tensors whose state dict has a copy, numbers, options, the scheduler, extra states.
+        Bytes that the planner read straight into a tensor of the job are not read again: `LiveReader` compares their
+        digests where there are recorded ones, and a tensor whose memory is still the one that was filled holds what was
+        read, in the job's dtype. All else is compared whole, by value: tensors whose state dict has a copy, numbers,
+        options, the scheduler, extra states.
         """
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -573,7 +583,8 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _is_encoded(x: Any) -> bool:
-    """Whether an extra state is bytes of the module's own making, which may write the same state otherwise (a pickle)."""
+    """Whether an extra state is bytes of the module's own making, which may write the same state otherwise (a
+    pickle)."""
     import torch
 
     return isinstance(x, bytes) or (isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 1)

@@ -1,7 +1,7 @@
 """Values of a checkpoint in the form that a live object has for them, and the first difference between the two.
 
-DCP makes text of every key (torch/distributed/checkpoint/_traverse.py: `path + (str(k),)`), and a dict of every mapping.
-The live object knows better: `MultiStepLR` holds its milestones as a Counter with integers for keys.
+DCP makes text of every key (torch/distributed/checkpoint/_traverse.py: `path + (str(k),)`), and a dict of every
+mapping. The live object knows better: `MultiStepLR` holds its milestones as a Counter with integers for keys.
 
     fitted(stored, live)           what was stored, with the keys, containers and kinds of numbers of the live object
     leaves(live, names)            the live object's leaves, each with the name that a flattened checkpoint has for it
@@ -35,9 +35,10 @@ def is_hollow(x: Any) -> bool:
 def fitted(stored: Any, live: Any) -> Any:
     """What was stored, in the form that a live object has for it.
 
-    A stored key of text is the live key with that text. If the live object has no such key (a schedule with other milestones), it
-    becomes one of the type that all live keys have. Containers get the live object's types. A tensor and a number stand for each
-    other; tensors go to the live tensor's dtype and device. Whatever the live object has no counterpart of stays as it was stored.
+    A stored key of text is the live key with that text. If the live object has no such key (a schedule with other
+    milestones), it becomes one of the type that all live keys have. Containers get the live object's types. A tensor
+    and a number stand for each other; tensors go to the live tensor's dtype and device. Whatever the live object has no
+    counterpart of stays as it was stored.
     """
     import torch
 
@@ -114,8 +115,8 @@ def _of_type(live: Any, items: Any) -> Any:
 def leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterator[tuple[str, Keys, Any]]:
     """(its name, its path, what is there) of every leaf of a live object, None left out.
 
-    The name is the path joined by dots, as flattened checkpoints have it. A container whose own name is among `names` is a leaf: DCP
-    stores lists of numbers whole, and any tuple; files of torch.save are read so where keys are no text.
+    The name is the path joined by dots, as flattened checkpoints have it. A container whose own name is among `names`
+    is a leaf: DCP stores lists of numbers whole, and any tuple; files of torch.save are read so where keys are no text.
     """
     name = joined(path)
     if path and (name in names or not isinstance(live, (Mapping, list, tuple)) or not live):
@@ -142,10 +143,11 @@ def put(tree: Any, path: Keys, value: Any) -> Any:
 
 
 def first_difference(live: Any, want: Any, name: str = "") -> str | None:
-    """The first place where a live object is not what it should be, in words: '"milestones.3" is ..., and ... in the job'.
+    """The first place where a live object is not what it should be, in words: '"milestones.3" is ..., and ... in the
+    job'.
 
-    Exact: types of containers and keys, the type of a number, the bits of a float or a tensor. Keys that only the live object has
-    are not compared. The device of a tensor does not count.
+    Exact: types of containers and keys, the type of a number, the bits of a float or a tensor. Keys that only the live
+    object has are not compared. The device of a tensor does not count.
     """
     import torch
 

@@ -2,8 +2,8 @@
 
     done = ckpttool.load(model, optimizer, "runs/zero3", scheduler=scheduler)            # done.step, done.values
 
-Checkpoint and job are compared on every rank before a byte is written (live_job.py), and again when all is loaded; when one rank
-cannot go on, none does.
+Checkpoint and job are compared on every rank before a byte is written (live_job.py), and again when all is loaded; when
+one rank cannot go on, none does.
 """
 
 from __future__ import annotations
@@ -67,19 +67,21 @@ def load(
     stay those of the job. A parameter without state in the checkpoint has none afterwards. Gradients are left alone.
     Modules get their extra state through `set_extra_state`.
 
-    Keys, containers and kinds of numbers are those of the live objects: milestones of a MultiStepLR are integers in a Counter again, of
-    which DCP has made text. When all is loaded, what the job would save (its state dicts) is compared with the files.
+    Keys, containers and kinds of numbers are those of the live objects: milestones of a MultiStepLR are integers in a
+    Counter again, of which DCP has made text. When all is loaded, what the job would save (its state dicts) is compared
+    with the files.
 
     Args:
         model: the module, sharded or not.
-        optimizer: the optimizer over its parameters, or a list of several as in get_state_dict; None for the weights only.
+        optimizer: the optimizer over its parameters, or a list of several as in get_state_dict; None for the weights
+        only.
         path: the checkpoint; it and the arguments after `scheduler` are those of `storage_reader`.
         scheduler: anything with `load_state_dict` and `state_dict`.
 
     Raises:
         Unsupported: checkpoint and job do not fit; all differences are in the message, and nothing was changed.
-        Differs: the job does not hold what was loaded; the first difference is in the message, and the job is loaded in part.
-        NotRecognised, Corrupt, Unsafe: see errors.py.
+        Differs: the job does not hold what was loaded; the first difference is in the message, and the job is loaded in
+        part. NotRecognised, Corrupt, Unsafe: see errors.py.
     """
     need("loading into a live job", "torch")
     started = time.monotonic()

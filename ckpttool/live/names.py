@@ -16,9 +16,9 @@ __all__ = ["Names"]
 class Names:
     """The names that a live job may use for entries of a checkpoint; `find` returns canonical ones.
 
-    Tried in this order; a name that fits two entries is an error: the canonical name or the name that the source itself had; then
-    another word for a component ("optimizer.", "model_state_dict."), a counter at the root ("step"), a bare FQN,
-    wrapper prefixes inside FQNs, one wrapper key in front of all ("app.model."), and per-parameter options of an
+    Tried in this order; a name that fits two entries is an error: the canonical name or the name that the source itself
+    had; then another word for a component ("optimizer.", "model_state_dict."), a counter at the root ("step"), a bare
+    FQN, wrapper prefixes inside FQNs, one wrapper key in front of all ("app.model."), and per-parameter options of an
     optimizer that was flattened ("param_groups.<fqn>.lr"), which the group that lists the parameter answers.
     """
 

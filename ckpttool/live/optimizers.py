@@ -1,4 +1,5 @@
-"""What a load does to the optimizers of a job: lets them create their state, and sets the options of their param groups."""
+"""What a load does to the optimizers of a job: lets them create their state, and sets the options of their param
+groups."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def each(optimizer: Any) -> tuple[Any, ...]:
     found = (optimizer,) if not several else tuple(optimizer) if isinstance(optimizer, Iterable) else ()
     if not found or not all(hasattr(o, "param_groups") and hasattr(o, "state") for o in found):
         raise UsageError(
-            f"optimizer is a {type(optimizer).__name__}; give an optimizer, a list of optimizers, or None for the weights only."
+            f"optimizer is a {type(optimizer).__name__}; give an optimizer, a list of optimizers, or None for the "
+            "weights only."
         )
     return found
 
@@ -55,8 +57,8 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def would_save(optimizer: Any) -> tuple[list[Mapping[str, Any]], dict[int, Any]]:
-    """(param groups, {id of a parameter: its state}) of what an optimizer's state_dict() holds; of the optimizer itself where that has a
-    form of its own."""
+    """(param groups, {id of a parameter: its state}) of what an optimizer's state_dict() holds; of the optimizer itself
+    where that has a form of its own."""
     saved, groups = optimizer.state_dict(), optimizer.param_groups
     try:
         pairs = [
@@ -112,10 +114,10 @@ def set_options(group: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, A
 def create_state(optimizer: Any, wanted: Sequence[Any], plans: Plans) -> None:
     """Let an optimizer create the state of some parameters by a step that changes nothing else.
 
-    Gradients are zero and so is the learning rate, as in torch's own _init_optim_state; weights stay what they are. The step is made
-    with the options of the checkpoint, on which it depends what state there is (amsgrad, momentum). If it fails with these, as that of
-    a schedule-free optimizer that was saved in evaluation mode, it is made with those of the job. Param groups are put back
-    afterwards, since some optimizers count their steps there.
+    Gradients are zero and so is the learning rate, as in torch's own _init_optim_state; weights stay what they are. The
+    step is made with the options of the checkpoint, on which it depends what state there is (amsgrad, momentum). If it
+    fails with these, as that of a schedule-free optimizer that was saved in evaluation mode, it is made with those of
+    the job. Param groups are put back afterwards, since some optimizers count their steps there.
 
     Raises:
         Unsupported: the step fails.

@@ -85,7 +85,8 @@ class LiveReader:
 
     @staticmethod
     def is_scalar_state(entry: TensorEntry | Value) -> bool:
-        """Whether it is a number in an optimizer's state; some optimizers keep it as a number, others as a 0-dim tensor."""
+        """Whether it is a number in an optimizer's state; some optimizers keep it as a number, others as a 0-dim
+        tensor."""
         if entry.path[:2] != ("optim", "state"):
             return False
         if isinstance(entry, TensorEntry):
@@ -153,11 +154,13 @@ class LiveReader:
         """Read every box into its target, and compare the digests of whole tensors with those that were recorded.
 
         Args:
-            compare: canonical names of the tensors to compare; None for all. A tensor whose target holds all of its bytes is
+            compare: canonical names of the tensors to compare; None for all. A tensor whose target holds all of its
+            bytes is
                 hashed in memory; `check_recorded` reads the others again.
 
         Raises:
-            Corrupt, SourceChanged: bytes are missing, damaged, or changed meanwhile. Unsupported: codes, or their scales, would be cast to
+            Corrupt, SourceChanged: bytes are missing, damaged, or changed meanwhile. Unsupported: codes, or their
+            scales, would be cast to
                 the dtype of a target.
         """
         import torch
@@ -207,8 +210,8 @@ class LiveReader:
         if changed:
             first, (a, b) = next(iter(changed.items()))
             warnings.warn(
-                f"{len(changed)} tensor{'s were' if len(changed) > 1 else ' was'} rounded to the dtype of the job, of {self.path}: "
-                f'"{first}" is {a} in the checkpoint and {b} in the job.',
+                f"{len(changed)} tensor{'s were' if len(changed) > 1 else ' was'} rounded to the dtype of the job, of "
+                f'{self.path}: "{first}" is {a} in the checkpoint and {b} in the job.',
                 stacklevel=2,
             )
 
@@ -223,8 +226,9 @@ class LiveReader:
         for w in cast:
             if said := codes.said_of(w.name):
                 raise Unsupported(
-                    f"{self.path}: {said}, and {str(w.target.dtype).removeprefix('torch.')} in the job: a cast would not give the numbers of the weight. "
-                    "Load weights that the program that quantised them has dequantised."
+                    f"{self.path}: {said}, and {str(w.target.dtype).removeprefix('torch.')} in the job: a cast would "
+                    "not give the numbers of the weight. Load weights that the program that quantised them has "
+                    "dequantised."
                 )
 
     def _compare_whole(self, wanted: Sequence[Wanted], names: Container[str]) -> None:

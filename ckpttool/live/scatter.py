@@ -120,9 +120,16 @@ class Cutter:
                 for a in range(0, n, most):
                     k = min(most, n - a)
                     yield Piece(
-                        self.file, offset + a * step * self.item, k * run, None, target[a : a + k], self.dtype,
-                        boxes.strides((k, *inner)), run, step * self.item,
-                    )  # fmt: skip
+                        self.file,
+                        offset + a * step * self.item,
+                        k * run,
+                        None,
+                        target[a : a + k],
+                        self.dtype,
+                        boxes.strides((k, *inner)),
+                        run,
+                        step * self.item,
+                    )
             else:
                 for i in range(n):
                     yield from self._cut(offset + i * step * self.item, inner, inner_steps, target[i])

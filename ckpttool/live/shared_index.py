@@ -5,13 +5,15 @@
     look_together(path, options) -> (OpenCheckpoint, why it must not be loaded)    a collective
     locate_together(opened)                           a collective: every item's framing, each file read by one rank
 
-Detecting the layout, listing folders, parsing pickles and headers, asking transformers in a child process, comparing files of
-ranks: all of it is done by the first rank of those to which the path is the same place (same time of the last change). Ranks
-whose path leads elsewhere, as to a copy on a node's own disk, have a first rank of their own, and must find the same state.
+Detecting the layout, listing folders, parsing pickles and headers, asking transformers in a child process, comparing
+files of
+ranks: all of it is done by the first rank of those to which the path is the same place (same time of the last change).
+Ranks whose path leads elsewhere, as to a copy on a node's own disk, have a first rank of their own, and must find the
+same state.
 
-What travels is pickled here, made of classes of ours and of plain data. `dcp.load` sends its plans in the same way; no pickle
-of a checkpoint gets there. The ranks that did not read the index open only files that are as long and as old as those which
-the reading rank had (`Source.expect`).
+What travels is pickled here, made of classes of ours and of plain data. `dcp.load` sends its plans in the same way; no
+pickle of a checkpoint gets there. The ranks that did not read the index open only files that are as long and as old as
+those which the reading rank had (`Source.expect`).
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ class _Shared:
 def open_together(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> opening.OpenCheckpoint:
-    """A checkpoint that is ready to be read from, opened once for all ranks that see one place under the path. A collective.
+    """A checkpoint that is ready to be read from, opened once for all ranks that see one place under the path. A
+    collective.
 
     Raises:
         CkpttoolError: on all ranks, where one of them cannot open it, or where files of ranks do not belong together.
@@ -185,10 +188,15 @@ def _place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
 def _packed(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> bytes:
     ckpt = opened.checkpoint
     fields = {
-        "checkpoint": replace(ckpt, tensors={}), "folder": opened.folder, "located": opened.located, "only": opened.only,
-        "allow_equal_ranks": opened.allow_equal_ranks, "allow_mixed_steps": opened.allow_mixed_steps,
-        "left_behind": opened.left_behind, "_record": opened._record,
-    }  # fmt: skip
+        "checkpoint": replace(ckpt, tensors={}),
+        "folder": opened.folder,
+        "located": opened.located,
+        "only": opened.only,
+        "allow_equal_ranks": opened.allow_equal_ranks,
+        "allow_mixed_steps": opened.allow_mixed_steps,
+        "left_behind": opened.left_behind,
+        "_record": opened._record,
+    }
     why = None if problem is None else (type(problem), str(problem))
     shared = _Shared(fields, opened.layout.name, _columns(ckpt.tensors), opened.source.identities(), why)
     return zlib.compress(pickle.dumps(shared, protocol=5), 1)
@@ -250,8 +258,8 @@ def _refuse_others(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -
         for what, mine, its in zip(("tensors", "values"), found[0], states, strict=True):
             if mine != its:
                 raise Corrupt(
-                    f"rank {rank} sees another checkpoint under {os.fspath(path)} than rank 0: its {what} are others. Let "
-                    "all ranks see one folder, or copies of it."
+                    f"rank {rank} sees another checkpoint under {os.fspath(path)} than rank 0: its {what} are others. "
+                    "Let all ranks see one folder, or copies of it."
                 )
 
 
@@ -260,7 +268,8 @@ def _refuse_others(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -
 
 @dataclass
 class _Part:
-    """What one rank found out about the chunks in its files, in the order of the index: columns, and the rare rest by row."""
+    """What one rank found out about the chunks in its files, in the order of the index: columns, and the rare rest by
+    row."""
 
     offset: array[int] = field(default_factory=lambda: array("q"))
     length: array[int] = field(default_factory=lambda: array("q"))

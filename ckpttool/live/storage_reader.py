@@ -3,8 +3,8 @@
     dcp.load(state_dict, storage_reader=ckpttool.storage_reader("runs/zero3"))
 
 torch's planner asks for one box of one tensor per local shard, because the metadata it gets shows one chunk per tensor,
-the whole of it. `LiveReader` (reader.py) finds the chunks of the index that meet the box and reads those bytes, so a rank
-reads what it needs and little more (scatter.py).
+the whole of it. `LiveReader` (reader.py) finds the chunks of the index that meet the box and reads those bytes, so a
+rank reads what it needs and little more (scatter.py).
 
     names.py         the names that a job may use for entries of the checkpoint
     values.py        values as plain Python objects; dtypes
@@ -20,8 +20,8 @@ reads what it needs and little more (scatter.py).
     fsdp1.py         describe_fsdp1
 
 Invariants. Nothing of a checkpoint is unpickled: values are the inert data of `pickles`, checked to be plain, and reach
-torch's planner in pickles that were made here. Names, classes of values, framing and bounds are checked before the first
-byte is written. A name that could mean two entries is an error.
+torch's planner in pickles that were made here. Names, classes of values, framing and bounds are checked before the
+first byte is written. A name that could mean two entries is an error.
 
 Sources: torch/distributed/checkpoint/{storage,default_planner,planner_helpers,state_dict_loader}.py (2.10 to 2.13).
 """
@@ -52,11 +52,11 @@ def storage_reader(
 
     The arguments are those of `open`, and `progress`, which is called with ("load", bytes, bytes in all) of this rank.
 
-    Where digests were recorded (ckpttool.json, or in the checkpoint itself), every tensor that is loaded is compared with
-    its own, unless `ignore_recorded_digests`. A tensor that lies whole in the memory of one rank is hashed there. The
-    others (sharded ones, and those on a GPU or in another dtype) are shared out among the ranks and read once more, so
-    the job reads up to twice as many bytes, the second time mostly from the page cache. Where a digest differs, dcp.load
-    fails on every rank, and the job's tensors are then partly overwritten.
+    Where digests were recorded (ckpttool.json, or in the checkpoint itself), every tensor that is loaded is compared
+    with its own, unless `ignore_recorded_digests`. A tensor that lies whole in the memory of one rank is hashed there.
+    The others (sharded ones, and those on a GPU or in another dtype) are shared out among the ranks and read once more,
+    so the job reads up to twice as many bytes, the second time mostly from the page cache. Where a digest differs,
+    dcp.load fails on every rank, and the job's tensors are then partly overwritten.
 
     >>> dcp.load(state_dict, storage_reader=ckpttool.storage_reader("runs/step-1000"))             # doctest: +SKIP
 
@@ -64,8 +64,9 @@ def storage_reader(
     collective of all ranks of the job. Each rank then reads the bytes of its own shards. Names are understood as
     `Names` says; one that is not in the checkpoint is missing in torch's eyes too (allow_partial_load, or its error).
 
-    Files of ranks that do not belong together are refused, as `verify` does: here, if this process is alone or `shared` is given,
-    otherwise by the coordinator of dcp.load, on all ranks. With `shared`, the ranks divide that work among them.
+    Files of ranks that do not belong together are refused, as `verify` does: here, if this process is alone or `shared`
+    is given, otherwise by the coordinator of dcp.load, on all ranks. With `shared`, the ranks divide that work among
+    them.
 
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. What goes wrong inside dcp.load

@@ -134,7 +134,8 @@ class AnyLayoutReader(StorageReader):
         return Metadata(state_dict_metadata=entries, planner_data=paths)
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Let one rank refuse what verify refuses, if it has not been done: where it fails here, dcp.load fails on all."""
+        """Let one rank refuse what verify refuses, if it has not been done: where it fails here, dcp.load fails on
+        all."""
         if is_coordinator:
             self._open.locate()
 
@@ -148,8 +149,8 @@ class AnyLayoutReader(StorageReader):
         return [replace(plan, storage_data=_Share(names)) for plan, names in zip(plans, shares, strict=True)]
 
     def _shares(self, items: Sequence[Sequence[ReadItem]]) -> list[list[str]]:
-        """For every rank, the tensors with a recorded digest that it compares: one that it reads whole, or else an equal
-        share of the bytes."""
+        """For every rank, the tensors with a recorded digest that it compares: one that it reads whole, or else an
+        equal share of the bytes."""
         shares: list[list[str]] = [[] for _ in items]
         if not self._open.ckpt.recorded:
             return shares
@@ -228,9 +229,13 @@ class AnyLayoutReader(StorageReader):
                     )
                 none = torch.Size([])
                 whole = ReadItem(
-                    LoadItemType.TENSOR, MetadataIndex(item.dest_index.fqn, none), none,
-                    MetadataIndex(item.storage_index.fqn, none), none, none,
-                )  # fmt: skip
+                    LoadItemType.TENSOR,
+                    MetadataIndex(item.dest_index.fqn, none),
+                    none,
+                    MetadataIndex(item.storage_index.fqn, none),
+                    none,
+                    none,
+                )
                 target = planner.resolve_tensor(whole).detach()
                 commit.append((whole, target))
                 if isinstance(entry, Value):
@@ -273,7 +278,8 @@ def _saved(x: Any) -> io.BytesIO:
 
 
 def _like_held(number: Any, held: Any) -> Any:
-    """A number of an optimizer's state, plain or a 0-dim tensor, as the job keeps it: a plain one where it does, else as it is."""
+    """A number of an optimizer's state, plain or a 0-dim tensor, as the job keeps it: a plain one where it does, else
+    as it is."""
     if type(held) not in (bool, int, float):
         return number
     x = number.item() if isinstance(number, torch.Tensor) else number

@@ -154,7 +154,8 @@ def torch_dtype(name: str) -> Any:
 
     if name in NOT_TORCHS:
         raise Unsupported(
-            f"A tensor is {name}, numbers of six bits, which torch has no dtype for; only its bytes can be copied, as to hf."
+            f"A tensor is {name}, numbers of six bits, which torch has no dtype for; only its bytes can be copied, as "
+            "to hf."
         )
     return getattr(torch, name)
 

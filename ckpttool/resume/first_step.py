@@ -19,8 +19,9 @@ _MOST = 256  # counters that are read
 def step_of(opened: OpenCheckpoint) -> int:
     """How many optimizer steps were taken before a checkpoint; 0 if nothing says so.
 
-    Without a counter it is the largest step of a parameter in the optimizer, since a parameter without a gradient skips steps. If
-    they differ and one of them is the number at the end of the folder's name, it is that: a file of a later save may be among them.
+    Without a counter it is the largest step of a parameter in the optimizer, since a parameter without a gradient skips
+    steps. If they differ and one of them is the number at the end of the folder's name, it is that: a file of a later
+    save may be among them.
     """
     ckpt = opened.checkpoint
     if (step := step_count(ckpt.value)) is not None:

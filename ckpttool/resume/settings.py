@@ -22,14 +22,14 @@ class Settings:
     """One run: a checkpoint, the job it is loaded into, its batches.
 
     `reading` is how the checkpoint is opened. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the
-    world size. `job` is module.py:function, `config` a Hugging Face folder; one of the two is given. `start` is the step
-    of the checkpoint. `rates` {step: learning rate of each group} come from the reference, for jobs without a
-    scheduler. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has).
-    `probe` are the rows of a recorded reference's probe, {"input_ids": rows of token ids}; {} without one.
-    `module_prefix` is what the names of the checkpoint begin with and those of the job's model do not.
-    `scratch` is a folder for the save of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how
-    many seconds a rank may make no progress. `dtypes` are those in which every tensor gets a fingerprint as well, since the
-    other side may have rounded it. `flags` are the options of the command, None where messages name arguments of Python.
+    world size. `job` is module.py:function, `config` a Hugging Face folder; one of the two is given. `start` is the
+    step of the checkpoint. `rates` {step: learning rate of each group} come from the reference, for jobs without a
+    scheduler. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has). `probe`
+    are the rows of a recorded reference's probe, {"input_ids": rows of token ids}; {} without one. `module_prefix` is
+    what the names of the checkpoint begin with and those of the job's model do not. `scratch` is a folder for the save
+    of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how many seconds a rank may
+    make no progress. `dtypes` are those in which every tensor gets a fingerprint as well, since the other side may have
+    rounded it. `flags` are the options of the command, None where messages name arguments of Python.
     """
 
     source: str
@@ -69,7 +69,8 @@ class Settings:
             raise UsageError(f"{argument('dtype', self.dtype)}: choose fp32 or bf16.")
         if self.global_batch < 1 or self.micro_batch < 1 or self.global_batch % self.micro_batch:
             raise UsageError(
-                f"{argument('global_batch', self.global_batch)} is not a multiple of {argument('micro_batch', self.micro_batch)} rows."
+                f"{argument('global_batch', self.global_batch)} is not a multiple of "
+                f"{argument('micro_batch', self.micro_batch)} rows."
             )
 
     @property
@@ -97,7 +98,8 @@ def mesh_of(text: str | None, world_size: int) -> dict[str, int]:
             or name in out
         ):
             raise UsageError(
-                f"{argument('mesh', text)}: write dp_replicate=R,dp_shard=S,tp=T, each at most once, with numbers from 1."
+                f"{argument('mesh', text)}: write dp_replicate=R,dp_shard=S,tp=T, each at most once, with numbers from "
+                "1."
             )
         out[name] = int(size)
     return {"dp_shard": 1, **out} if "dp_shard" not in out else out

@@ -3,8 +3,8 @@
     number(0.00001234) == "1.23e-05"        plural(2, "step") == "2 steps"
     spoken("model.layers.1.self_attn.q_proj.weight") == "layer 1, self_attn.q_proj"
 
-The canonical name of a tensor is "model." and an FQN, or "optim.state.", an FQN and a slot of the optimizer. Names come from
-checkpoints of others: where one is shown, characters that do not print are spelled out (`clean`).
+The canonical name of a tensor is "model." and an FQN, or "optim.state.", an FQN and a slot of the optimizer. Names come
+from checkpoints of others: where one is shown, characters that do not print are spelled out (`clean`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,22 @@ from typing import Any
 from ..printable import printable
 
 __all__ = [
-    "LAYER", "changed", "clean", "component_of", "fqn_of", "is_step", "kinds", "layer_of", "listed", "middle", "number",
-    "plural", "scope", "slot_of", "spoken",
-]  # fmt: skip
+    "LAYER",
+    "changed",
+    "clean",
+    "component_of",
+    "fqn_of",
+    "is_step",
+    "kinds",
+    "layer_of",
+    "listed",
+    "middle",
+    "number",
+    "plural",
+    "scope",
+    "slot_of",
+    "spoken",
+]
 
 _STATE = "optim.state."
 

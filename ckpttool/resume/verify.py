@@ -4,9 +4,9 @@ On one node it starts the ranks itself, once for each world size, and judges the
 (`ranks`). Where RANK and WORLD_SIZE are set, by torchrun or srun, every rank calls it, the runs happen in the job that
 already exists, and rank 0 judges.
 
-The reference (`against`) runs first, since the candidate may need its learning rates; then the run that measures the noise
-(`calibrate`), then the candidate. Where nothing but updates and numbers of later steps fails, the noise is measured
-unasked.
+The reference (`against`) runs first, since the candidate may need its learning rates; then the run that measures the
+noise (`calibrate`), then the candidate. Where nothing but updates and numbers of later steps fails, the noise is
+measured unasked.
 """
 
 from __future__ import annotations
@@ -89,17 +89,20 @@ def resume_verify(
 ) -> Report | None:
     """Load a checkpoint into a live FSDP2 job, train some steps, and judge whether training goes on as before.
 
-    >>> report = ckpttool.resume_verify("runs/new", against="runs/old", config="meta-llama/Llama-3.2-1B")  # doctest: +SKIP
+    >>> report = ckpttool.resume_verify("runs/new", against="runs/old", config="meta-llama/Llama-3.2-1B")  # doctest:
+        +SKIP
     >>> report.word, report.exit_code                                                             # doctest: +SKIP
     ('pass', 0)
 
     Args:
         source: the checkpoint, in any layout.
         against: the original checkpoint, in its own layout. It runs with the same batches and is the reference.
-        reference: the lines that a `Recorder` wrote in the original job. Without this and `against`, only the state and the
+        reference: the lines that a `Recorder` wrote in the original job. Without this and `against`, only the state and
+        the
             run itself are checked.
         config: folder or id of the Hugging Face model; the folder of the checkpoint if it has a config.json.
-        job: "module.py:build", a function of yours that returns the model, and perhaps optimizer, scheduler, data and loss. Each rank
+        job: "module.py:build", a function of yours that returns the model, and perhaps optimizer, scheduler, data and
+        loss. Each rank
             runs it, with the folder of module.py first on sys.path.
         world_size: ranks of the job; by default one for each GPU, or one.
         mesh: "dp_replicate=R,dp_shard=S,tp=T"; all ranks in dp_shard by default.
@@ -108,7 +111,8 @@ def resume_verify(
         start_step: the step of the checkpoint, if it does not say.
         data: "synthetic", or a .npy or .jsonl file of token rows.
         seed: of the synthetic data.
-        sequence, global_batch, micro_batch, dtype, clip: tokens of a row, rows of a step, rows of a forward pass, "fp32" or
+        sequence, global_batch, micro_batch, dtype, clip: tokens of a row, rows of a step, rows of a forward pass,
+        "fp32" or
             "bf16", bound of gradient clipping. By default those of `reference`, if it records them.
         device: "auto", "cuda" or "cpu".
         profile: "strict", "standard" or "relaxed": which differences pass.
@@ -116,16 +120,19 @@ def resume_verify(
             micro-batches, and widen bounds accordingly.
         keep_dropout: leave dropout on, and restore the random states of the ranks.
         activation_checkpointing, compile, cpu_offload: how the job computes.
-        module_prefix: what the names of the checkpoint begin with and those of the job's model do not: "net." of a Lightning
+        module_prefix: what the names of the checkpoint begin with and those of the job's model do not: "net." of a
+        Lightning
             module that keeps its model in self.net.
-        deterministic: use deterministic kernels and collectives. By default as the job of `reference` did, else True where torch has such
+        deterministic: use deterministic kernels and collectives. By default as the job of `reference` did, else True
+        where torch has such
             kernels for all that the model needs.
         reread: read the files a second time and compare them with what the job holds.
         round_trip: save after the first step, load again and compare.
         scratch: a folder that all ranks share, for that save; a temporary one if all ranks are on this machine.
-        timeout: seconds without any progress of a rank, after which the job ends, with the name of the silent rank and its
-            stack. A rank makes progress when it begins a stage or a micro-batch, or reads or writes 1 MiB. Collectives wait for
-            a minute longer. Where torchrun or srun started this process, it ends with exit code 13.
+        timeout: seconds without any progress of a rank, after which the job ends, with the name of the silent rank and
+        its
+            stack. A rank makes progress when it begins a stage or a micro-batch, or reads or writes 1 MiB. Collectives
+            wait for a minute longer. Where torchrun or srun started this process, it ends with exit code 13.
         peak_tflops: peak of one device, for MFU; by default that of dense bf16, if the device is known.
         min_mfu, max_reserved_gib, max_step_seconds, max_load_seconds: gates, which fail the report.
         source_layout, like, flat_layout, wrap, tag, allow_equal_ranks, allow_mixed_steps: as for `open`. All but
@@ -136,7 +143,8 @@ def resume_verify(
         The report; None on ranks other than the first, in a job that torchrun or srun started.
 
     Raises:
-        RankLost: a rank was killed, or made no progress for `timeout` seconds. CkpttoolError: nothing could be judged. A training that does not go on as before is not an error: the report says so.
+        RankLost: a rank was killed, or made no progress for `timeout` seconds. CkpttoolError: nothing could be judged.
+        A training that does not go on as before is not an error: the report says so.
     """
     need("resume-verify", "torch", *(() if job else ("transformers",)), "jinja2")
     if against is not None and reference is not None:
@@ -164,8 +172,8 @@ def resume_verify(
         folder = stack.enter_context(workspace())
 
         def planned() -> Plans:
-            """The runs, and those that are made if these leave it unsure. Called on one rank alone, since it reads the index of
-            each checkpoint."""
+            """The runs, and those that are made if these leave it unsure. Called on one rank alone, since it reads the
+            index of each checkpoint."""
             nonlocal recorded
             reference_reading = asked if against is None else usable(against, replace(asked, source_layout=None))
             candidate_reading = usable(source, asked)
@@ -186,23 +194,45 @@ def resume_verify(
             if scratch is not None and round_trip:
                 shared = stack.enter_context(workspace(os.fspath(scratch)))
             settings = Settings(
-                source=os.fspath(source), reading=candidate_reading, mesh=dims, config=model_config, job=job, steps=steps, start=begin,
-                data=data, seed=seed, sequence=sequence or known.sequence,
-                global_batch=global_batch or known.global_batch or 8, micro_batch=micro_batch or known.micro_batch or 1,
+                source=os.fspath(source),
+                reading=candidate_reading,
+                mesh=dims,
+                config=model_config,
+                job=job,
+                steps=steps,
+                start=begin,
+                data=data,
+                seed=seed,
+                sequence=sequence or known.sequence,
+                global_batch=global_batch or known.global_batch or 8,
+                micro_batch=micro_batch or known.micro_batch or 1,
                 numerics=numerics,
-                buffers=known.buffers, dtype=dtype or known.dtype or ("bf16" if device == "cuda" else "fp32"), device=device,
-                clip=(known.clip if clip is None else clip) or None, keep_dropout=keep_dropout,
-                activation_checkpointing=activation_checkpointing, compile=compile, cpu_offload=cpu_offload,
-                module_prefix=module_prefix or "", deterministic=computes, reread=reread, round_trip=round_trip, scratch=shared, timeout=timeout,
-            )  # fmt: skip
+                buffers=known.buffers,
+                dtype=dtype or known.dtype or ("bf16" if device == "cuda" else "fp32"),
+                device=device,
+                clip=(known.clip if clip is None else clip) or None,
+                keep_dropout=keep_dropout,
+                activation_checkpointing=activation_checkpointing,
+                compile=compile,
+                cpu_offload=cpu_offload,
+                module_prefix=module_prefix or "",
+                deterministic=computes,
+                reread=reread,
+                round_trip=round_trip,
+                scratch=shared,
+                timeout=timeout,
+            )
             plan: dict[str, Settings] = {}
             if against is not None:
                 plan["reference"] = replace(
-                    settings, source=os.fspath(against), reading=reference_reading,
+                    settings,
+                    source=os.fspath(against),
+                    reading=reference_reading,
                     mesh=mesh_of(None, against_world_size) if against_world_size else dims,
-                    config=original_config or model_config if asked.config is None and job is None else asked.config, round_trip=False,
+                    config=original_config or model_config if asked.config is None and job is None else asked.config,
+                    round_trip=False,
                     reread=False,
-                )  # fmt: skip
+                )
             if recorded is not None:
                 rates = {s.step: s.learning_rates for s in recorded.steps if s.learning_rates}
                 settings = replace(settings, rates=rates, probe=recorded.probe.get("rows", {}))
@@ -211,17 +241,18 @@ def resume_verify(
             again = {} if other is None else {"noise": replace(base, micro_batch=other, round_trip=False, reread=False)}
             if calibrate and not again:
                 raise UsageError(
-                    f"{argument('calibrate', True)} runs the job a second time with other micro-batches, but a global batch of {base.global_batch} in "
-                    f"micro-batches of {base.micro_batch} rows can be cut into neither half nor double ones. Change "
-                    f"{argument('micro_batch')} or {argument('global_batch')}."
+                    f"{argument('calibrate', True)} runs the job a second time with other micro-batches, but a global "
+                    f"batch of {base.global_batch} in micro-batches of {base.micro_batch} rows can be cut into neither "
+                    f"half nor double ones. Change {argument('micro_batch')} or {argument('global_batch')}."
                 )
             if calibrate:
                 plan |= again
             plan["candidate"] = settings
             if model_config is None and job is None:
                 raise UsageError(
-                    f"there is no config.json beside {os.fspath(source)} that describes the model. Pass {argument('config')}, the folder "
-                    f"of a Hugging Face model, or {argument('job')}, module.py:build, a function that returns your own."
+                    f"there is no config.json beside {os.fspath(source)} that describes the model. Pass "
+                    f"{argument('config')}, the folder of a Hugging Face model, or {argument('job')}, module.py:build, "
+                    "a function that returns your own."
                 )
             if profile == "relaxed" and "reference" in plan:
                 dtypes = _dtypes(source, candidate_reading)
@@ -258,9 +289,11 @@ def resume_verify(
                 traces |= launch_runs(again, second, status)
                 found = judged(traces)
         limits = {
-            "min_mfu": min_mfu, "max_reserved_gib": max_reserved_gib, "max_step_seconds": max_step_seconds,
+            "min_mfu": min_mfu,
+            "max_reserved_gib": max_reserved_gib,
+            "max_step_seconds": max_step_seconds,
             "max_load_seconds": max_load_seconds,
-        }  # fmt: skip
+        }
         return _report(plan, traces, recorded, found, profile, peak_tflops, limits)
 
 
@@ -299,9 +332,18 @@ def _report(
     numbers = metrics(got, peak_tflops)
     checks.extend(gates(got, numbers, **limits))
     return Report(
-        got, reference, profile, checks, found, envelope, calibration is not None, numbers,
-        {"ckpttool": __version__, "python": sys.version.split()[0]}, unseen, datetime.now(UTC).isoformat(timespec="seconds"),
-    )  # fmt: skip
+        got,
+        reference,
+        profile,
+        checks,
+        found,
+        envelope,
+        calibration is not None,
+        numbers,
+        {"ckpttool": __version__, "python": sys.version.split()[0]},
+        unseen,
+        datetime.now(UTC).isoformat(timespec="seconds"),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ before the runs
@@ -338,8 +380,8 @@ def _mesh(world_size: int | None, mesh: str | None, as_rank: bool, device: str, 
         raise UsageError(f"{argument('mesh', mesh)} has {size} ranks, but there are {ranks}.")
     if device == "cuda" and not as_rank and ranks > gpus:
         raise UsageError(
-            f"{ranks} ranks, but this machine has {plural(gpus, 'GPU')}. Pass {argument('device', 'cpu')} to run them on the CPU, or start "
-            "ckpttool with torchrun or srun to use several nodes."
+            f"{ranks} ranks, but this machine has {plural(gpus, 'GPU')}. Pass {argument('device', 'cpu')} to run them "
+            "on the CPU, or start ckpttool with torchrun or srun to use several nodes."
         )
     return dims
 
@@ -355,8 +397,8 @@ def _world_size_of_job() -> int:
     if not (rank.isdigit() and world.isdigit() and int(rank) < int(world) and all(variables.values())):
         shown = ", ".join(f"{k}={v!r}" for k, v in variables.items())
         raise UsageError(
-            f"RANK and WORLD_SIZE are set, so this process is one rank of a job, but the variables make no sense: {shown}. "
-            "Start it with torchrun or srun, or unset RANK and WORLD_SIZE."
+            "RANK and WORLD_SIZE are set, so this process is one rank of a job, but the variables make no sense: "
+            f"{shown}. Start it with torchrun or srun, or unset RANK and WORLD_SIZE."
         )
     return int(world)
 
@@ -370,8 +412,9 @@ def _begin_of(recorded: Trace, begin: int, reference: str | os.PathLike[str] | N
     begin = begin or recorded.start or recorded.steps[0].step - 1
     if not any(s.step > begin for s in recorded.steps):
         raise UsageError(
-            f"{os.fspath(str(reference))} has steps {recorded.steps[0].step}..{recorded.steps[-1].step}, but the checkpoint is of "
-            f"step {begin}, and none comes after it. If the checkpoint is of another step, pass {argument('start_step')}."
+            f"{os.fspath(str(reference))} has steps {recorded.steps[0].step}..{recorded.steps[-1].step}, but the "
+            f"checkpoint is of step {begin}, and none comes after it. If the checkpoint is of another step, pass "
+            f"{argument('start_step')}."
         )
     return begin
 
@@ -420,8 +463,8 @@ def _failures_named() -> Iterator[None]:
         text = " ".join(str(e).split()).rstrip(".")
         if lost_peer(e):
             raise RankLost(
-                f"rank {os.environ['RANK']} lost another rank in {stage()!r} ({text}). The rank that ended first is the cause: torchrun "
-                "lists it with its exit code, and srun prints it."
+                f"rank {os.environ['RANK']} lost another rank in {stage()!r} ({text}). The rank that ended first is "
+                "the cause: torchrun lists it with its exit code, and srun prints it."
             ) from None
         raise CkpttoolError(f"rank {os.environ['RANK']} failed in {stage()!r}: {type(e).__name__}: {text}.") from None
 
@@ -433,8 +476,9 @@ def _run_here(
     folder: str,
     status: Status,
 ) -> tuple[dict[str, Settings], dict[str, Trace], Judged] | None:
-    """(the runs that rank 0 has `planned`, their traces and perhaps those of the second plan, what is `judged` of them) in the job
-    that this process is a rank of, which it enters with these arguments of `joined_job`; None on other ranks than 0.
+    """(the runs that rank 0 has `planned`, their traces and perhaps those of the second plan, what is `judged` of them)
+    in the job that this process is a rank of, which it enters with these arguments of `joined_job`; None on other ranks
+    than 0.
 
     Raises:
         RankLost: another rank is gone. CkpttoolError: anything else that the job raised.
@@ -454,8 +498,8 @@ def _run_here(
         def run(label: str, settings: Settings) -> None:
             if settings.world_size != dist.get_world_size():
                 raise UsageError(
-                    f"the {label} has a mesh of {settings.world_size} ranks, but this job has {dist.get_world_size()}; to run "
-                    "at another world size, start ckpttool without torchrun on one machine."
+                    f"the {label} has a mesh of {settings.world_size} ranks, but this job has {dist.get_world_size()}; "
+                    "to run at another world size, start ckpttool without torchrun on one machine."
                 )
             trace = worker.run(settings, os.path.join(folder, f"probe-{label}.npy"), mine)
             if trace is not None:

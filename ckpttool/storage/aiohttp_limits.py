@@ -1,7 +1,7 @@
 """The limits of answer_limits.py for clients that use aiohttp: fsspec's HTTP, s3fs and gcsfs.
 
-The names of aiohttp that are used here are those of its documentation, except for one: aiobotocore makes its ClientSession in
-a method without a setting for it (`_get_session`).
+The names of aiohttp that are used here are those of its documentation, except for one: aiobotocore makes its
+ClientSession in a method without a setting for it (`_get_session`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _HARMLESS = {"accept", "accept-encoding", "range", "user-agent", "if-match", "if
 
 
 class _Body:
-    """The body of an answer, as aiohttp's StreamReader, which ends with an error where more than `most` bytes arrive."""
+    """The body of an answer, as aiohttp's StreamReader, which ends with an error where more than `most` bytes
+    arrive."""
 
     def __init__(self, stream: Any, question: Question, most: int, counted: bool, ignored: bool) -> None:
         self._stream, self._question, self._most, self._counted, self._ignored = (

@@ -1,8 +1,10 @@
-"""How much of a server's answer is read, and how long it is waited for: one set of limits for S3, GCS, HTTP and the Hub.
+"""How much of a server's answer is read, and how long it is waited for: one set of limits for S3, GCS, HTTP and the
+Hub.
 
-A `Question` is what with_retries or a page of a listing asks: all its tries and the requests that a client makes of it. The
-transports (aiohttp_limits.py, hub_limits.py) report every request and every answer to the question that is being asked, and
-read no more than it allows. Outside of a question they do nothing, so a program that uses the same clients keeps its own rules.
+A `Question` is what with_retries or a page of a listing asks: all its tries and the requests that a client makes of it.
+The transports (aiohttp_limits.py, hub_limits.py) report every request and every answer to the question that is being
+asked, and read no more than it allows. Outside of a question they do nothing, so a program that uses the same clients
+keeps its own rules.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ __all__ = ["LIMITS", "Limits", "Question", "Stalled", "asking", "current", "ever
 class Limits:
     """
     Args:
-        stall_seconds: headers arrive within this time, and then `stall_bytes` of the body, or its end, in every such period.
+        stall_seconds: headers arrive within this time, and then `stall_bytes` of the body, or its end, in every such
+        period.
         stall_bytes: fewer bytes in a period are no progress.
         stalls: tries of one question that may stall.
         write_seconds: the same period where something was sent: a store checks and joins it before it answers.
-        question_seconds: no request of a question is sent later than this after the first, or after the last progress of a body.
+        question_seconds: no request of a question is sent later than this after the first, or after the last progress
+        of a body.
         wait_seconds: waits that the Hub may ask for when it limits requests, in all of one question.
         answer_bytes: an answer to a request that names no range, such as a page of a listing.
         question_bytes: all such answers to one question.
@@ -63,7 +67,8 @@ class Stalled(RemoteError):
 
 
 class Question:
-    """What one answer to `url` is read for; `writes`: something is sent, which may take long; `downloads`: whole files are fetched.
+    """What one answer to `url` is read for; `writes`: something is sent, which may take long; `downloads`: whole files
+    are fetched.
 
     Raises (all methods):
         RemoteError: the answer is beyond the limits; with why. Stalled: it makes no progress.
@@ -93,8 +98,8 @@ class Question:
             raise self.stalled()
         if not self.writes and time.monotonic() > self._until:
             raise RemoteError(
-                f"{self.url}: the server has not given a whole answer in {LIMITS.question_seconds:.0f} seconds. Check the network and "
-                "the server, then run the same command again."
+                f"{self.url}: the server has not given a whole answer in {LIMITS.question_seconds:.0f} seconds. Check "
+                "the network and the server, then run the same command again."
             )
 
     def progress(self) -> None:
@@ -105,8 +110,9 @@ class Question:
         """The error for an answer without progress."""
         self._stalled = True
         return Stalled(
-            f"{self.url}: the server makes no progress: in {self.stall_seconds:g} seconds it sent neither a whole header nor "
-            f"{LIMITS.stall_bytes >> 10} KiB. Check the network and the server, then run the same command again."
+            f"{self.url}: the server makes no progress: in {self.stall_seconds:g} seconds it sent neither a whole "
+            f"header nor {LIMITS.stall_bytes >> 10} KiB. Check the network and the server, then run the same command "
+            "again."
         )
 
     def allowed(
@@ -125,16 +131,16 @@ class Question:
         coding = headers.get("Content-Encoding", "").strip().lower()
         if coding not in ("", "identity", "aws-chunked"):  # the last is a word that some stores keep from an upload
             raise RemoteError(
-                f"{self.url}: the server sends it with the content encoding {coding[:40]!r}, which was not asked for. Turn the encoding off "
-                "there, or download the file."
+                f"{self.url}: the server sends it with the content encoding {coding[:40]!r}, which was not asked for. "
+                "Turn the encoding off there, or download the file."
             )
         if found := re.fullmatch(r"bytes=(\d+)-(\d+)", asked):
             first, n = int(found[1]), int(found[2]) - int(found[1]) + 1
             sent = headers.get("Content-Range", "")
             if status == 206 and not sent.replace(" ", "").startswith(f"bytes{first}-"):
                 raise RemoteError(
-                    f"{self.url}: requested bytes from {first} on, but the server sent {sent[:80] or 'others'!r}. A proxy or cache may be "
-                    "broken; download the file by other means."
+                    f"{self.url}: requested bytes from {first} on, but the server sent {sent[:80] or 'others'!r}. A "
+                    "proxy or cache may be broken; download the file by other means."
                 )
             length = headers.get("Content-Length", "")
             if method != "HEAD" and length.isdecimal() and int(length[:20]) > n:
@@ -144,8 +150,8 @@ class Question:
             self._asked[url] = again = self._asked.get(url, 0) + 1
             if again > 2 or len(self._asked) > LIMITS.answers:
                 raise RemoteError(
-                    f"{self.url}: the server's listing has no end: {again if again > 2 else LIMITS.answers} answers, and every one names another "
-                    "page. Check the server."
+                    f"{self.url}: the server's listing has no end: {again if again > 2 else LIMITS.answers} answers, "
+                    "and every one names another page. Check the server."
                 )
         return min(most or LIMITS.answer_bytes, self._left)
 
@@ -154,7 +160,8 @@ class Question:
         self._left = max(0, self._left - n)
 
     def check_body(self, body: bytes) -> None:
-        """Refuse the body of an answer without a range that would fill the memory once its reader parses it as JSON, or for S3 as XML.
+        """Refuse the body of an answer without a range that would fill the memory once its reader parses it as JSON, or
+        for S3 as XML.
 
         Raises:
             RemoteError: it would.
@@ -175,8 +182,8 @@ class Question:
         wait = max((int(w[:12]) for w in waits), default=0) if status >= 400 else 0
         if wait > self._waits:
             raise RemoteError(
-                f"{self.url}: the server limits requests (status {status}) and wants us to wait {wait:,} seconds. Run the same command "
-                "again later."
+                f"{self.url}: the server limits requests (status {status}) and wants us to wait {wait:,} seconds. Run "
+                "the same command again later."
             )
         self._waits -= wait
         self._until += wait
@@ -188,8 +195,8 @@ class Question:
                 f"{self.url}: the server ignores Range requests and sends the whole object. Download the file."
             )
         return RemoteError(
-            f"{self.url}: the server sends more than the {most:,} bytes that an answer to this request may have. Check the server, or "
-            "download the file by other means."
+            f"{self.url}: the server sends more than the {most:,} bytes that an answer to this request may have. Check "
+            "the server, or download the file by other means."
         )
 
 
@@ -198,7 +205,8 @@ _XML_DEPTH = 32
 
 
 def _refuse_deep_xml(body: bytes) -> None:
-    """Measure the elements of XML, of which each open one takes 400 bytes in its reader. What is no XML is for the reader to refuse.
+    """Measure the elements of XML, of which each open one takes 400 bytes in its reader. What is no XML is for the
+    reader to refuse.
 
     Raises:
         Unsafe: elements are nested deeper than in any answer of S3.
@@ -265,12 +273,12 @@ def permit_redirect(method: str, at: str, location: str) -> bool:
         raise Unsafe(f"{here.scheme}://{here.hostname}: the server redirects to what is no URL.") from None
     if there.scheme not in ("http", "https") or (here.scheme == "https" and there.scheme != "https"):
         raise Unsafe(
-            f"{here.scheme}://{here.hostname}: the server redirects to {there.scheme[:20]}://, where anybody could read and change what is "
-            "sent. Use the URL that it redirects to, if you trust it."
+            f"{here.scheme}://{here.hostname}: the server redirects to {there.scheme[:20]}://, where anybody could "
+            "read and change what is sent. Use the URL that it redirects to, if you trust it."
         )
     if not same and method not in ("GET", "HEAD"):
         raise Unsafe(
-            f"{here.scheme}://{here.hostname}: the server wants what is sent to it to be sent to {there.hostname}. Use the URL of that server, "
-            "if you trust it."
+            f"{here.scheme}://{here.hostname}: the server wants what is sent to it to be sent to {there.hostname}. Use "
+            "the URL of that server, if you trust it."
         )
     return same

@@ -25,7 +25,8 @@ class IOBudget(NamedTuple):
     buffer_bytes: int = 4 << 20
 
     def reader_threads(self, source: Source) -> int:
-        """Threads that read, besides the one that digests: more where each waits for a network; 0 where that one reads."""
+        """Threads that read, besides the one that digests: more where each waits for a network; 0 where that one
+        reads."""
         if source.is_remote:
             return 1 if source.in_order else 4 * self.threads
         return 0 if self.threads == 1 else 1 if source.in_order else self.threads
@@ -66,7 +67,8 @@ class BufferPool:
 
         start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % huge
         view = memoryview(self._map)
-        # the one given back last is taken first: it is in the cache, and buffers that are never needed stay without pages
+        # the one given back last is taken first: it is in the cache, and buffers that are never needed stay without
+        # pages
         self.free: queue.LifoQueue[memoryview] = queue.LifoQueue()
         for i in range(count):
             self.free.put(view[start + i * step : start + i * step + size])

@@ -1,4 +1,5 @@
-"""`ComputedSource`: the files of a source, and others whose bytes are computed when they are read, such as merged weights.
+"""`ComputedSource`: the files of a source, and others whose bytes are computed when they are read, such as merged
+weights.
 
 One such file is in memory at a time, so readers go from front to back with one thread (`Source.in_order`).
 """

@@ -1,8 +1,8 @@
 """What a conversion writes to: a local folder, a local file, an object or a prefix of objects behind one protocol.
 
-A destination appears whole or not at all. `local_destination` builds it in a hidden folder and renames that, and can go on
-from what an interrupted run left; `object_destinations` sends it to a store, which shows objects that are complete, and
-begins anew.
+A destination appears whole or not at all. `local_destination` builds it in a hidden folder and renames that, and can go
+on from what an interrupted run left; `object_destinations` sends it to a store, which shows objects that are complete,
+and begins anew.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Destination(Protocol):
     `messages`      what people should know of what was found, put back, removed or left
     `earlier`       what an interrupted run of the same plan left there
     `sharable`      whether several processes can fill it: `share`, `begun` and `filled` are of use then
-    `part_bytes`    of a store, bytes of a part of an object; 0 where workers write at any offset, in files that `path` names
+    `part_bytes`    of a store, bytes of a part of an object; 0 where workers write at any offset, in files that `path`
+                    names
     `begun`         whether an earlier run of several workers left something to go on from
     `continuable`   whether a run that is interrupted can be continued, so that a journal is of use
     `finish_after`  files whose last byte has come are finished when there are so many
@@ -170,8 +171,8 @@ def write_error(e: OSError, path: str, outcome: str = "The destination is untouc
     """What a failed system call on the destination means; `outcome` is what is there now."""
     if e.errno in _NO_ROOM:
         return NoSpace(
-            f"{path}: {e.strerror}. {outcome} Free some space and run the same command again; what was written is kept and "
-            "used."
+            f"{path}: {e.strerror}. {outcome} Free some space and run the same command again; what was written is kept "
+            "and used."
         )
     if (what := short_of(e)) is not None:
         return NoSpace(

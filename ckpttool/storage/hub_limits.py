@@ -1,8 +1,8 @@
 """The limits of answer_limits.py for huggingface_hub, which uses httpx (httpx2 since its version 2.4).
 
-Requests and answers pass through the hooks of its client. What arrives is watched where it is read from the socket, since
-httpx has no limit of time for a whole header: its connection pool is given another network backend (`_network_backend`, the one
-attribute here that httpx does not document).
+Requests and answers pass through the hooks of its client. What arrives is watched where it is read from the socket,
+since httpx has no limit of time for a whole header: its connection pool is given another network backend
+(`_network_backend`, the one attribute here that httpx does not document).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["bound_hub_client"]
 
 
 def bound_hub_client() -> None:
-    """Have the client that huggingface_hub shares report to the question that is asked, now and whenever it is made again."""
+    """Have the client that huggingface_hub shares report to the question that is asked, now and whenever it is made
+    again."""
     import huggingface_hub
     from huggingface_hub.utils import _http
 
@@ -81,7 +82,8 @@ def _body_class(base: type) -> Any:
 
 
 class _Body:
-    """The body of an answer, as httpx's SyncByteStream, which ends with an error where more than `most` bytes arrive."""
+    """The body of an answer, as httpx's SyncByteStream, which ends with an error where more than `most` bytes
+    arrive."""
 
     def __init__(self, stream: Any, question: Question, most: int, *, counted: bool, ignored: bool) -> None:
         self._stream, self._question, self._most, self._counted, self._ignored = (

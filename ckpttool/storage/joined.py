@@ -1,4 +1,5 @@
-"""`JoinedSource`: the files of one checkpoint, those of another one under other names, and a file of zeros that is on no disk.
+"""`JoinedSource`: the files of one checkpoint, those of another one under other names, and a file of zeros that is on
+no disk.
 
 So a tensor of one index may come from two checkpoints, or have rows that are zero. Both sources must stay open.
 """

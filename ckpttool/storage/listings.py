@@ -1,7 +1,8 @@
-"""The names directly below one folder of a store, page by page: as the store lists them, checked, and never without an end.
+"""The names directly below one folder of a store, page by page: as the store lists them, checked, and never without an
+end.
 
-The clients' own `ls` collects all pages first, and follows a server that names another page for ever. Stores that fsspec knows
-besides S3, GCS, the Hub and web servers are asked through their `ls`.
+The clients' own `ls` collects all pages first, and follows a server that names another page for ever. Stores that
+fsspec knows besides S3, GCS, the Hub and web servers are asked through their `ls`.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ def pages(
             ) from None
         if len(token := repr(more)) > _MOST_TOKEN:
             raise RemoteError(
-                f"{url}: the server names the next page of its listing with {len(token):,} characters, and no store takes more than "
-                f"{_MOST_TOKEN:,} in a URL. Check the server."
+                f"{url}: the server names the next page of its listing with {len(token):,} characters, and no store "
+                f"takes more than {_MOST_TOKEN:,} in a URL. Check the server."
             )
         if more is not None and (token in seen or len(seen) >= LIMITS.answers):
             again = "comes back to a page that was there" if token in seen else f"has more than {LIMITS.answers} pages"
             raise RemoteError(f"{url}: the server's listing {again}, so it has no end. Check the server.")
         if more is not None and time.monotonic() > until:
             raise RemoteError(
-                f"{url}: the server's listing did not end in {LIMITS.question_seconds:.0f} seconds. Check the network and the server, then run "
-                "the same command again."
+                f"{url}: the server's listing did not end in {LIMITS.question_seconds:.0f} seconds. Check the network "
+                "and the server, then run the same command again."
             )
         seen.add(token)
 
@@ -186,7 +187,8 @@ def _of_hub(fs: Any, path: str, at: Any, url: str) -> list[dict[str, Any]]:
 
 
 def _links(fs: Any, url: str) -> list[str]:
-    """Names that the page of a folder links to, directly below it. A page is made for people, so what it links to besides is no error."""
+    """Names that the page of a folder links to, directly below it. A page is made for people, so what it links to
+    besides is no error."""
     from fsspec.asyn import sync
 
     async def call() -> str:

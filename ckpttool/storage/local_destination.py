@@ -1,10 +1,10 @@
 """A destination on a local disk: the folder in which a checkpoint is built, until one rename makes it the destination.
 
-`LocalDestination` and what it uses of partial.py is the only code that creates, renames or removes anything. The destination is
-built in `.<name>.partial-<id>/tree` beside it, where <id> is the digest of the plan, so that the same command run again
-finds what an interrupted run left and goes on from its journal. Every file is fsynced, then the folder, then one rename
-makes it the destination: at any instant the destination is absent or old, or complete. An existing one is swapped whole
-(renameat2 EXCHANGE) and removed afterwards. A lock file names the process that writes.
+`LocalDestination` and what it uses of partial.py is the only code that creates, renames or removes anything. The
+destination is built in `.<name>.partial-<id>/tree` beside it, where <id> is the digest of the plan, so that the same
+command run again finds what an interrupted run left and goes on from its journal. Every file is fsynced, then the
+folder, then one rename makes it the destination: at any instant the destination is absent or old, or complete. An
+existing one is swapped whole (renameat2 EXCHANGE) and removed afterwards. A lock file names the process that writes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = ["LocalDestination", "refuse_full", "refuse_target"]
 class LocalDestination:
     """The folder in which a destination is built, locked and journalled.
 
-    `earlier` is what an interrupted run of the same plan left there, `messages` what people should know of what was found,
-    put back, removed or left.
+    `earlier` is what an interrupted run of the same plan left there, `messages` what people should know of what was
+    found, put back, removed or left.
 
     Raises:
         DestinationExists: something is at `target` and `force` is not set.
@@ -226,12 +226,15 @@ class LocalDestination:
                 os.close(fd)
         st = os.fstat(self._journal)
         return {
-            "folder": self.folder, "fence": [st.st_ino, st.st_size], "plan": self.plan, "coherent": is_coherent(self.folder),
-        }  # fmt: skip
+            "folder": self.folder,
+            "fence": [st.st_ino, st.st_size],
+            "plan": self.plan,
+            "coherent": is_coherent(self.folder),
+        }
 
     def unshare(self) -> None:
-        """All is filled: what others write from here on is refused. A slow worker whose part another one has filled would change files
-        that are read back."""
+        """All is filled: what others write from here on is refused. A slow worker whose part another one has filled
+        would change files that are read back."""
         self.note({"done": self.earlier.done})  # the journal is another one than in their requests
 
     def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -297,15 +300,16 @@ class LocalDestination:
                 self._clear()
             error = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else CkpttoolError
             raise error(
-                f"{self.parent}: {e.strerror} (errno {e.errno}) while the folder was synced. The new checkpoint is in place "
-                f"at {self.target} and complete, but its new name may not survive a power cut: run `sync`.{old}"
+                f"{self.parent}: {e.strerror} (errno {e.errno}) while the folder was synced. The new checkpoint is in "
+                f"place at {self.target} and complete, but its new name may not survive a power cut: run `sync`.{old}"
             ) from e
         self.abandon()
 
     _replaced = False
 
     def _rename(self) -> None:
-        """What was built gets the target's name; what had it goes into the partial folder, or away where it was a file."""
+        """What was built gets the target's name; what had it goes into the partial folder, or away where it was a
+        file."""
         built = os.path.join("tree", self.name) if self.is_file else "tree"
         st = os.stat(built, dir_fd=self._folder, follow_symlinks=False)
         self._built = (st.st_dev, st.st_ino)
@@ -320,8 +324,8 @@ class LocalDestination:
         note_change(f"The new checkpoint is in place at {self.target} and complete.")
 
     def _rename_twice(self, built: str) -> None:
-        """Where two names cannot be exchanged there is an instant without a destination; what ends us then (an error here, a
-        kill by the next run) has the old one put back."""
+        """Where two names cannot be exchanged there is an instant without a destination; what ends us then (an error
+        here, a kill by the next run) has the old one put back."""
         old = os.path.join(self.folder, "old")
         try:
             os.rename(self.target, old)
@@ -374,8 +378,8 @@ def refuse_full(folder: str, need_bytes: int, have: int = 0) -> int:
     free = shutil.disk_usage(folder).free
     if need_bytes > free + have:
         raise NoSpace(
-            f"{folder} has {free:,} bytes free, the destination needs {need_bytes:,}. Free {need_bytes - free:,} bytes or "
-            "write elsewhere."
+            f"{folder} has {free:,} bytes free, the destination needs {need_bytes:,}. Free {need_bytes - free:,} bytes "
+            "or write elsewhere."
         )
     return free
 
@@ -404,8 +408,8 @@ def refuse_target(target: str, is_file: bool, force: bool) -> None:
         )
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
         raise DestinationExists(
-            f"{target} is {_KINDS.get(stat.S_IFMT(mode), 'no regular file')}, which ckpttool never replaces. Choose another "
-            "destination."
+            f"{target} is {_KINDS.get(stat.S_IFMT(mode), 'no regular file')}, which ckpttool never replaces. Choose "
+            "another destination."
         )
     if not force:
         raise DestinationExists(
@@ -417,8 +421,11 @@ def refuse_target(target: str, is_file: bool, force: bool) -> None:
 
 
 _KINDS = {
-    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"
-}  # fmt: skip
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
 
 
 def _walk(folder: str) -> list[os.DirEntry[str]]:

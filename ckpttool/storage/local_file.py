@@ -1,4 +1,5 @@
-"""Files of a destination on a local disk, written front to back: around the page cache, by threads, from shared buffers."""
+"""Files of a destination on a local disk, written front to back: around the page cache, by threads, from shared
+buffers."""
 
 from __future__ import annotations
 
@@ -91,8 +92,8 @@ class WriterPool:
 class LocalFile(DestinationFile):
     """One file of the destination, written front to back.
 
-    With `existing`, what is appended is compared with what an earlier run wrote, and nothing is written before `go_on`. Without
-    `create` the file must be there.
+    With `existing`, what is appended is compared with what an earlier run wrote, and nothing is written before `go_on`.
+    Without `create` the file must be there.
     """
 
     def __init__(self, path: str, writer: WriterPool, existing: bool = False, create: bool = True) -> None:

@@ -1,8 +1,9 @@
 """A range of a file that other processes write to at the same time, written front to back.
 
-Whole pages of the range go around the page cache, as in local_file.py. The pages that the range shares with its neighbours, its
-first and its last, are written through the cache, byte for byte: on a local disk all processes see the same page there. On a network
-file system each machine has a cache of its own and may write a whole page back, so there these bytes are handed to the coordinator.
+Whole pages of the range go around the page cache, as in local_file.py. The pages that the range shares with its
+neighbours, its first and its last, are written through the cache, byte for byte: on a local disk all processes see the
+same page there. On a network file system each machine has a cache of its own and may write a whole page back, so there
+these bytes are handed to the coordinator.
 """
 
 from __future__ import annotations

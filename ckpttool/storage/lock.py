@@ -21,8 +21,8 @@ __all__ = ["keep_ours", "open_lock", "our_uid", "take_lock", "try_lock", "unlock
 
 
 def our_uid(uid: int, where: str) -> bool:
-    """Whether files of this owner are ours: on some file systems (NFS that squashes root, SMB) what we create belongs to
-    another number than our own."""
+    """Whether files of this owner are ours: on some file systems (NFS that squashes root, SMB) what we create belongs
+    to another number than our own."""
     if uid == os.geteuid():
         return True
     try:
@@ -79,7 +79,8 @@ _held: set[int] = set()
 
 
 def _leave_to_parent() -> None:
-    """A forked child shares the lock, and would keep it after the death of its parent, as workers of a ProcessPoolExecutor do."""
+    """A forked child shares the lock, and would keep it after the death of its parent, as workers of a
+    ProcessPoolExecutor do."""
     while _held:
         with suppress(OSError):
             os.close(_held.pop())

@@ -1,8 +1,9 @@
 """A destination in an object store, sent while it is made: one object, or all objects below a prefix.
 
-Nothing is on the local disk but, where very many files are written at once, the parts that wait to be sent. An object appears
-whole when its last byte was sent. In S3, several workers may send parts (shared_objects.py). What an interrupted run of several
-workers, or one that was killed, leaves is gone on from by the next run to the same place; one process that is interrupted removes it.
+Nothing is on the local disk but, where very many files are written at once, the parts that wait to be sent. An object
+appears whole when its last byte was sent. In S3, several workers may send parts (shared_objects.py). What an
+interrupted run of several workers, or one that was killed, leaves is gone on from by the next run to the same place;
+one process that is interrupted removes it.
 """
 
 from __future__ import annotations
@@ -74,10 +75,13 @@ class _Uploaded:
             return self.outcome
         if self.shared:
             return (
-                f"{self.place} is untouched. Run the same command again to continue: the store keeps the parts that were sent (and bills "
-                "them), until then or until a lifecycle rule of the bucket removes them."
+                f"{self.place} is untouched. Run the same command again to continue: the store keeps the parts that "
+                "were sent (and bills them), until then or until a lifecycle rule of the bucket removes them."
             )
-        return f"{self.place} is untouched. Run the same command again; it starts over, and removes the parts that were sent."
+        return (
+            f"{self.place} is untouched. Run the same command again; it starts over, and removes the parts that were "
+            "sent."
+        )
 
     def stop(self) -> str:
         """After an interruption: keep what the next run can go on from, remove the rest, and say what is there."""
@@ -112,7 +116,8 @@ class _Uploaded:
         """What is sent too late is noticed by `confirm`, or refused by the store."""
 
     def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-        """(file, cell) of what the store does not list as it was sent, {file: {cell: ETag}}; all the rest is ready to be completed.
+        """(file, cell) of what the store does not list as it was sent, {file: {cell: ETag}}; all the rest is ready to
+        be completed.
 
         Raises:
             RemoteError: the store fails, or another run aborted or completed an upload.
@@ -161,7 +166,8 @@ class ObjectDestination(_Uploaded):
         self.upload = Upload(url, force=force, lock=lock, expect_bytes=need_bytes, keep_parts=True)
         if lock and not self.upload.locked:
             self.messages.append(
-                "the bucket has no object lock, so retention and legal hold are recorded only in the archive and the ledger"
+                "the bucket has no object lock, so retention and legal hold are recorded only in the archive and the "
+                "ledger"
             )
 
         self.sharable = self.upload.sharable
@@ -174,8 +180,11 @@ class ObjectDestination(_Uploaded):
         up = self.upload.share()
         self.shared = {name: up}
         return {
-            "part_bytes": up.size, "on_disk": False, "earlier": begun, "objects": {name: [self.upload.url, up.upload_id]},
-        }  # fmt: skip
+            "part_bytes": up.size,
+            "on_disk": False,
+            "earlier": begun,
+            "objects": {name: [self.upload.url, up.upload_id]},
+        }
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
         """The file."""

@@ -1,7 +1,7 @@
 """Single objects of a store: requests of S3, conditional writes of small objects, removal, legal holds.
 
-Every write of `put_if_unchanged` carries a condition, If-None-Match or If-Match, so two writers cannot overwrite each other;
-a store that ignores conditions, as old imitations of S3 do, is not safe for a ledger that many write to.
+Every write of `put_if_unchanged` carries a condition, If-None-Match or If-Match, so two writers cannot overwrite each
+other; a store that ignores conditions, as old imitations of S3 do, is not safe for a ledger that many write to.
 
 Sources: the API reference of S3 (DeleteObject, PutObjectLegalHold, "Conditional writes", AbortMultipartUpload).
 """
@@ -74,7 +74,8 @@ class S3Object:
         return with_retries(self.url, lambda: sync(self.fs.loop, call), writes=method in _WRITES)
 
     def pages(self, method: str, following: Mapping[str, str], **kwargs: Any) -> Iterator[dict[str, Any]]:
-        """The answers to a request that lists; `following` {argument for the next page: the name of its value in an answer}.
+        """The answers to a request that lists; `following` {argument for the next page: the name of its value in an
+        answer}.
 
         Raises:
             RemoteError: or one of its subclasses in retries.py; the listing has no end.
@@ -86,8 +87,8 @@ class S3Object:
         )
 
     def unfinished(self, prefix: str, ours: Callable[[str], bool]) -> list[tuple[str, str]]:
-        """(key, id) of uploads that were never finished, of keys with that prefix that are `ours`; none if the store does not
-        allow listing them."""
+        """(key, id) of uploads that were never finished, of keys with that prefix that are `ours`; none if the store
+        does not allow listing them."""
         found: list[tuple[str, str]] = []
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         try:
@@ -129,7 +130,8 @@ class S3Object:
             return False
 
     def abort(self, upload: str, key: str | None = None) -> None:
-        """Abort an upload, until the store lists no part of it: a part that was on its way may arrive after the first time.
+        """Abort an upload, until the store lists no part of it: a part that was on its way may arrive after the first
+        time.
 
         Raises:
             RemoteError: the store still lists parts.
@@ -165,7 +167,8 @@ class S3Object:
 
 
 async def _watched(asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, question: Question) -> dict[str, Any]:
-    """The answer to a request that sends something. It ends when in one period nothing of the body was sent, nor an answer came."""
+    """The answer to a request that sends something. It ends when in one period nothing of the body was sent, nor an
+    answer came."""
     import asyncio
 
     task, before = asyncio.ensure_future(asked), -1
@@ -223,10 +226,11 @@ def hide(url: str) -> None:
 
 
 def remove(url: str) -> None:
-    """Remove an object, with every version that the store keeps of it, the oldest first; a missing object is not an error.
+    """Remove an object, with every version that the store keeps of it, the oldest first; a missing object is not an
+    error.
 
-    In a bucket with versions, a deletion that names no version only hides the object, and no lock prevents that. So every
-    version is named.
+    In a bucket with versions, a deletion that names no version only hides the object, and no lock prevents that. So
+    every version is named.
 
     Raises:
         RemoteError: the store refuses, because of an object lock or of missing permissions.

@@ -3,7 +3,8 @@
     .NAME.partial-lock              locked with flock while a run writes
     .NAME.partial-<id>/journal      one JSON object a line
     .NAME.partial-<id>/tree/        the destination to be
-    .NAME.partial-<id>/parts/       where several workers fill it: what each says of the parts that it has filled, one JSON a part
+    .NAME.partial-<id>/parts/       where several workers fill it: what each says of the parts that it has filled, one
+                                    JSON a part
     .NAME.partial-<id>/old          the old destination, between two renames, where the system cannot exchange names
 
 Others may be able to create entries in the same parent folder (a scratch folder with the sticky bit), so a name proves
@@ -31,9 +32,22 @@ from ..errors import DestinationExists, Locked, UsageError, kind_of_failure, not
 from .lock import keep_ours, open_lock, our_uid, take_lock, try_lock, unlock, user
 
 __all__ = [
-    "Beside", "Cleaned", "Earlier", "clean", "command", "continuable", "earlier_run", "foreign", "make", "put_back",
-    "read_journal", "recover", "remove", "rename2", "told",
-]  # fmt: skip
+    "Beside",
+    "Cleaned",
+    "Earlier",
+    "clean",
+    "command",
+    "continuable",
+    "earlier_run",
+    "foreign",
+    "make",
+    "put_back",
+    "read_journal",
+    "recover",
+    "remove",
+    "rename2",
+    "told",
+]
 
 _ID = 12  # hex digits of the plan's digest
 _MOST = 100  # partial folders of one plan: the names of others are passed over
@@ -165,8 +179,8 @@ def _locked(beside: Beside, look_only: bool = False) -> Iterator[None]:
 class Earlier(NamedTuple):
     """What an earlier run left: tensors done, and what it says of them.
 
-    `digests` {tensor: BLAKE3} of those that are done, only where their source is far away, and `lost` {tensor: counts of numbers that
-    its cast could not hold} likewise; `sinks` {number of a file: state of what its bytes went through}.
+    `digests` {tensor: BLAKE3} of those that are done, only where their source is far away, and `lost` {tensor: counts
+    of numbers that its cast could not hold} likewise; `sinks` {number of a file: state of what its bytes went through}.
     """
 
     done: int = 0
@@ -190,7 +204,8 @@ def read_journal(folder: str) -> list[dict[str, Any]]:
 
 
 def earlier_run(entries: list[dict[str, Any]], plan: str) -> Earlier | None:
-    """What a journal says; None where it is of another plan, its tree may be the old destination, or it makes no sense."""
+    """What a journal says; None where it is of another plan, its tree may be the old destination, or it makes no
+    sense."""
     if not entries or entries[0]["plan"] != plan or "committed" in entries[-1]:
         return None
     done, digests, sinks = 0, dict[str, str](), dict[int, dict[str, Any]]()
@@ -234,8 +249,8 @@ def put_back(beside: Beside, dry_run: bool = False) -> str | None:
 def told(target: str, old: str) -> str:
     """What `put_back` did, in words."""
     return (
-        f"an earlier run was interrupted after it had taken the old {target} away and before the new one was in its place; "
-        f"the old one was put back from {old}"
+        f"an earlier run was interrupted after it had taken the old {target} away and before the new one was in its "
+        f"place; the old one was put back from {old}"
     )
 
 
@@ -268,7 +283,10 @@ def remove(folder: str, target: str) -> str | None:
     shutil.rmtree(folder, onerror=note)
     if not os.path.lexists(folder):
         return None
-    return f"{folder} could not be removed ({failed[0] if failed else 'it is there again'}); `{command(target)}` removes it"
+    return (
+        f"{folder} could not be removed ({failed[0] if failed else 'it is there again'}); `{command(target)}` removes "
+        "it"
+    )
 
 
 @dataclass
@@ -281,12 +299,14 @@ class Cleaned:
     failed: bool = False  # whether some of `kept` is ours, and could not be removed
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: {"put_back": [{"from", "to"}], "removed": [{"path", "bytes"}], "kept": [{"path", "why"}], "failed"}."""
+        """Plain data: {"put_back": [{"from", "to"}], "removed": [{"path", "bytes"}], "kept": [{"path", "why"}],
+        "failed"}."""
         return {
             "put_back": [{"from": a, "to": b} for a, b in self.put_back],
             "removed": [{"path": p, "bytes": n} for p, n in self.removed],
-            "kept": [{"path": p, "why": why} for p, why in self.kept], "failed": self.failed,
-        }  # fmt: skip
+            "kept": [{"path": p, "why": why} for p, why in self.kept],
+            "failed": self.failed,
+        }
 
 
 def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:

@@ -1,8 +1,8 @@
 """`PatchedSource`: a source in which damaged files appear with the sizes and the structure that they should have.
 
-A file that was cut off has a hole where its last bytes should be, and may have bytes behind the hole that follow from those that
-are there (the directory of a zip). So every reader of whole files reads it too. The bytes of a hole are never made up:
-asking for one raises `Lost`. The files themselves are not touched.
+A file that was cut off has a hole where its last bytes should be, and may have bytes behind the hole that follow from
+those that are there (the directory of a zip). So every reader of whole files reads it too. The bytes of a hole are
+never made up: asking for one raises `Lost`. The files themselves are not touched.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Patch:
     made: tuple[tuple[int, bytes], ...] = ()
 
     def pieces(self, offset: int, length: int) -> Iterator[tuple[int, bytes | int]]:
-        """What the bytes [offset, offset + length) are, in order: (offset, literal bytes) or (offset, a number of bytes that are
-        on the disk).
+        """What the bytes [offset, offset + length) are, in order: (offset, literal bytes) or (offset, a number of bytes
+        that are on the disk).
 
         Raises:
             LookupError: one of them is in a hole.
@@ -132,8 +132,8 @@ class PatchedSource(Source):
                     at += len(piece)
         except LookupError:
             lost = Lost(
-                f"{os.path.join(self.root, name)}: bytes {offset}..{offset + len(into)} are lost; only the first {found.present} "
-                "are there."
+                f"{os.path.join(self.root, name)}: bytes {offset}..{offset + len(into)} are lost; only the first "
+                f"{found.present} are there."
             )
             lost.present = found.present
             raise lost from None

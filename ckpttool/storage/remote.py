@@ -1,8 +1,10 @@
-"""`RemoteSource`: the objects below one URL as a `Source`. Stores are those of fsspec (s3://, gs://, hf://, http(s)://).
+"""`RemoteSource`: the objects below one URL as a `Source`. Stores are those of fsspec (s3://, gs://, hf://,
+http(s)://).
 
-A request costs a round trip, whatever it brings. So one listing gives the sizes and versions of all objects of a folder,
-announced ranges are fetched many at a time (prefetch.py), and `stream.Reader` uses more threads for remote sources. What
-bounds memory: the caller's buffers, `FetchSizes.request_bytes` for each thread, and `FetchSizes.kept_bytes`.
+A request costs a round trip, whatever it brings. So one listing gives the sizes and versions of all objects of a
+folder, announced ranges are fetched many at a time (prefetch.py), and `stream.Reader` uses more threads for remote
+sources. What bounds memory: the caller's buffers, `FetchSizes.request_bytes` for each thread, and
+`FetchSizes.kept_bytes`.
 
 No message contains credentials or signed queries (retries.py, urls.py).
 """
@@ -32,9 +34,24 @@ _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 # Fields by which stores identify the content of an object, the best first.
 _STRONG = ("ETag", "etag", "generation", "blob_id")
 _VERSION = (
-    "ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest", "oid",
-    "blob_id", "LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created",
-)  # fmt: skip
+    "ETag",
+    "etag",
+    "VersionId",
+    "version_id",
+    "generation",
+    "md5Hash",
+    "content_md5",
+    "Content-MD5",
+    "Digest",
+    "oid",
+    "blob_id",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "mtime",
+    "updated",
+    "created",
+)
 
 
 def filesystem_for(url: str) -> tuple[Any, str, str]:
@@ -83,7 +100,8 @@ def filesystem_for(url: str) -> tuple[Any, str, str]:
 
 @cache
 def _bounds(scheme: str) -> dict[str, Any]:
-    """Arguments that make a file system's clients keep to answer_limits.py. They are made once: fsspec tells file systems apart by them."""
+    """Arguments that make a file system's clients keep to answer_limits.py. They are made once: fsspec tells file
+    systems apart by them."""
     if scheme in ("s3", "s3a"):
         if find_spec("s3fs") is None:
             raise ImportError("s3fs")
@@ -119,8 +137,8 @@ class RemoteSource(Source):
         self._ahead = Prefetcher(self._piece, self.sizes)
 
     def _base(self) -> str:
-        """The path that all objects are below. On the Hub it names the commit that was first seen, so that all reads are of one
-        commit even if the branch moves on."""
+        """The path that all objects are below. On the Hub it names the commit that was first seen, so that all reads
+        are of one commit even if the branch moves on."""
         if not self._hub:
             return self._prefix
         with self._pin:
@@ -145,12 +163,14 @@ class RemoteSource(Source):
             raise NotFound(f"{self._url(name)} is a folder, not an object.")
         if found is None:
             raise RemoteError(
-                f"{self._url(name)}: the server does not give its size, which is needed to read parts of it. Download the file."
+                f"{self._url(name)}: the server does not give its size, which is needed to read parts of it. Download "
+                "the file."
             )
         return found
 
     def _identity_in(self, name: str, info: dict[str, Any]) -> Identity | None:
-        """The five numbers of a file, here: a hash of the URL, a hash of the version that the store gives, the size, 0 and 0."""
+        """The five numbers of a file, here: a hash of the URL, a hash of the version that the store gives, the size, 0
+        and 0."""
         if info.get("type") != "file" or not isinstance(info.get("size"), int) or info["size"] < 0:
             return None
         if self._web and str(info.get("url", "")).partition("?")[0].endswith("/"):
@@ -159,16 +179,16 @@ class RemoteSource(Source):
         return _number(f"{self._prefix}/{name}{self._query}"), _number(version), info["size"], 0, 0
 
     def list(self, folder: str = "") -> list[str]:
-        """Sorted names of the objects and prefixes directly below the URL, or below one prefix under it; [] if there are none.
-        The store is asked once for each."""
+        """Sorted names of the objects and prefixes directly below the URL, or below one prefix under it; [] if there
+        are none. The store is asked once for each."""
         if folder not in self._listed:
             no_folder = folder in self._files or (folder and self._known(folder) is not None)
             self._listed[folder] = {} if no_folder else self._ask_list(folder)
         return sorted(self._listed[folder])
 
     def _known(self, name: str) -> Identity | bool | None:
-        """What earlier listings say about a name: its identity; False if nothing has that name; None if it is a folder, or if
-        they do not say."""
+        """What earlier listings say about a name: its identity; False if nothing has that name; None if it is a folder,
+        or if they do not say."""
         if self._web:  # pages for people need not list everything
             return None
         parts = name.split("/")
@@ -229,8 +249,8 @@ class RemoteSource(Source):
         return self._identity[name][2]
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Ranges (name, offset, length) that will soon be read, in about this order: the first that is wanted brings many
-        that follow."""
+        """Ranges (name, offset, length) that will soon be read, in about this order: the first that is wanted brings
+        many that follow."""
         self._ahead.prefetch(ranges)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
@@ -351,7 +371,8 @@ class RemoteSource(Source):
 
 
 def _at_commit(fs: Any, path: str) -> tuple[str, str | None]:
-    """(a path on the Hub with the commit in the place of its branch, that commit); as it is where it names no repository."""
+    """(a path on the Hub with the commit in the place of its branch, that commit); as it is where it names no
+    repository."""
     from huggingface_hub import HfApi, constants
 
     try:
@@ -377,7 +398,8 @@ def commit_of(found: Any, url: str) -> str:
     """
     if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", str(found.sha)):
         raise RemoteError(
-            f"{url}: the Hub calls {str(found.sha)[:80]!r} the commit of this revision, which is none. Check HF_ENDPOINT."
+            f"{url}: the Hub calls {str(found.sha)[:80]!r} the commit of this revision, which is none. Check "
+            "HF_ENDPOINT."
         )
     return str(found.sha)
 

@@ -1,8 +1,9 @@
-"""Requests to a store: which failures are tried again, what the others mean, and how they are quoted without credentials.
+"""Requests to a store: which failures are tried again, what the others mean, and how they are quoted without
+credentials.
 
-Reading (remote.py) and writing (upload.py) go through here; huggingface_hub's own calls have their loop in hub/client.py. A
-lost connection, a timeout, 408, 429 and 5xx are tried again (`RetryPolicy`); nothing else is. The retries of the clients
-themselves are turned off, since they would multiply with ours.
+Reading (remote.py) and writing (upload.py) go through here; huggingface_hub's own calls have their loop in
+hub/client.py. A lost connection, a timeout, 408, 429 and 5xx are tried again (`RetryPolicy`); nothing else is. The
+retries of the clients themselves are turned off, since they would multiply with ours.
 """
 
 from __future__ import annotations
@@ -48,10 +49,22 @@ POLICY = RetryPolicy()
 
 # Class names of aiohttp, botocore, httpx, requests, urllib3 and http.client, which may not be installed.
 _LOST = {
-    "ConnectionError", "TimeoutError", "EOFError", "HTTPClientError", "ResponseStreamingError", "IncompleteReadError",
-    "IncompleteRead", "ResponseParserError", "ClientConnectionError", "ClientPayloadError", "ServerDisconnectedError",
-    "TransportError", "ChunkedEncodingError", "ProtocolError", "RemoteDisconnected",
-}  # fmt: skip
+    "ConnectionError",
+    "TimeoutError",
+    "EOFError",
+    "HTTPClientError",
+    "ResponseStreamingError",
+    "IncompleteReadError",
+    "IncompleteRead",
+    "ResponseParserError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ServerDisconnectedError",
+    "TransportError",
+    "ChunkedEncodingError",
+    "ProtocolError",
+    "RemoteDisconnected",
+}
 _BUSY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted", "Throttling"}
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
 
@@ -73,7 +86,8 @@ class Denied(RemoteError):
 
 
 def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
-    """The result of a request, which is sent again after a temporary failure; its answers are bounded (answer_limits.py).
+    """The result of a request, which is sent again after a temporary failure; its answers are bounded
+    (answer_limits.py).
 
     Args:
         writes: something is sent, so an answer may take long.
@@ -117,8 +131,8 @@ def of_ours(e: BaseException, outer: BaseException | None = None) -> CkpttoolErr
 def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteError:
     if kind is None:
         return RemoteError(
-            f"{url}: no answer in {POLICY.tries} tries ({text}). Check the network and the store, then run the same command "
-            "again."
+            f"{url}: no answer in {POLICY.tries} tries ({text}). Check the network and the store, then run the same "
+            "command again."
         )
     if kind is NotFound:
         return NotFound(f"{url}: the store has no such object ({text}).")

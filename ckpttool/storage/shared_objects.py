@@ -1,14 +1,15 @@
 """Objects of S3 that several processes send at once: what a worker may do.
 
-A cell is `part_bytes` of an object: bytes [n, n + 1) * part_bytes are cell n, and part n + 1 of its upload. Cells follow from the draft
-alone. So a cell may be sent twice, by whomever: the second one replaces the same bytes. Nothing else is written by a worker; the
-coordinator begins the uploads and completes or aborts them, and a worker that wakes afterwards is refused by the store.
+A cell is `part_bytes` of an object: bytes [n, n + 1) * part_bytes are cell n, and part n + 1 of its upload. Cells
+follow from the draft alone. So a cell may be sent twice, by whomever: the second one replaces the same bytes. Nothing
+else is written by a worker; the coordinator begins the uploads and completes or aborts them, and a worker that wakes
+afterwards is refused by the store.
 
-What an earlier run sent is taken for sent if its ETag is the MD5 of the bytes that would be sent now. Where a store has other ETags
-(SSE-KMS), the cell is sent again.
+What an earlier run sent is taken for sent if its ETag is the MD5 of the bytes that would be sent now. Where a store has
+other ETags (SSE-KMS), the cell is sent again.
 
-Sources: the API reference of S3 (UploadPart, ListParts; "Checking object integrity": the ETag of a part is the MD5 of its bytes,
-unless it is encrypted with SSE-C or SSE-KMS).
+Sources: the API reference of S3 (UploadPart, ListParts; "Checking object integrity": the ETag of a part is the MD5 of
+its bytes, unless it is encrypted with SSE-C or SSE-KMS).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class SharedObjects:
     """The objects of a destination, as a worker sees them.
 
     Args:
-        shared: what `PrefixDestination.share` gives, or `ObjectDestination.share`: {"part_bytes", "on_disk", "earlier": whether an
+        shared: what `PrefixDestination.share` gives, or `ObjectDestination.share`: {"part_bytes", "on_disk", "earlier":
+        whether an
             earlier run left parts, "objects": {name: [URL, id of the upload]}}.
     """
 
@@ -63,7 +65,8 @@ class SharedObjects:
         """The store lists what it has."""
 
     def sent(self) -> dict[str, Any]:
-        """What was sent, when all of it has arrived: "cells" {name: {cell: ETag}}, and how many of them were there before, "kept".
+        """What was sent, when all of it has arrived: "cells" {name: {cell: ETag}}, and how many of them were there
+        before, "kept".
 
         Raises:
             RemoteError: the store fails, or the coordinator has completed or aborted the upload.
@@ -89,7 +92,8 @@ class Cells:
         at = s3_object(url)
         if at is None:
             raise RemoteError(
-                f"{redact_url(url)}: this machine does not take it for an S3 store; configure fsspec the same way everywhere."
+                f"{redact_url(url)}: this machine does not take it for an S3 store; configure fsspec the same way "
+                "everywhere."
             )
         self.at: S3Object = at
         self.upload, self.shared, self.size = upload, shared, shared.part_bytes

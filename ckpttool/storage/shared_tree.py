@@ -1,13 +1,13 @@
 """A destination that several processes build at once: what a worker may do in the folder that the coordinator owns.
 
 Workers write bytes into files that are there already, at offsets of the plan, and say what they have filled in
-`parts/<number>.json`, which appears when those bytes are durable. Everything else is the coordinator's: it creates the files, writes
-what lies between the parts, and renames.
+`parts/<number>.json`, which appears when those bytes are durable. Everything else is the coordinator's: it creates the
+files, writes what lies between the parts, and renames.
 
-A worker that was stopped for a while, or is slow, must not write into a destination that is read back or was committed meanwhile. The
-journal tells: it gets a line when all parts are filled, and one more before the commit, so a worker writes only while the journal is the
-same file with the same size as when its request was made.
-Bytes that it had read before were read from a source that the commit found unchanged.
+A worker that was stopped for a while, or is slow, must not write into a destination that is read back or was committed
+meanwhile. The journal tells: it gets a line when all parts are filled, and one more before the commit, so a worker
+writes only while the journal is the same file with the same size as when its request was made. Bytes that it had read
+before were read from a source that the commit found unchanged.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class SharedTree:
             raise CkpttoolError(f"{self.folder} is no longer being filled; this worker has nothing to do there.")
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> LocalRange:
-        """A file, to be written from byte `start` on. On a network file system its `fringes` are for the coordinator."""
+        """A file, to be written from byte `start` on. On a network file system its `fringes` are for the
+        coordinator."""
         self.may_write()
         fringes = None if self.coherent else list[tuple[int, bytes]]()
         return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write, fringes)

@@ -1,7 +1,7 @@
 """`WithSiblings`: a folder together with some files next to it, for trainers that put a part of a checkpoint there.
 
-torchtune has epoch_3/ and recipe_state/recipe_state.pt next to it, verl has actor/ and data.pt. The files that were named
-appear under "../"; every other name that leads out of the folder is refused, as in any source.
+torchtune has epoch_3/ and recipe_state/recipe_state.pt next to it, verl has actor/ and data.pt. The files that were
+named appear under "../"; every other name that leads out of the folder is refused, as in any source.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def siblings_in(source: Source) -> frozenset[str]:
 
 
 class WithSiblings(SeveralSources):
-    """The files of `inner`, and "../<name>" for each of `names`, files below the folder above: "recipe_state/recipe_state.pt"."""
+    """The files of `inner`, and "../<name>" for each of `names`, files below the folder above:
+    "recipe_state/recipe_state.pt"."""
 
     def __init__(self, inner: Source, names: Iterable[str]) -> None:
         above = remote.open_source(parent_of(inner)[0])

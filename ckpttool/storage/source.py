@@ -80,8 +80,8 @@ def read_error(e: OSError, path: str) -> CkpttoolError:
 class Source:
     """The files below `root`, by relative name.
 
-    Files of an archive or of an object store are a subclass with `local` False. It has no descriptors; its bytes come only
-    from `read` and `readinto`.
+    Files of an archive or of an object store are a subclass with `local` False. It has no descriptors; its bytes come
+    only from `read` and `readinto`.
     """
 
     local = True
@@ -150,7 +150,8 @@ class Source:
 
         Raises:
             Unsafe: the file lies outside the folder, or is not a regular file.
-            Corrupt: it is missing. Unreadable, NotPermitted: it cannot be read. NoSpace: too many files are open. UsageError: the source
+            Corrupt: it is missing. Unreadable, NotPermitted: it cannot be read. NoSpace: too many files are open.
+            UsageError: the source
                 was closed.
         """
         with self._lock:
@@ -168,7 +169,8 @@ class Source:
 
     @contextmanager
     def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
-        """A descriptor that no other thread closes meanwhile; the number of a closed one may soon belong to another file."""
+        """A descriptor that no other thread closes meanwhile; the number of a closed one may soon belong to another
+        file."""
         with self._lock:
             fd = self.fd(name, flags)
             self._busy[name, flags] += 1
@@ -191,7 +193,8 @@ class Source:
             os.fsencode(name)
         except UnicodeEncodeError:
             raise Corrupt(
-                f"{self.root}: a file named {name!a} is asked for, and half a surrogate pair cannot be in a file's name."
+                f"{self.root}: a file named {name!a} is asked for, and half a surrogate pair cannot be in a file's "
+                "name."
             ) from None
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -228,8 +231,8 @@ class Source:
         self._compare(name)
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
-        """Let only files be read that are those of another process, which has read the index: as long, and written at the
-        same time. Device and inode of one file may differ between machines.
+        """Let only files be read that are those of another process, which has read the index: as long, and written at
+        the same time. Device and inode of one file may differ between machines.
 
         Raises:
             SourceChanged: a file that was opened before is another one.
@@ -242,9 +245,9 @@ class Source:
         there, here = self._expected.get(name), self._identity[name]
         if there is not None and (there[2:4] != here[2:4] or (self.is_remote and there[1] != here[1])):
             raise SourceChanged(
-                f"{os.path.join(self.root, name)} is not the file that the rank had which read the index: {here[2]} bytes "
-                f"and {there[2]}, written at {here[3]} and {there[3]} ns. All ranks must see one checkpoint, and nobody may "
-                "write to it."
+                f"{os.path.join(self.root, name)} is not the file that the rank had which read the index: {here[2]} "
+                f"bytes and {there[2]}, written at {here[3]} and {there[3]} ns. All ranks must see one checkpoint, and "
+                "nobody may write to it."
             )
 
     def read(self, name: str, offset: int, length: int) -> bytes:
@@ -266,7 +269,8 @@ class Source:
         """Fill `into` with the bytes from `offset` on.
 
         Raises:
-            Unreadable: they cannot be read. SourceChanged: the file ends before. NoSpace: the machine is short of something.
+            Unreadable: they cannot be read. SourceChanged: the file ends before. NoSpace: the machine is short of
+            something.
         """
         got = 0
         while got < len(into):
@@ -284,14 +288,17 @@ class Source:
         return FileBytes(self, name)
 
     def below(self, folder: str) -> Source:
-        """The files of one of the folders, by names relative to it; they stay files of this source, which closes them."""
+        """The files of one of the folders, by names relative to it; they stay files of this source, which closes
+        them."""
         return _Below(self, folder)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Announce ranges (name, offset, length) that will soon be read, in about this order. Local sources ignore it."""
+        """Announce ranges (name, offset, length) that will soon be read, in about this order. Local sources ignore
+        it."""
 
     def prefetch_ends(self, names: Iterable[str]) -> None:
-        """Announce that the first and last bytes of some files will soon be read: headers, directories, small pickles."""
+        """Announce that the first and last bytes of some files will soon be read: headers, directories, small
+        pickles."""
         self.prefetch(end for name in names for end in self._ends(name))
 
     def _ends(self, name: str) -> Iterator[tuple[str, int, int]]:
@@ -332,7 +339,8 @@ class Source:
                 raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
 
     def close(self) -> None:
-        """Close every descriptor; one that another thread reads from is closed when that has its bytes. Nothing can be read any more."""
+        """Close every descriptor; one that another thread reads from is closed when that has its bytes. Nothing can be
+        read any more."""
         with self._lock:
             self._closed = True
             self._close_idle()

@@ -1,7 +1,8 @@
 """Uploads one object so that it appears as a whole or not at all.
 
-Object stores have no rename: an object is uploaded in parts, which are not visible, and completed in one request. Unless
-something is to be replaced, that request carries a condition (If-None-Match), so two writers cannot overwrite each other.
+Object stores have no rename: an object is uploaded in parts, which are not visible, and completed in one request.
+Unless something is to be replaced, that request carries a condition (If-None-Match), so two writers cannot overwrite
+each other.
 
 Sources: the API reference of S3 (CreateMultipartUpload, CompleteMultipartUpload, PutObject; "Multipart upload limits":
 10,000 parts of 5 MiB to 5 GiB).
@@ -64,8 +65,8 @@ SIZES = UploadSizes()
 
 
 class UploadPool:
-    """Threads that send the parts of all objects of one destination, `many` at a time. `submit` waits for a free one, so that no
-    queue of parts grows in memory."""
+    """Threads that send the parts of all objects of one destination, `many` at a time. `submit` waits for a free one,
+    so that no queue of parts grows in memory."""
 
     def __init__(self, many: int) -> None:
         from concurrent.futures import ThreadPoolExecutor
@@ -89,8 +90,9 @@ class Upload:
     """One object, written from its first byte to its last; it is not visible before `commit`.
 
     Parts that a killed run left behind for the same object are removed first, so of two runs at one object the first
-    fails; with `keep_parts`, they stay until the first byte, and `share` goes on from them. `lock` holds S3's arguments for an object lock; `locked` is False if the bucket has none. Memory is a few
-    parts; parts are so large that 10,000 of them hold `expect_bytes`.
+    fails; with `keep_parts`, they stay until the first byte, and `share` goes on from them. `lock` holds S3's arguments
+    for an object lock; `locked` is False if the bucket has none. Memory is a few parts; parts are so large that 10,000
+    of them hold `expect_bytes`.
 
     Raises:
         DestinationExists: the object exists, without `force`. RemoteError: the store fails.
@@ -187,8 +189,8 @@ class Upload:
 def gone(url: str) -> RemoteError:
     """The error for an upload that the store does not know any more."""
     return RemoteError(
-        f"{url}: its parts are gone; another run began to write the same object. Nothing was replaced; run the command again when it "
-        "has ended."
+        f"{url}: its parts are gone; another run began to write the same object. Nothing was replaced; run the command "
+        "again when it has ended."
     )
 
 
@@ -197,8 +199,8 @@ def no_room(e: OSError) -> NoSpace:
     import tempfile
 
     return NoSpace(
-        f"{tempfile.gettempdir()}: {e.strerror}. So many files are written at once that their parts wait there to be sent; free some space, or "
-        "set TMPDIR to a roomier folder, and run the same command again."
+        f"{tempfile.gettempdir()}: {e.strerror}. So many files are written at once that their parts wait there to be "
+        "sent; free some space, or set TMPDIR to a roomier folder, and run the same command again."
     )
 
 
@@ -209,8 +211,8 @@ def part_bytes(expect_bytes: int, usual: int) -> int:
 
 
 class PartsUpload:
-    """An object of S3: in parts where it has more than one, else in one request when it is committed. `on_disk` keeps the
-    part that is being filled in a file without a name."""
+    """An object of S3: in parts where it has more than one, else in one request when it is committed. `on_disk` keeps
+    the part that is being filled in a file without a name."""
 
     def __init__(
         self,
@@ -329,8 +331,9 @@ class PartsUpload:
             hide(f"s3://{self.at.bucket}/{self.at.key}")
         made = "made nothing" if size is None else f"made it of {size:,} bytes, not"
         raise RemoteError(
-            f"{self.at.url}: the store {made} of the {self.nbytes:,} that were sent, although it confirmed every part."
-            f"{' It was removed.' if removed else ''} Run the same command again; ask the operators of the store if this persists."
+            f"{self.at.url}: the store {made} of the {self.nbytes:,} that were sent, although it confirmed every "
+            f"part.{' It was removed.' if removed else ''} Run the same command again; ask the operators of the store "
+            "if this persists."
         )
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
@@ -350,8 +353,9 @@ class PartsUpload:
 
 
 class SharedUpload(PartsUpload):
-    """An object of S3 whose parts other processes send (shared_objects.py). Each part but the last has `part_bytes`, and bytes
-    [n, n + 1) * part_bytes of the object are part n + 1, so it does not matter who sends a part, nor how often.
+    """An object of S3 whose parts other processes send (shared_objects.py). Each part but the last has `part_bytes`,
+    and bytes [n, n + 1) * part_bytes of the object are part n + 1, so it does not matter who sends a part, nor how
+    often.
 
     Args:
         upload: the id of an upload that an earlier run began; where None, one is begun.
@@ -372,7 +376,8 @@ class SharedUpload(PartsUpload):
         return self.id
 
     def confirm(self, sent: Mapping[int, str], nbytes: int) -> list[int]:
-        """Compare what was sent with what the store lists, which is what will be completed; the parts that are missing or others.
+        """Compare what was sent with what the store lists, which is what will be completed; the parts that are missing
+        or others.
 
         Args:
             sent: {number of a part: its ETag}.

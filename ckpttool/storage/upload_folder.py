@@ -24,11 +24,12 @@ class UploadFolder:
 
     Every object is uploaded as `Upload` does. `commit` makes them visible one after the other, the marker (the last of
     `names`) last; what it replaces loses its marker first. Meanwhile an object `UNFINISHED` lists the names and
-    identifies the run. If it is found later, the folder was never complete, and the next run replaces it. Of two runs, one has
-    the note and the other stops; without `force` nothing is overwritten that was not there, as a part of an interrupted
-    run, at the beginning. A store without conditional requests (all but S3) is looked at again instead.
+    identifies the run. If it is found later, the folder was never complete, and the next run replaces it. Of two runs,
+    one has the note and the other stops; without `force` nothing is overwritten that was not there, as a part of an
+    interrupted run, at the beginning. A store without conditional requests (all but S3) is looked at again instead.
 
-    `open_at_once` files are written to at the same time; beyond `UploadSizes.buffered_bytes` their parts wait on the local disk.
+    `open_at_once` files are written to at the same time; beyond `UploadSizes.buffered_bytes` their parts wait on the
+    local disk.
 
     Raises:
         DestinationExists: the folder is not empty, without `force`. Unsupported: the store is read-only.
@@ -69,9 +70,8 @@ class UploadFolder:
                 pass  # not a note of ours
         if found and not self.force and not set(found) <= ours:
             raise DestinationExists(
-                f"{redact_url(self.url)} holds {len(found)} objects, first {found[0]!r}. Choose another destination, or "
-                f"{argument('force', True)} "
-                "to replace it whole."
+                f"{redact_url(self.url)} holds {len(found)} objects, first {found[0]!r}. Choose another destination, "
+                f"or {argument('force', True)} to replace it whole."
             )
         return found, token
 
@@ -189,15 +189,15 @@ class UploadFolder:
         if new and not self.force:
             hide(self._note)
             raise DestinationExists(
-                f"{redact_url(self.url)}: {new[0]!r} appeared there during the upload; nothing was replaced. Choose another "
-                f"destination, or {argument('force', True)} to replace what is there."
+                f"{redact_url(self.url)}: {new[0]!r} appeared there during the upload; nothing was replaced. Choose "
+                f"another destination, or {argument('force', True)} to replace what is there."
             )
         self._old += new
 
     def _other_run(self) -> DestinationExists:
         return DestinationExists(
-            f"{redact_url(self.url)}: another run is making its files visible there. Wait for it and look at what it wrote; if it "
-            "has stopped, run the same command again."
+            f"{redact_url(self.url)}: another run is making its files visible there. Wait for it and look at what it "
+            "wrote; if it has stopped, run the same command again."
         )
 
     def abort(self, *, keep_shared: bool = False) -> None:

@@ -91,8 +91,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         "ckpttool.json",
     } & set(source.list()):
         raise Corrupt(
-            f"{source.root} is a folder of Megatron-Core by its keys (common_state/shard_...), and its metadata.json is missing. The copy is "
-            "incomplete: fetch that file."
+            f"{source.root} is a folder of Megatron-Core by its keys (common_state/shard_...), and its metadata.json "
+            "is missing. The copy is incomplete: fetch that file."
         )
     leaves: dict[Path, Any] = {}
     keys: dict[Path, str] = {}
@@ -160,8 +160,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
-    """({file: bytes behind its last item}, notes on bytes between items). The writers of torch and of Megatron-Core truncate a file and write
-    items back to back (filesystem.py, _write_files_from_queue), but for files of safetensors, in which offsets mean nothing."""
+    """({file: bytes behind its last item}, notes on bytes between items). The writers of torch and of Megatron-Core
+    truncate a file and write items back to back (filesystem.py, _write_files_from_queue), but for files of safetensors,
+    in which offsets mean nothing."""
     last, covered = [0] * len(sizes), [0] * len(sizes)
     items = [
         *(row for _, _, _, c in index.tensors for row in zip(c.file, c.offset, c.length, strict=True)),
@@ -174,7 +175,8 @@ def _uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int
     between = [f for f in odd if covered[f] < last[f]]
     notes = (
         [
-            f"{len(between):,} files have bytes between their items that .metadata does not name, first {index.files[between[0]]}"
+            f"{len(between):,} files have bytes between their items that .metadata does not name, first "
+            f"{index.files[between[0]]}"
         ]
         if between
         else []
@@ -196,8 +198,8 @@ def _alike(a: tuple[dict[Path, Any], list[Record]], b: tuple[dict[Path, Any], li
 
 
 def _count_milestones(ckpt: Checkpoint) -> None:
-    """Make milestones of schedulers the Counter again that torch's MultiStepLR looks its steps up in (torch/optim/lr_scheduler.py):
-    DCP has an entry for each, scheduler.milestones.30, whose key is text."""
+    """Make milestones of schedulers the Counter again that torch's MultiStepLR looks its steps up in
+    (torch/optim/lr_scheduler.py): DCP has an entry for each, scheduler.milestones.30, whose key is text."""
     found: dict[Path, dict[int, int]] = {}
     for v in ckpt.values.values():
         *head, key = v.path
@@ -232,9 +234,9 @@ def _refuse_lost(source: Source, index: Index) -> None:
         ]
     )
     raise Corrupt(
-        f"{source.root}: {files} {'is' if len(gone) == 1 else 'are'} missing. The copy is incomplete; fetch it again. In what is missing are "
-        f"parts of {len(lost):,} of {len(index.tensors):,} tensors, and {len(values):,} of {len(index.values):,} values: {names}. "
-        "`ckpttool doctor` says what is whole."
+        f"{source.root}: {files} {'is' if len(gone) == 1 else 'are'} missing. The copy is incomplete; fetch it again. "
+        f"In what is missing are parts of {len(lost):,} of {len(index.tensors):,} tensors, and {len(values):,} of "
+        f"{len(index.values):,} values: {names}. `ckpttool doctor` says what is whole."
     )
 
 
@@ -369,16 +371,23 @@ def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
         for (a, n, first), (b, _, second) in itertools.pairwise(rows):
             if a + n > b:
                 raise Corrupt(
-                    f'{ckpt.files[file]}: "{first}" and "{second}" both claim the bytes from {b}. The index is damaged; '
-                    "take another copy."
+                    f'{ckpt.files[file]}: "{first}" and "{second}" both claim the bytes from {b}. The index is '
+                    "damaged; take another copy."
                 )
 
 
 LAYOUTS = (
     Layout(
-        name="dcp", title="torch.distributed.checkpoint folder", detect=detect, read=read, locate=locate,
+        name="dcp",
+        title="torch.distributed.checkpoint folder",
+        detect=detect,
+        read=read,
+        locate=locate,
         write=late("ckpttool.converters.dcp.write:write"),
-        aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",),
+        aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"),
+        own_keys=True,
+        reader_uses=("config", "like"),
+        writer_uses=("world_size",),
         keeps_subclasses=True,
     ),
-)  # fmt: skip
+)

@@ -1,10 +1,11 @@
 """Items of dcp: where the bytes of one tensor are in the torch.save zip around them.
 
-The first item of a kind (dtype, shape, length) is parsed (formats/torch_zip.py): its directory, its local headers, its pickle.
-What torch writes for the next one of that kind differs in four places only: the payload, its CRC32 in the directory and in the
-data descriptor, and `.data/serialization_id`, which is a hash. None of them has a part in what the parser finds, but for the
-CRC32 in the directory, which it hands on. So an item whose every other byte is equal to that of one that was parsed would be
-read as that one was, and is not parsed again (`Template`). Any other byte that differs, and the item is parsed.
+The first item of a kind (dtype, shape, length) is parsed (formats/torch_zip.py): its directory, its local headers, its
+pickle. What torch writes for the next one of that kind differs in four places only: the payload, its CRC32 in the
+directory and in the data descriptor, and `.data/serialization_id`, which is a hash. None of them has a part in what the
+parser finds, but for the CRC32 in the directory, which it hands on. So an item whose every other byte is equal to that
+of one that was parsed would be read as that one was, and is not parsed again (`Template`). Any other byte that differs,
+and the item is parsed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class SubclassFound(Unsupported):
 class Template(NamedTuple):
     """An item that was parsed, but for its payload: what all others of its kind have, byte for byte.
 
-    Positions are relative to the item; `fixed` are (position, bytes) of everything behind the payload that has to be equal.
+    Positions are relative to the item; `fixed` are (position, bytes) of everything behind the payload that has to be
+    equal.
     """
 
     head: bytes
@@ -70,7 +72,8 @@ class Template(NamedTuple):
 def template(head: bytes, tail: bytes, length: int, found: stored_tensors.StoredTensor, base: int) -> Template | None:
     """The template of an item of `length` bytes at `base` that was parsed; None of one that cannot have any.
 
-    `head` are its first bytes and `tail` its last ones: all that the parser may have looked at, or there is no template.
+    `head` are its first bytes and `tail` its last ones: all that the parser may have looked at, or there is no
+    template.
     """
     start = found.storage.offset - base
     end = start + found.storage.length
@@ -133,8 +136,8 @@ def windows(head: bytes, tail: bytes, total: int) -> ReadAt:
 class Items:
     """Looks into the items of a checkpoint.
 
-    `records` are the CRC32s that were found, `wrappers` {tensor: class} those that an object held which only accompanies a
-    dense weight.
+    `records` are the CRC32s that were found, `wrappers` {tensor: class} those that an object held which only
+    accompanies a dense weight.
     """
 
     def __init__(self, source: Source, files: list[str]) -> None:
@@ -209,7 +212,8 @@ class Items:
         return self._read(file, offset, HEAD, 0), self._read(file, offset + length - TAIL, TAIL, HEAD)
 
     def _read(self, file: int, offset: int, n: int, more: int) -> bytes:
-        """Bytes of a file. Up to `more` behind them, where the next item will be looked for, are read with them and kept."""
+        """Bytes of a file. Up to `more` behind them, where the next item will be looked for, are read with them and
+        kept."""
         name = self.files[file]
         if not self._plain:
             return self.source.read(name, offset, n)

@@ -87,11 +87,11 @@ class _Collector:
     builds a tensor's chunks right before the tensor, and an item's place right before the item. `_columns` checks
     this by counting.
 
-    Megatron-Core's savers put the plans of all ranks (`all_local_plans`, a list of SavePlan) behind the fields of torch, and they
-    name every chunk and place once more. The first SavePlan ends the collection: from then on each class has another single
-    instance, which forgets its state. So nothing of the plans can be part of what was collected before: an object begun before
-    the plans and set after their beginning is refused, and so is an item among them, and `_columns` looks whether `storage_data`
-    holds the first kind of instance alone.
+    Megatron-Core's savers put the plans of all ranks (`all_local_plans`, a list of SavePlan) behind the fields of
+    torch, and they name every chunk and place once more. The first SavePlan ends the collection: from then on each
+    class has another single instance, which forgets its state. So nothing of the plans can be part of what was
+    collected before: an object begun before the plans and set after their beginning is refused, and so is an item among
+    them, and `_columns` looks whether `storage_data` holds the first kind of instance alone.
     """
 
     def __init__(self) -> None:
@@ -179,8 +179,9 @@ class _Collector:
                     )
                 if self.forgets(state):
                     raise Unsupported(
-                        ".metadata has plans of its saver before its storage_data, as nvidia-resiliency-ext may keep them in planner_data. Load and save "
-                        "the checkpoint once with torch.distributed.checkpoint, which writes none"
+                        ".metadata has plans of its saver before its storage_data, as nvidia-resiliency-ext may keep "
+                        "them in planner_data. Load and save the checkpoint once with torch.distributed.checkpoint, "
+                        "which writes none"
                     )
                 found = collect.last
                 path = state["relative_path"]
@@ -267,8 +268,9 @@ class Index:
     """The content of .metadata, in columns: `tensors` (flat key, dtype, shape, chunks); chunk k of a tensor is item k.
 
     `paths` {flat key: path}; `values` (flat key, file, offset, length, transforms); `zstd` and `files` by index.
-    `copies` (kept item, item) of one part of a tensor, as (file, offset, length): per-rank metadata list what is replicated again.
-    `whole` {flat key: shape} of tensors that Megatron-Core before 0.14 cut into boxes and those into flat ranges.
+    `copies` (kept item, item) of one part of a tensor, as (file, offset, length): per-rank metadata list what is
+    replicated again. `whole` {flat key: shape} of tensors that Megatron-Core before 0.14 cut into boxes and those into
+    flat ranges.
     """
 
     def __init__(self) -> None:
@@ -374,8 +376,8 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
         items = state.get("storage_data")
         if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None) if items else None:
             raise Unsupported(
-                f"{what}: storage_data says where items are with objects of {other.cls}, a class that ckpttool does not know. Save the "
-                "checkpoint with torch's own writer."
+                f"{what}: storage_data says where items are with objects of {other.cls}, a class that ckpttool does "
+                "not know. Save the checkpoint with torch's own writer."
             )
         if collector.tensors != len(collector.starts) or collector.places != collector.items:
             raise Corrupt(f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.")
@@ -395,8 +397,8 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                 raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
             if joined(path) != key:
                 raise Corrupt(
-                    f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(path)}. torch joins the path to "
-                    "make the key and loads by the key alone, so the file was altered; take another copy."
+                    f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(path)}. torch joins the "
+                    "path to make the key and loads by the key alone, so the file was altered; take another copy."
                 )
             out.paths[key] = list(path)
         lost = (
@@ -406,16 +408,17 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
         )
         if lost:
             raise Corrupt(
-                f"{what}: planner_data has the paths of other entries, and none for {len(lost):,} of {len(state['state_dict_metadata']):,}, first "
-                f"{pickles.short(lost[0])}. torch writes all or none; the file was altered, take another copy."
+                f"{what}: planner_data has the paths of other entries, and none for {len(lost):,} of "
+                f"{len(state['state_dict_metadata']):,}, first {pickles.short(lost[0])}. torch writes all or none; the "
+                "file was altered, take another copy."
             )
         _refuse_mixed_paths(out.paths, what)
         listed = sum(isinstance(meta, collector.tensor_class) for meta in state["state_dict_metadata"].values())
         values = sum(isinstance(meta, _Bytes) for meta in state["state_dict_metadata"].values())
         if collector.built[0] > listed or collector.built[1] > values:  # what the C unpickler does not say of itself
             raise Unsafe(
-                f"{what}: describes {sum(collector.built)} entries for {listed + values} names, so a name is there twice, and the "
-                "first entry is lost to whoever loads it. Take another copy of the checkpoint."
+                f"{what}: describes {sum(collector.built)} entries for {listed + values} names, so a name is there "
+                "twice, and the first entry is lost to whoever loads it. Take another copy of the checkpoint."
             )
         numbers = [files.setdefault(name, len(files)) for name in collector.files]  # this file's -> all files'
         for key, meta in state["state_dict_metadata"].items():
@@ -464,15 +467,16 @@ def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> 
         for i in depths:
             if i < len(path) and type(part := path[i]) is str and tuple(path[:i]) in lists:
                 raise Corrupt(
-                    f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(tuple(path))}, and others have list positions in the place of "
-                    f"{pickles.short(part)}. torch loads only one of the two, so the file was altered; take another copy."
+                    f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(tuple(path))}, and "
+                    f"others have list positions in the place of {pickles.short(part)}. torch loads only one of the "
+                    "two, so the file was altered; take another copy."
                 )
 
 
 def _twice(what: str, key: str) -> str:
     return (
-        f'{what}: storage_data has two places for the same part of "{key}", and the first is lost to whoever loads it. Take '
-        "another copy of the checkpoint."
+        f'{what}: storage_data has two places for the same part of "{key}", and the first is lost to whoever loads it. '
+        "Take another copy of the checkpoint."
     )
 
 

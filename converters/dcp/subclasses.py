@@ -1,8 +1,10 @@
-"""Objects of tensor subclasses in dcp (torchao's optimizer states and quantised weights): read, cut among ranks, written.
+"""Objects of tensor subclasses in dcp (torchao's optimizer states and quantised weights): read, cut among ranks,
+written.
 
-.metadata lists such an object as the dense tensor that it shows (float32, its shape), and every rank's item is a torch.save file
-of the object that the rank had: the call that puts it together, and one storage for each tensor inside. `joined` makes one
-`Composite` of the parts (index/composites.py has the rules); `Parts` are the items that ranks of another number shall read.
+.metadata lists such an object as the dense tensor that it shows (float32, its shape), and every rank's item is a
+torch.save file of the object that the rank had: the call that puts it together, and one storage for each tensor inside.
+`joined` makes one `Composite` of the parts (index/composites.py has the rules); `Parts` are the items that ranks of
+another number shall read.
 
 Sources: torch/distributed/checkpoint/{filesystem,planner_helpers}.py of torch 2.13; torchao 0.18, optim.
 """
@@ -90,8 +92,8 @@ def joined_parts(
         about, inside = subclasses.taken_apart(found, StoredTensor, what)
         if (about["dtype"], tuple(about["shape"])) != (t.dtype, shape):
             raise Corrupt(
-                f"{what}: holds a {composites.class_of(about)} of {about['dtype']} {about['shape']}, .metadata says {t.dtype} "
-                f"{list(shape)}."
+                f"{what}: holds a {composites.class_of(about)} of {about['dtype']} {about['shape']}, .metadata says "
+                f"{t.dtype} {list(shape)}."
             )
         if shape[1:] != t.shape[1:]:
             raise _not_joined(
@@ -215,8 +217,8 @@ def cut(found: Composite, world: int) -> list[int]:
         of_optimizer = found.path[0] == "optim"
         fits = [n for n in range(1, _WORLDS + 1) if _fits(found, boxes.chunk_sizes(rows, n))]
         raise Unsupported(
-            f'"{joined(found.path)}" is a {composites.class_of(found.about)}, which {world} ranks cannot divide: {e}. It fits '
-            f"{argument('world_size')} {', '.join(map(str, fits[:8]))}{', ...' if len(fits) > 8 else ''}."
+            f'"{joined(found.path)}" is a {composites.class_of(found.about)}, which {world} ranks cannot divide: {e}. '
+            f"It fits {argument('world_size')} {', '.join(map(str, fits[:8]))}{', ...' if len(fits) > 8 else ''}."
             + (
                 f" {argument('dequantize', ['optim.*'])} writes plain numbers, which any number of ranks can divide."
                 if of_optimizer
@@ -235,7 +237,8 @@ def _fits(found: Composite, sizes: list[int]) -> bool:
 
 
 class _Frame(NamedTuple):
-    """An item around its storages: `heads` are the bytes before each, `records` the entries of the small files in the zip."""
+    """An item around its storages: `heads` are the bytes before each, `records` the entries of the small files in the
+    zip."""
 
     heads: list[bytes]
     records: list[tuple[str, int, int, int, bool]]  # (name, position, bytes, CRC32, described)
@@ -274,7 +277,8 @@ def _around(tree: object, sizes: list[int]) -> _Frame:
 
 
 class Whole:
-    """An object that is one item, although it has tensors inside: a tree of dicts and lists whose tensors are `TensorEntry`."""
+    """An object that is one item, although it has tensors inside: a tree of dicts and lists whose tensors are
+    `TensorEntry`."""
 
     def __init__(self, tree: object) -> None:
         self.tree = tree
@@ -311,8 +315,9 @@ class Parts:
         self.placed: set[str] = set()  # all entries of objects
 
     def place(self, found: Composite, sizes: list[int], at: list[int]) -> dict[str, TensorEntry]:
-        """{name: entry to be} of the tensors inside, with the copies that ranks other than the first have of what every part
-        has whole. `sizes` are rows by rank, none where rank 0 has it all; `at` the ends of the ranks' files so far.
+        """{name: entry to be} of the tensors inside, with the copies that ranks other than the first have of what every
+        part has whole. `sizes` are rows by rank, none where rank 0 has it all; `at` the ends of the ranks' files so
+        far.
         """
         whole = composites.object_of(found)
         ranks = [(r, n) for r, n in enumerate(sizes) if n] or [(0, found.shape[0] if found.shape else 1)]
@@ -357,7 +362,8 @@ class Parts:
         chunks: dict[str, Chunks],
         copies: dict[str, dict[str, TensorEntry]],
     ) -> int:
-        """Place the object of rank `r` at byte `at` of its file; `part` is (first row, rows). Gives the length of its item."""
+        """Place the object of rank `r` at byte `at` of its file; `part` is (first row, rows). Gives the length of its
+        item."""
         cuts = {n: composites.rows_of(whole.about, n, t.shape, *part) for n, t in whole.tensors.items()}
         shapes = {n: t.shape if (c := cuts[n]) is None else (c[1], *t.shape[1:]) for n, t in whole.tensors.items()}
         about = composites.resized(whole.about, part[1]) if whole.shape else whole.about
@@ -375,7 +381,8 @@ class Parts:
         return frame.length
 
     def place_whole(self, whole: Whole, at: list[int]) -> tuple[dict[str, TensorEntry], int, int]:
-        """({name: entry to be} of the tensors inside, where its item begins, its bytes) of an object, in rank 0's file."""
+        """({name: entry to be} of the tensors inside, where its item begins, its bytes) of an object, in rank 0's
+        file."""
         inside = whole.tensors()
         refs = iter(TensorRef(t.dtype, t.shape, str(i), t.numel) for i, t in enumerate(inside))
         frame = _around(whole.mapped(lambda t: next(refs)), [t.nbytes for t in inside])

@@ -96,7 +96,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     if objects:
         kinds = ", ".join(dict.fromkeys(class_of(found.about) for found in objects.values()))
         notes.append(
-            f"{len(set(map(id, objects.values()))):,} tensors are objects again ({kinds}): a job imports torchao before it loads them"
+            f"{len(set(map(id, objects.values()))):,} tensors are objects again ({kinds}): a job imports torchao "
+            "before it loads them"
         )
 
     def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
@@ -110,8 +111,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
-    """The origin without the optimizer's numbers of parameters, unless several ranks saved them: a file of one process has numbers
-    for names, but a job of several ranks asks for names."""
+    """The origin without the optimizer's numbers of parameters, unless several ranks saved them: a file of one process
+    has numbers for names, but a job of several ranks asks for names."""
     if ckpt.world_size is not None:
         return ckpt.origin
     return {
@@ -207,15 +208,34 @@ class _Emitter:
     """The pickle of Metadata, protocol 2: globals and keys are memoized once, each chunk costs 40 bytes."""
 
     GLOBALS = (
-        (META, "Metadata"), (META, "TensorStorageMetadata"), (META, "TensorProperties"),
-        (META, "ChunkStorageMetadata"), (META, "BytesStorageMetadata"), (META, "MetadataIndex"),
-        (META, "_MEM_FORMAT_ENCODING"), (STORAGE, "_StorageInfo"), ("torch", "Size"),
+        (META, "Metadata"),
+        (META, "TensorStorageMetadata"),
+        (META, "TensorProperties"),
+        (META, "ChunkStorageMetadata"),
+        (META, "BytesStorageMetadata"),
+        (META, "MetadataIndex"),
+        (META, "_MEM_FORMAT_ENCODING"),
+        (STORAGE, "_StorageInfo"),
+        ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
-    )  # fmt: skip
+    )
     KEYS = (
-        "properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length",
-        "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version",
-    )  # fmt: skip
+        "properties",
+        "size",
+        "chunks",
+        "offsets",
+        "sizes",
+        "fqn",
+        "offset",
+        "index",
+        "relative_path",
+        "length",
+        "state_dict_metadata",
+        "planner_data",
+        "storage_data",
+        "storage_meta",
+        "version",
+    )
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
@@ -266,7 +286,8 @@ def _text(value: str) -> bytes:
 
 
 def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path, int, int]], parts: Parts) -> bytes:
-    """The bytes of .metadata: tensors at `paths`, by canonical name, objects at that of their first tensor, values at theirs."""
+    """The bytes of .metadata: tensors at `paths`, by canonical name, objects at that of their first tensor, values at
+    theirs."""
     e = _Emitter()
     m, out = e.memo, e.out
     keys = {name: joined(paths[name]) for name in paths}

@@ -71,10 +71,20 @@ STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 #: Keys of a model file that follow from the tensors and the number of ranks, or that have names of their own here.
-OWN = frozenset((
-    "module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
-    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version",
-))  # fmt: skip
+OWN = frozenset(
+    (
+        "module",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_version",
+    )
+)
 #: Keys that are there in every file, None where the engine has no such thing.
 MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
 #: Keys on which all ranks of one save agree.
@@ -137,14 +147,15 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
         if not is_save(inside):
             others = ", ".join(saves(source)) or "none"
             raise Corrupt(
-                f"{source.root}: the save that {origin} points to is missing. The save was not finished, or the folder was "
-                f"not copied whole; saves here: {others}. Choose one with {argument('tag')}."
+                f"{source.root}: the save that {origin} points to is missing. The save was not finished, or the folder "
+                f"was not copied whole; saves here: {others}. Choose one with {argument('tag')}."
             )
         return Save(tag + "/", inside)
     there = saves(source)
     if len(there) != 1:
         raise UsageError(
-            f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with {argument('tag')}."
+            f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with "
+            f"{argument('tag')}."
         )
     tag, inside = next(iter(there.items()))
     return Save(tag + "/", inside)
@@ -162,8 +173,9 @@ def refuse_foreign(save: Save, where: str) -> None:
         foreign = n.startswith(("expp_rank_", "layer_")) and n.endswith(".pt")
         if n.endswith(("_model_states.pt", "_optim_states.pt")) and not m and not foreign:
             raise Corrupt(
-                f"{where}{n}: named like no file that DeepSpeed writes, but it ends as the files of its ranks do, so DeepSpeed's own zero_to_fp32.py "
-                "would take it for one more rank. Move it out of the folder, or give it its own name back."
+                f"{where}{n}: named like no file that DeepSpeed writes, but it ends as the files of its ranks do, so "
+                "DeepSpeed's own zero_to_fp32.py would take it for one more rank. Move it out of the folder, or give "
+                "it its own name back."
             )
         if m and int(m[m.re.groups]):
             raise Unsupported(
@@ -177,8 +189,8 @@ def refuse_foreign(save: Save, where: str) -> None:
             )
     if "offloaded_tensors" in save.names:
         raise Unsupported(
-            f"{where}offloaded_tensors: the optimizer state was on NVMe and was saved as raw swap files, which only the "
-            "same job at the same paths can read. Save once with offload_optimizer on cpu, or none."
+            f"{where}offloaded_tensors: the optimizer state was on NVMe and was saved as raw swap files, which only "
+            "the same job at the same paths can read. Save once with offload_optimizer on cpu, or none."
         )
 
 
@@ -284,8 +296,9 @@ def refuse_parallel(file: File) -> None:
     degrees = {"mp_world_size": file.tree.get("mp_world_size"), **(stated if isinstance(stated, dict) else {})}
     if more := {k: n for k, n in degrees.items() if n not in (None, 1)}:
         raise Unsupported(
-            f"{file.what}: {short(more)}: a part of a model that was trained with tensor or pipeline parallelism. ckpttool "
-            "reads saves of data parallel training; merge the model parallel ranks with the trainer's own tools first."
+            f"{file.what}: {short(more)}: a part of a model that was trained with tensor or pipeline parallelism. "
+            "ckpttool reads saves of data parallel training; merge the model parallel ranks with the trainer's own "
+            "tools first."
         )
 
 

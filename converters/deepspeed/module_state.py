@@ -72,13 +72,21 @@ __all__ = ["DERIVED", "Reading"]
 
 
 #: The note about the weights that a bf16 or fp16 engine computes with.
-DERIVED = "model weights are the fp32 masters; the low-precision weights the engine computes with follow from them by rounding"
+DERIVED = (
+    "model weights are the fp32 masters; the low-precision weights the engine computes with follow from them by "
+    "rounding"
+)
 
 
 #: What every rank's model file says of the model.
 _OF_MODEL = {
-    "module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
-}  # fmt: skip
+    "module",
+    "buffer_names",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+}
 _TRAINER = ("global_step", "epoch", "max_steps", "num_train_epochs", "num_input_tokens_seen", "train_batch_size")
 
 
@@ -148,21 +156,21 @@ class Reading:
         for r, names in found.items():
             if len(names) > 1:
                 raise Corrupt(
-                    f"{self.where}: {' and '.join(names)} are both the {what} file of rank {r}; one of them is of another "
-                    "save. Remove it."
+                    f"{self.where}: {' and '.join(names)} are both the {what} file of rank {r}; one of them is of "
+                    "another save. Remove it."
                 )
         kinds = {m[1] for names in found.values() for n in names if (m := pattern.fullmatch(n)) and pattern is OPTIM}
         if len(kinds) > 1:
             raise Corrupt(
-                f"{self.where}: {what} files with and without the prefix bf16_; one engine writes one kind. Some are of "
-                "another save."
+                f"{self.where}: {what} files with and without the prefix bf16_; one engine writes one kind. Some are "
+                "of another save."
             )
         missing = [r for r in range(world) if r not in found]
         if missing:
             example = next(iter(found.values()))[0] if found else ""
             raise Corrupt(
-                f"{self.where}: the save is of {world} ranks, and {len(missing)} {what} files are missing, first that of "
-                f"rank {missing[0]}" + (f" (named like {example})" if example else "") + ". Fetch them."
+                f"{self.where}: the save is of {world} ranks, and {len(missing)} {what} files are missing, first that "
+                f"of rank {missing[0]}" + (f" (named like {example})" if example else "") + ". Fetch them."
             )
         if more := [names[0] for r, names in found.items() if r >= world]:
             raise Corrupt(
@@ -185,7 +193,8 @@ class Reading:
         return out
 
     def take_module(self, models: list[File]) -> None:
-        """The weights, in the order of `module`: masters, frozen parameters, buffers, tied ones; and everything else in the file.
+        """The weights, in the order of `module`: masters, frozen parameters, buffers, tied ones; and everything else in
+        the file.
 
         Raises:
             Corrupt: a placeholder belongs to no parameter.
@@ -194,20 +203,21 @@ class Reading:
         refuse_parallel(first)
         if "buffer_names" not in first.tree:
             raise Corrupt(
-                f'{first.what} has no "buffer_names", which DeepSpeed writes into every file of model states, and by which '
-                "it knows one. The file is damaged, or another program changed it; fetch it again."
+                f'{first.what} has no "buffer_names", which DeepSpeed writes into every file of model states, and by '
+                "which it knows one. The file is damaged, or another program changed it; fetch it again."
             )
         for other in models[1:]:
             if odd := sorted(_OF_MODEL & (first.tree.keys() ^ other.tree.keys())):
                 has, lacks = (first, other) if odd[0] in first.tree else (other, first)
                 raise Corrupt(
-                    f'{lacks.what} has no "{odd[0]}", and {has.what} has one. Every rank writes it, so the file is damaged or of '
-                    "another version; fetch it again."
+                    f'{lacks.what} has no "{odd[0]}", and {has.what} has one. Every rank writes it, so the file is '
+                    "damaged or of another version; fetch it again."
                 )
             if other.tree.get("buffer_names") != first.tree["buffer_names"]:
                 raise Corrupt(
-                    f"{other.what}: buffer_names is {short(other.tree.get('buffer_names'))}, and {short(first.tree['buffer_names'])} "
-                    f"in {first.what}. Every rank writes the same, so one of the files is damaged or of another model."
+                    f"{other.what}: buffer_names is {short(other.tree.get('buffer_names'))}, and "
+                    f"{short(first.tree['buffer_names'])} in {first.what}. Every rank writes the same, so one of the "
+                    "files is damaged or of another model."
                 )
         module = first.get("module", dict)
         aliases = tied(models)
@@ -227,8 +237,8 @@ class Reading:
                 continue
             if not isinstance(name, str) or not isinstance(t, StoredTensor):
                 raise Unsupported(
-                    f"{first.what}: module holds {short(t)} under {short(name)}, which is neither a tensor nor the extra state of a "
-                    "module."
+                    f"{first.what}: module holds {short(t)} under {short(name)}, which is neither a tensor nor the "
+                    "extra state of a module."
                 )
             if name in self.masters:
                 self.model[name] = self.masters[name]
@@ -247,15 +257,15 @@ class Reading:
                 self.model[name] = self._frozen(name, frozen[name], models)
             elif placeholder(t) and name not in buffers:
                 raise Corrupt(
-                    f'{first.what}: "{name}" is a placeholder in module, but neither param_shapes nor frozen_param_shapes '
-                    "names it."
+                    f'{first.what}: "{name}" is a placeholder in module, but neither param_shapes nor '
+                    "frozen_param_shapes names it."
                 )
             else:
                 if self.masters and name not in buffers and "shared_params" not in first.tree:
                     raise Corrupt(
-                        f'{first.what}: "{name}" is in module, but not in param_shapes, and "shared_params" is missing, which would say '
-                        "whether it is tied to a weight that is. The file is damaged, or of DeepSpeed before 0.9: resume it "
-                        "with a later release and save it again."
+                        f'{first.what}: "{name}" is in module, but not in param_shapes, and "shared_params" is '
+                        "missing, which would say whether it is tied to a weight that is. The file is damaged, or of "
+                        "DeepSpeed before 0.9: resume it with a later release and save it again."
                     )
                 self.model[name] = self.whole(first, t, ("model", name))
                 if t.numel:
@@ -276,8 +286,8 @@ class Reading:
         )  # stages 0 and 1 have no such list
         if lists_frozen and first.tree.get("frozen_param_shapes", {}) is None:
             self.notes.append(
-                "frozen parameters, if the model has any, were left out when this was saved (exclude_frozen_parameters); "
-                "they must come from elsewhere"
+                "frozen parameters, if the model has any, were left out when this was saved "
+                "(exclude_frozen_parameters); they must come from elsewhere"
             )
         self.take_beside(models)
 
@@ -369,7 +379,8 @@ class Reading:
         return from_cuts(shape, dtype, ("model", name), cuts)
 
     def take_side_files(self) -> None:
-        """Read what HF Trainer and Accelerate write next to the save: scheduler and counters; unread_files.py names the rest."""
+        """Read what HF Trainer and Accelerate write next to the save: scheduler and counters; unread_files.py names the
+        rest."""
         if not self.save.folder or not self.options.beside:
             return  # the tag's own folder was given: what lies above it is not asked for
         for name in self.source.list():

@@ -1,14 +1,17 @@
 """universal: DeepSpeed's Universal Checkpoint, one folder per parameter, for any number of ranks.
 
     DIR/latest_universal                             the tag, no newline; written last
-    DIR/<tag>/zero/<fqn>/fp32.pt exp_avg.pt exp_avg_sq.pt       stage 3: a bare flat tensor, its shape is in param_shapes
+    DIR/<tag>/zero/<fqn>/fp32.pt exp_avg.pt exp_avg_sq.pt       stage 3: a bare flat tensor, its shape is in
+                                                                param_shapes
                                                      stages 1, 2: {"param": tensor, "cat_dim": 0}, and step.pt
     DIR/<tag>/zero/optimizer_state.pt                loss scaler, param_groups; stage 3: the steps
-    DIR/<tag>/*_model_states.pt                      as in a ZeRO save (deepspeed/module_state.py): of the ranks it was made from
+    DIR/<tag>/*_model_states.pt                      as in a ZeRO save (deepspeed/module_state.py): of the ranks it was
+                                                     made from
 
 What is not trained is only in the model files, so they are needed for buffers and frozen parameters, which
 DeepSpeed's own loader does not restore from here; nor does it, at stage 3, restore the hyperparameters of other param
-groups than the first, or slots other than exp_avg and exp_avg_sq. zero3 has none of these problems: write that if the number of ranks is known.
+groups than the first, or slots other than exp_avg and exp_avg_sq. zero3 has none of these problems: write that if the
+number of ranks is known.
 
 Written (deepspeed/write_universal.py): for --zero-stage 1, 2 or 3, the model file of one rank.
 
@@ -120,13 +123,14 @@ def _refuse_missing(reading: Reading, members: list[list[str]], slots: dict[str,
             other = group[0] if odd else first
             if missing := odd | {s for s in slots[first].keys() ^ slots[n].keys() if s != _BY_GROUP}:
                 raise Corrupt(
-                    f'{reading.where}zero/{n}: {min(missing)}.pt is there for only one of "{other}" and "{n}". The copy is '
-                    "incomplete; fetch it again."
+                    f'{reading.where}zero/{n}: {min(missing)}.pt is there for only one of "{other}" and "{n}". The '
+                    "copy is incomplete; fetch it again."
                 )
 
 
 def _refuse_others(reading: Reading, model: ds.File, params: Iterable[str]) -> None:
-    """Refuse folders of parameters that the model does not have. DeepSpeed writes them for buffers and frozen parameters too.
+    """Refuse folders of parameters that the model does not have. DeepSpeed writes them for buffers and frozen
+    parameters too.
 
     Raises:
         Corrupt: with the folder.
@@ -135,8 +139,8 @@ def _refuse_others(reading: Reading, model: ds.File, params: Iterable[str]) -> N
     for name in reading.source.list(reading.save.folder + "zero"):
         if name not in known and reading.source.list(f"{reading.save.folder}zero/{name}"):
             raise Corrupt(
-                f"{reading.where}zero/{name}: the folder of a parameter that neither param_shapes nor module lists, so nothing "
-                "would read it. The files are from different saves, or one was changed."
+                f"{reading.where}zero/{name}: the folder of a parameter that neither param_shapes nor module lists, so "
+                "nothing would read it. The files are from different saves, or one was changed."
             )
 
 
@@ -171,8 +175,17 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
 
 LAYOUTS = (
     Layout(
-        name="universal", title="DeepSpeed Universal Checkpoint", detect=detect, read=read, write=late("ckpttool.converters.deepspeed.write_universal:write"),
+        name="universal",
+        title="DeepSpeed Universal Checkpoint",
+        detect=detect,
+        read=read,
+        write=late("ckpttool.converters.deepspeed.write_universal:write"),
         prepare=late("ckpttool.converters.deepspeed.write_universal:prepare"),
-        options=UniversalOptions, aliases=("deepspeed-universal", "ucp"), needs_named_optimizer=True, reader_uses=("tag",), writer_uses=("like",), saves=ds.SAVES,
+        options=UniversalOptions,
+        aliases=("deepspeed-universal", "ucp"),
+        needs_named_optimizer=True,
+        reader_uses=("tag",),
+        writer_uses=("like",),
+        saves=ds.SAVES,
     ),
-)  # fmt: skip
+)

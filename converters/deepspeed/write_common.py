@@ -4,8 +4,8 @@
     plan = Plan(state, tensors, stage, options, ckpt)      tag, precision, counters, configuration, notes
     models = Models(plan, groups, world)                   *_model_states.pt, into a TorchFiles
 
-Classes of DeepSpeed and torch are pickled by name (`stage_enum`, `size`, `fragment`) and never imported. The formats are
-described in deepspeed/module_state.py, zero.py and universal.py.
+Classes of DeepSpeed and torch are pickled by name (`stage_enum`, `size`, `fragment`) and never imported. The formats
+are described in deepspeed/module_state.py, zero.py and universal.py.
 """
 
 from __future__ import annotations
@@ -35,10 +35,19 @@ __all__ = ["DS_VERSION", "Models", "Plan", "Tree", "fragment", "size", "stage_en
 DS_VERSION = "0.19.8"
 #: What a dynamic loss scaler starts with (deepspeed/runtime/config.py, fp16 defaults).
 _FRESH_SCALER = {
-    "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
-    "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False,
-    "raise_error_at_min_scale": True, "dtype": Global("torch", "float16"),
-}  # fmt: skip
+    "cur_scale": 65536.0,
+    "dynamic": True,
+    "cur_iter": 0,
+    "last_overflow_iter": -1,
+    "scale_factor": 2.0,
+    "scale_window": 1000,
+    "min_scale": 1,
+    "delayed_shift": 2,
+    "cur_hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "raise_error_at_min_scale": True,
+    "dtype": Global("torch", "float16"),
+}
 
 
 class Tree:
@@ -99,15 +108,15 @@ class Plan:
             raise Unsupported(f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.ADVICE}")
         if not any(g.params for g in state.groups):
             raise Unsupported(
-                "the optimizer of this checkpoint trains no parameter, and no engine of DeepSpeed starts with such a one. "
-                f"{argument('only', ['model'])} writes the weights alone."
+                "the optimizer of this checkpoint trains no parameter, and no engine of DeepSpeed starts with such a "
+                f"one. {argument('only', ['model'])} writes the weights alone."
             )
         self.notes = list(state.notes)
         if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
             state.groups = [g for g in state.groups if g.params]
             self.notes.append(
-                f"the param groups {idle} hold nothing that is trained and are left out: an engine of stage {stage} does "
-                "not start with such a group"
+                f"the param groups {idle} hold nothing that is trained and are left out: an engine of stage {stage} "
+                "does not start with such a group"
             )
         self.rest = dict(state.rest)
         config = self.rest.pop("ds_config", None)
@@ -118,8 +127,8 @@ class Plan:
         ):
             if not isinstance(x, dict if key == "ds_config" else int) or any(tensors_of(x)):
                 raise Unsupported(
-                    f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it out: '
-                    f"{argument('only', ['model', 'optim', 'scheduler'])}."
+                    f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it '
+                    f"out: {argument('only', ['model', 'optim', 'scheduler'])}."
                 )
         asked = None if own.precision is None else floating_dtype(own.precision)
         if asked not in (None, "float32", "bfloat16", "float16"):
@@ -137,9 +146,10 @@ class Plan:
         if "/" in self.tag or self.tag in ("", ".", ".."):
             raise UsageError(f"{argument('write_tag', self.tag)} is not the name of a folder.")
         self.counters = {
-            "skipped_steps": self.rest.pop("skipped_steps", 0), "global_steps": self.steps,
+            "skipped_steps": self.rest.pop("skipped_steps", 0),
+            "global_steps": self.steps,
             **({"global_samples": self.rest.pop("global_samples")} if "global_samples" in self.rest else {}),
-        }  # fmt: skip
+        }
         self.rest.pop("global_steps", None)
         self.scaler = self._scaler()
         for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
@@ -151,9 +161,11 @@ class Plan:
     def made(self) -> dict[str, Any]:
         """{name: data} of values that every DeepSpeed save has but the source does not."""
         ours = {
-            "trainer.global_steps": self.steps, "trainer.skipped_steps": 0,
-            "extra.buffer_names": list(self.state.buffers), "extra.ds_config": self.ds_config,
-        }  # fmt: skip
+            "trainer.global_steps": self.steps,
+            "trainer.skipped_steps": 0,
+            "extra.buffer_names": list(self.state.buffers),
+            "extra.ds_config": self.ds_config,
+        }
         held = [*self.ckpt.values, *self.ckpt.tensors]
         made = {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in held)}
         if self.scaler and not self.state.scaler:
@@ -191,7 +203,8 @@ class Plan:
         found = most if most in ("bfloat16", "float16") else "float32"
         if not self.ds_config:
             self.notes.append(
-                f"for a DeepSpeed engine that computes in {found}, as the weights are; else give {argument('precision')}"
+                f"for a DeepSpeed engine that computes in {found}, as the weights are; else give "
+                f"{argument('precision')}"
             )
         return found
 
@@ -221,8 +234,8 @@ class Plan:
         self.ds_config = config
 
     def _note_scheduler(self, *, from_deepspeed: bool) -> None:
-        """A note where the state of the scheduler is not that of one of DeepSpeed's own (runtime/lr_schedules.py), all of which look for
-        `last_batch_iteration`, and the job that loads it may have one."""
+        """A note where the state of the scheduler is not that of one of DeepSpeed's own (runtime/lr_schedules.py), all
+        of which look for `last_batch_iteration`, and the job that loads it may have one."""
         found, section = self.state.scheduler, self.ds_config.get("scheduler")
         if found is None or (isinstance(found, dict) and "last_batch_iteration" in found):
             return
@@ -231,9 +244,9 @@ class Plan:
             return  # its job had no other scheduler either
         of_config = f", though ds_config of the source names {named}" if isinstance(named, str) else ""
         self.notes.append(
-            f"the scheduler's state is not that of one of DeepSpeed's own{of_config}: pass the scheduler that the source had to "
-            "deepspeed.initialize(lr_scheduler=...), or load with load_lr_scheduler_states=False; WarmupLR and the others stop with "
-            "KeyError 'last_batch_iteration'"
+            f"the scheduler's state is not that of one of DeepSpeed's own{of_config}: pass the scheduler that the "
+            "source had to deepspeed.initialize(lr_scheduler=...), or load with load_lr_scheduler_states=False; "
+            "WarmupLR and the others stop with KeyError 'last_batch_iteration'"
         )
 
     def _steps(self) -> int:
@@ -268,8 +281,8 @@ class Plan:
             out += [f"optim.state.{n}.{s}" for n in group if n in self.state.fresh for s in slots]
         if out:
             self.notes.append(
-                f"{len(self.state.fresh)} parameters that the next job trains have no state yet and get zeros and the step of "
-                f"their group: {', '.join(self.state.fresh[:4])}"
+                f"{len(self.state.fresh)} parameters that the next job trains have no state yet and get zeros and the "
+                f"step of their group: {', '.join(self.state.fresh[:4])}"
             )
         return out
 
@@ -317,8 +330,8 @@ class Plan:
                 found, first = mine, n
             elif set(mine) != set(found):
                 raise Unsupported(
-                    f'"{n}" has the optimizer slots {", ".join(mine) or "none"}, "{first}" has {", ".join(found) or "none"}. '
-                    "DeepSpeed keeps those of a param group in one flat tensor each."
+                    f'"{n}" has the optimizer slots {", ".join(mine) or "none"}, "{first}" has '
+                    f"{', '.join(found) or 'none'}. DeepSpeed keeps those of a param group in one flat tensor each."
                 )
         return found or []
 
@@ -338,9 +351,12 @@ class Plan:
             out["lr_scheduler"] = tree.value(state.scheduler)
         out.update(self.counters)
         out.update(
-            dp_world_size=world, mp_world_size=1, checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 1},
-            ds_config=self.ds_config, ds_version=DS_VERSION,
-        )  # fmt: skip
+            dp_world_size=world,
+            mp_world_size=1,
+            checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 1},
+            ds_config=self.ds_config,
+            ds_version=DS_VERSION,
+        )
         out.update({k: tree.value(v) for k, v in rest.items()})
         return out
 

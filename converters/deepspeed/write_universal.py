@@ -61,8 +61,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         for n, shape in group.items():
             if set(n) & set("/\\\0") or n in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(n)) > 255:
                 raise Unsupported(
-                    f"A universal checkpoint keeps each parameter in a folder of its name, and {n[:300]!a} cannot name one. "
-                    "Write another layout, or rename the parameter in the source."
+                    f"A universal checkpoint keeps each parameter in a folder of its name, and {n[:300]!a} cannot name "
+                    "one. Write another layout, or rename the parameter in the source."
                 )
             entries: dict[str, tuple[TensorEntry, TensorEntry | None]] = {"fp32": (tensors[n], state.tensors[n])}
             if n in state.fresh:  # zeros
@@ -96,9 +96,15 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out = Checkpoint("universal", options.target, None, [], [], placed, values)
     added = plan.added(groups)
     return files.draft(
-        out, sources, dropped=dropped, aliases=models.same, notes=plan.notes + _lost(plan), synthesized_tensors=added,
-        synthesized_values=plan.made(), changed=changed,
-    )  # fmt: skip
+        out,
+        sources,
+        dropped=dropped,
+        aliases=models.same,
+        notes=plan.notes + _lost(plan),
+        synthesized_tensors=added,
+        synthesized_values=plan.made(),
+        changed=changed,
+    )
 
 
 def _stage_of(ckpt: Checkpoint) -> int:
@@ -124,8 +130,8 @@ def _lost(plan: dw.Plan) -> list[str]:
     names = [*state.buffers, *state.frozen, *state.extra_states]
     if names:
         out.append(
-            f"DeepSpeed does not restore buffers, frozen parameters and extra states of modules from a universal checkpoint ({len(names)} here, "
-            f"first {names[0]}): load them yourself, or write zero{stage}"
+            "DeepSpeed does not restore buffers, frozen parameters and extra states of modules from a universal "
+            f"checkpoint ({len(names)} here, first {names[0]}): load them yourself, or write zero{stage}"
         )
     if stage == 3 and any(g.options != state.groups[0].options for g in state.groups):
         out.append(
@@ -135,8 +141,9 @@ def _lost(plan: dw.Plan) -> list[str]:
     others = [n for n, found in slots.items() if found - _RESTORED]
     if stage == 3 and others:
         out.append(
-            f"a DeepSpeed engine of stage 3 restores only exp_avg and exp_avg_sq from a universal checkpoint; {len(others)} of "
-            f"{len(slots)} parameters, first {others[0]}, also have {', '.join(sorted(slots[others[0]] - _RESTORED))}, without which "
-            "its first step fails or is another. Write zero3, or for an engine of stage 1 or 2"
+            "a DeepSpeed engine of stage 3 restores only exp_avg and exp_avg_sq from a universal checkpoint; "
+            f"{len(others)} of {len(slots)} parameters, first {others[0]}, also have "
+            f"{', '.join(sorted(slots[others[0]] - _RESTORED))}, without which its first step fails or is another. "
+            "Write zero3, or for an engine of stage 1 or 2"
         )
     return out

@@ -1,4 +1,5 @@
-"""What zero1, zero2 and zero3 write: the optimizer files of all ranks; deepspeed/write_common.py has the model files."""
+"""What zero1, zero2 and zero3 write: the optimizer files of all ranks; deepspeed/write_common.py has the model
+files."""
 
 from __future__ import annotations
 
@@ -64,9 +65,15 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     added = plan.added(groups)
     dropped = [*state.dropped, *out.dropped]
     return files.draft(
-        checkpoint, sources, dropped=dropped, aliases=models.same, notes=plan.notes, synthesized_tensors=added,
-        synthesized_values=plan.made(), changed=changed,
-    )  # fmt: skip
+        checkpoint,
+        sources,
+        dropped=dropped,
+        aliases=models.same,
+        notes=plan.notes,
+        synthesized_tensors=added,
+        synthesized_values=plan.made(),
+        changed=changed,
+    )
 
 
 class _Optimizers:

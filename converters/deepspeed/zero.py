@@ -1,15 +1,16 @@
 """zero3, zero2, zero1: what DeepSpeed's engine.save_checkpoint writes at each stage of ZeRO; stage 0 is read too.
 
-Files and what they have in common: deepspeed/module_state.py. An optimizer file is {"optimizer_state_dict": ..., "ds_config",
-"ds_version"}. Stage 3, W ranks:
+Files and what they have in common: deepspeed/module_state.py. An optimizer file is {"optimizer_state_dict": ...,
+"ds_config", "ds_version"}. Stage 3, W ranks:
 
     partition_count W, loss_scaler, zero_stage
     fp32_flat_groups        [tensor]   one per sub-group: the master weights
-    optimizer_state_dict    state {sub-group: {step, exp_avg, exp_avg_sq}}, param_groups [{lr, ..., params: [sub-groups]}]
+    optimizer_state_dict    state {sub-group: {step, exp_avg, exp_avg_sq}}, param_groups [{lr, ..., params:
+                            [sub-groups]}]
 
 A parameter of n elements is cut into W parts of p = ceil(n / W) elements. All ranks have p; elements beyond n are
-padding (uninitialised in the masters, so never compared). A rank's flat tensor consists of its parts of the parameters, in
-the order of param_shapes, without gaps: a parameter has the same offset on all ranks. A sub-group takes whole
+padding (uninitialised in the masters, so never compared). A rank's flat tensor consists of its parts of the parameters,
+in the order of param_shapes, without gaps: a parameter has the same offset on all ranks. A sub-group takes whole
 parameters of one param group until the sum of p reaches sub_group_size, so its borders change with W.
 
 Stages 1 and 2: `single_partition_of_fp32_groups` and `base_optimizer_state` per param group. The parameters of a group
@@ -80,7 +81,8 @@ def _read(where: Place, options: ReadOptions) -> Checkpoint:
     """The index of a save of any stage.
 
     Raises:
-        Corrupt: files of ranks are missing, duplicated, or of different saves. Unsupported: see _deepspeed.refuse_foreign.
+        Corrupt: files of ranks are missing, duplicated, or of different saves. Unsupported: see
+        _deepspeed.refuse_foreign.
     """
     reading = Reading(where, options)
     if not reading.save.files(ds.MODEL, 1):
@@ -113,8 +115,8 @@ def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> 
         stated = f.get("partition_count", (int, list), whole)
         if stated not in (world, [world] * count):
             raise Corrupt(
-                f"{f.what}: partition_count is {short(stated)}, the save is of {world} ranks. The files are of different "
-                "saves."
+                f"{f.what}: partition_count is {short(stated)}, the save is of {world} ranks. The files are of "
+                "different saves."
             )
         masters = f.get(flats, list, whole)
         if len(masters) != count or not all(_is_flat(t) for t in masters):
@@ -208,7 +210,8 @@ def _optimizer(
     reading.take_groups(files[0], [{"params": [g]} for g in range(len(members))] if groups is None else groups, members)
     if groups is None:
         reading.notes.append(
-            "elastic_checkpoint keeps no hyperparameters: learning rate, betas and so on come from the next job's own optimizer"
+            "elastic_checkpoint keeps no hyperparameters: learning rate, betas and so on come from the next job's own "
+            "optimizer"
         )
 
 
@@ -275,8 +278,8 @@ def _read_stage12(reading: Reading, model: File) -> Checkpoint:
             if t.shape[0] not in lengths(rank, g):
                 raise Corrupt(
                     f"{o.file.what}: flat tensor {g} has {t.shape[0]} elements; the {len(shapes[g])} parameters that "
-                    f"param_shapes puts into it leave {' or '.join(map(str, sorted(lengths(rank, g))))} for rank {rank} "
-                    f"of {world}. The files are from different saves."
+                    f"param_shapes puts into it leave {' or '.join(map(str, sorted(lengths(rank, g))))} for rank "
+                    f"{rank} of {world}. The files are from different saves."
                 )
     _masters(reading, optims, flats)
     reading.take_module([model])
@@ -287,8 +290,8 @@ def _read_stage12(reading: Reading, model: File) -> Checkpoint:
 
 
 def _without_optimizer(reading: Reading, model: File, world: int, lost: int) -> Checkpoint:
-    """The weights that the engine computes with, which every rank has whole at stages 1 and 2. Masters and state of the optimizer
-    are in the files of all ranks together, so none of a tensor is left where one of them is lost."""
+    """The weights that the engine computes with, which every rank has whole at stages 1 and 2. Masters and state of the
+    optimizer are in the files of all ranks together, so none of a tensor is left where one of them is lost."""
     reading.take_module([model])
     out = reading.done("zero1", world)
     why = f"{lost} of the {world} optimizer files are lost, and each has a part of everything in it"
@@ -347,8 +350,9 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
         have = max(o.masters[g].shape[0] for o in optims)
         if have > part:
             raise Corrupt(
-                f"{optims[0].file.what}: a rank holds {have} elements of flat tensor {g}, but the {len(group)} parameters "
-                f"that param_shapes puts into it are {raw}, {part} a rank. The files are from different saves."
+                f"{optims[0].file.what}: a rank holds {have} elements of flat tensor {g}, but the {len(group)} "
+                f"parameters that param_shapes puts into it are {raw}, {part} a rank. The files are from different "
+                "saves."
             )
         parts.append(part)
     return parts, stated
@@ -357,8 +361,8 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
 def _read_stage0(reading: Reading, model: File) -> Checkpoint:
     if "optimizer" not in model.tree:
         raise Corrupt(
-            f'{model.what} has no "optimizer", which DeepSpeed writes into every file of model states and its engine asks for. The file is damaged, '
-            "or another program changed it; fetch it again."
+            f'{model.what} has no "optimizer", which DeepSpeed writes into every file of model states and its engine '
+            "asks for. The file is damaged, or another program changed it; fetch it again."
         )
     found = model.tree["optimizer"]
     reading.take_module([model])
@@ -373,8 +377,8 @@ def _read_stage0(reading: Reading, model: File) -> Checkpoint:
         raise Unsupported(f"{model.what}: flat masters of a fused fp16 optimizer, whose order the file does not hold.")
     if masters is None and "optimizer_state_dict" in state:  # deepspeed/runtime/fp16/unfused_optimizer.py, state_dict
         raise Corrupt(
-            f"{model.what}: the optimizer has no fp32_groups, the masters that DeepSpeed writes beside its optimizer_state_dict. The file is damaged, or "
-            "another program changed it; fetch it again."
+            f"{model.what}: the optimizer has no fp32_groups, the masters that DeepSpeed writes beside its "
+            "optimizer_state_dict. The file is damaged, or another program changed it; fetch it again."
         )
     aliases = ds.tied([model])
     own = [n for n in reading.model if n not in set(model.tree.get("buffer_names") or ()) | aliases.keys()]
@@ -420,10 +424,19 @@ def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: An
 def _layout(stage: int, title: str, detect: Any) -> Layout:
     aliases = ("deepspeed", "zero") if stage == 3 else ()
     return Layout(
-        name=f"zero{stage}", title=title, detect=detect, read=_read, write=partial(late("ckpttool.converters.deepspeed.write_zero:write_stage"), stage=stage),
-        prepare=late("ckpttool.converters.deepspeed.write_zero:prepare"), options=ZeroOptions, aliases=aliases,
-        needs_named_optimizer=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
-    )  # fmt: skip
+        name=f"zero{stage}",
+        title=title,
+        detect=detect,
+        read=_read,
+        write=partial(late("ckpttool.converters.deepspeed.write_zero:write_stage"), stage=stage),
+        prepare=late("ckpttool.converters.deepspeed.write_zero:prepare"),
+        options=ZeroOptions,
+        aliases=aliases,
+        needs_named_optimizer=True,
+        saves=ds.SAVES,
+        reader_uses=("tag",),
+        writer_uses=("like", "world_size"),
+    )
 
 
 LAYOUTS = (

@@ -4,7 +4,8 @@
     local_optim_rank{r}.pt    optimizer.state_dict()   model_world_size_4_rank_0.pt (verl), pytorch_model_fsdp_rank0.bin
     flat_layout.json          see flat_layout.py       (accelerate), checkpoint-shard0.pt (FairScale)
 
-or one file a rank with everything in it: {"model": ..., "optim": ..., "step": ...}. Files are identified by their content:
+or one file a rank with everything in it: {"model": ..., "optim": ..., "step": ...}. Files are identified by their
+content:
 
     model       "<wrapped module>._flat_param" -> ShardedTensor, 1-D, padding of the last slices removed; buffers under
                 their FQN; with use_orig_params=True also each FQN as the 1-D slice this rank has, a view of the former

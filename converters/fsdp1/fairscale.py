@@ -46,8 +46,8 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], Mod
         path = wrapped["fsdp_path"].replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
         if wrapped.get("no_broadcast_optim_state") and len(ranks) > 1:
             raise Unsupported(
-                f'{files.path(ranks[0].file)}: "{path}" has experts that each rank has for itself; ckpttool reads shards of '
-                "what ranks have together."
+                f'{files.path(ranks[0].file)}: "{path}" has experts that each rank has for itself; ckpttool reads '
+                "shards of what ranks have together."
             )
         for backing, described in wrapped["params"].items():
             key = f"{path}.{backing}" if path else backing

@@ -1,7 +1,7 @@
 """The content of the flat parameters in FSDP1's files.
 
-The files do not describe it. `layout_of` takes it from flat_layout.json, --flat-layout, --like or --config, or from the names in
-the optimizer, and proves it against the lengths and places of the slices in the files.
+The files do not describe it. `layout_of` takes it from flat_layout.json, --flat-layout, --like or --config, or from the
+names in the optimizer, and proves it against the lengths and places of the slices in the files.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def layout_of(
     unknown = [n for n in slices if n not in known.shapes]
     if unknown:
         raise Unsupported(
-            f'{files.source.root}: "{unknown[0]}" is not among the {len(known.shapes)} names of {where}. {flat_layout.OTHER}'
+            f'{files.source.root}: "{unknown[0]}" is not among the {len(known.shapes)} names of {where}. '
+            f"{flat_layout.OTHER}"
         )
     if not uop:
         flat_layout.refuse_alphabet(order, where)
@@ -135,8 +136,8 @@ def layout_of(
     homeless = [m for m in inside if m not in flats]
     if homeless:
         raise Unsupported(
-            f'{files.source.root}: "{inside[homeless[0]][0]}" of {where} lies in no wrapped module; the files have flat '
-            f"parameters of {flat_layout.listed(flats)}. {flat_layout.OTHER}"
+            f'{files.source.root}: "{inside[homeless[0]][0]}" of {where} lies in no wrapped module; the files have '
+            f"flat parameters of {flat_layout.listed(flats)}. {flat_layout.OTHER}"
         )
     made = []
     for module in (*inside, *(m for m in flats if m not in inside)):
@@ -175,7 +176,8 @@ class RankSlices(NamedTuple):
         return [i for _, i in sorted(seen.items())]
 
     def agrees(self, flat: Flat, part: Part, column: list[Any]) -> bool:
-        """Whether the slices of a parameter in the files have the lengths and places that follow from the flat parameter."""
+        """Whether the slices of a parameter in the files have the lengths and places that follow from the flat
+        parameter."""
         for i, t in enumerate(column):
             a, b = flat_layout.slice_of(flat.numel, self.shards, self.places[i][0])
             a, b = max(a, part.first), min(b, part.first + part.numel)
@@ -189,8 +191,8 @@ class RankSlices(NamedTuple):
 
 
 def _slices(plain: dict[str, list[Any]], own: RankSlices, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Names that stand for the 1-D slices of a parameter (use_orig_params), not for buffers, which every rank has whole:
-    views of the flat parameter, or as long together as the parameter."""
+    """Names that stand for the 1-D slices of a parameter (use_orig_params), not for buffers, which every rank has
+    whole: views of the flat parameter, or as long together as the parameter."""
     out = set()
     firsts = own.firsts()
     storages = [{x[1].storage for p in own.pieces.values() if (x := p[i])} for i in range(len(own.places))]
@@ -244,15 +246,16 @@ def _prove(
     known = {f.module: f for f in layout.flats}
     if known.keys() != flats.keys():
         raise Unsupported(
-            f"{files.source.root}: {where} knows flat parameters of {flat_layout.listed(known)}, the files have those of "
-            f"{flat_layout.listed(flats)}. They are of jobs that wrapped different modules."
+            f"{files.source.root}: {where} knows flat parameters of {flat_layout.listed(known)}, the files have those "
+            f"of {flat_layout.listed(flats)}. They are of jobs that wrapped different modules."
         )
     for module, t in flats.items():
         flat = known[module]
         if flat.numel != t.shape[0]:
             raise Unsupported(
-                f'{files.source.root}: the flat parameter of module "{module}" has {t.shape[0]} elements, by {where} it '
-                f"has {flat.numel}: another model, another world size, or other mixed precision with use_orig_params."
+                f'{files.source.root}: the flat parameter of module "{module}" has {t.shape[0]} elements, by {where} '
+                f"it has {flat.numel}: another model, another world size, or other mixed precision with "
+                "use_orig_params."
             )
         for p in flat.parts:
             if p.name in slices and not own.agrees(flat, p, plain[p.name]):
@@ -287,11 +290,12 @@ def model_names_of(
 def _undescribed(files: Files, flats: Iterable[str]) -> Unsupported:
     name = printable(os.path.basename(files.source.root))
     return Unsupported(
-        f"{files.source.root} holds flat parameters of {flat_layout.listed(flats)}, but does not say which parameters they contain. "
-        "Describe them in one of three ways:",
-        listing=f"  ckpttool convert {name} OUT --to dcp --like model.pt           any other checkpoint of the same model\n"
-        f"  ckpttool convert {name} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n"
-        f"  ckpttool convert {name} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in the job",
+        f"{files.source.root} holds flat parameters of {flat_layout.listed(flats)}, but does not say which parameters "
+        "they contain. Describe them in one of three ways:",
+        listing=f"  ckpttool convert {name} OUT --to dcp --like model.pt           any other checkpoint of the same "
+        f"model\n  ckpttool convert {name} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n  ckpttool "
+        f"convert {name} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in "
+        "the job",
     )
 
 
@@ -309,6 +313,6 @@ def _no_fit(
     text = f"{sizes[0]}" if not uop else ", ".join(f"{n} aligned to {a}" for a, n in zip(aligns, sizes, strict=True))
     return (
         f'{files.source.root}: the flat parameter of module "{module}" has {numel} elements, but the {len(members)} '
-        f"parameters of {where} that lie in it have {text}. {where[:1].upper()}{where[1:]} is of another model, or the job "
-        "wrapped modules that are not in the files."
+        f"parameters of {where} that lie in it have {text}. {where[:1].upper()}{where[1:]} is of another model, or the "
+        "job wrapped modules that are not in the files."
     )

@@ -43,8 +43,8 @@ def read_optimizer(
     if named and raw:
         _same_save(files, named[0], raw[0])
         files.notes.append(
-            f"the optimizer is there twice; {files.names[chosen[0].file]} and its like are read, which name parameters, "
-            f"{files.names[raw[0][0].file]} and its like say the same step and hyperparameters"
+            f"the optimizer is there twice; {files.names[chosen[0].file]} and its like are read, which name "
+            f"parameters, {files.names[raw[0][0].file]} and its like say the same step and hyperparameters"
         )
     out: dict[Path, Any] = {}
     for i, group in enumerate(groups):
@@ -97,15 +97,15 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
                 (k for a, b in zip(out, groups, strict=False) for k in {**a, **b} if a.get(k) != b.get(k)), "params"
             )
             raise Corrupt(
-                f'{files.path(r.file)}: its param groups differ from those in {files.names[ranks[0].file]}, first in "{key}". '
-                "The files are from different saves; fetch the files of one save."
+                f"{files.path(r.file)}: its param groups differ from those in {files.names[ranks[0].file]}, first in "
+                f'"{key}". The files are from different saves; fetch the files of one save.'
             )
     return out
 
 
 def _with_tensors(files: Files, r: Rank, path: Path, x: Any) -> dict[Path, Any]:
-    """The leaves of an option of a param group that holds tensors, such as a learning rate or Prodigy's `d_numerator`; none of
-    another."""
+    """The leaves of an option of a param group that holds tensors, such as a learning rate or Prodigy's `d_numerator`;
+    none of another."""
     if next(stored_tensors.tensors_in(x), None) is None:
         return {}
     leaves, records = stored_tensors.leaves(x, path, r.file, files.reader(r.file), files.path(r.file))
@@ -114,7 +114,8 @@ def _with_tensors(files: Files, r: Rank, path: Path, x: Any) -> dict[Path, Any]:
 
 
 def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
-    """{(parameter, slot): what each rank has, None where nothing}. A rank without elements of a parameter has no slot of it.
+    """{(parameter, slot): what each rank has, None where nothing}. A rank without elements of a parameter has no slot
+    of it.
 
     Raises:
         Corrupt: a rank has only some of the slots of a parameter.
@@ -129,7 +130,8 @@ def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
                     raise Corrupt(
                         f'The optimizer state of parameter {name} has a slot "{odd[0]}" in the file of rank '
                         f"{(r if odd[0] in map(str, slots) else other).rank} and not in that of rank "
-                        f"{(other if odd[0] in map(str, slots) else r).rank}. The files are from different jobs, or one was changed."
+                        f"{(other if odd[0] in map(str, slots) else r).rank}. The files are from different jobs, or "
+                        "one was changed."
                     )
                 for slot, x in slots.items():
                     out.setdefault((name, slot), [None] * len(ranks))[i] = x
@@ -160,7 +162,8 @@ def _same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
         )
     if one[0] != two[0]:
         raise Corrupt(
-            f"{files.path(a[0].file)} and {files.names[b[0].file]} have other hyperparameters. Fetch all files of one save."
+            f"{files.path(a[0].file)} and {files.names[b[0].file]} have other hyperparameters. Fetch all files of one "
+            "save."
         )
 
 
@@ -257,8 +260,8 @@ def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], lis
         if len(kinds) > 1:
             (a, most), (b, odd) = sorted(kinds.items(), key=lambda kv: -len(kv[1]))[:2]
             raise Corrupt(
-                f'{files.path(odd[0].file)}: "{slot}" of parameter {x} is {b}, in {files.names[most[0].file]} it is {a}. '
-                "The files are from different runs, or one was changed."
+                f'{files.path(odd[0].file)}: "{slot}" of parameter {x} is {b}, in {files.names[most[0].file]} it is '
+                f"{a}. The files are from different runs, or one was changed."
             )
     return out
 
@@ -370,13 +373,14 @@ def _unresolved(
     if layout is not None:
         has = len(_expected(layout, known.own))
         return text + (
-            f"That fits no order of the {has} flat parameters of the model, or more than one. Give {argument('flat_layout')} with the "
-            f"optimizer's order, ckpttool.describe_fsdp1(model, optimizer) in the job, or {argument('only', ['model'])}."
+            f"That fits no order of the {has} flat parameters of the model, or more than one. Give "
+            f"{argument('flat_layout')} with the optimizer's order, ckpttool.describe_fsdp1(model, optimizer) in the "
+            f"job, or {argument('only', ['model'])}."
         )
     return text + (
-        f"No wrapping that was tried gives such lengths. Name the modules that FSDP1 wrapped, such as "
-        f"{argument('wrap', ['**.layers.*'])}, or give "
-        f"{argument('flat_layout')} (ckpttool.describe_fsdp1(model, optimizer) in the job), or {argument('only', ['model'])}."
+        "No wrapping that was tried gives such lengths. Name the modules that FSDP1 wrapped, such as "
+        f"{argument('wrap', ['**.layers.*'])}, or give {argument('flat_layout')} (ckpttool.describe_fsdp1(model, "
+        f"optimizer) in the job), or {argument('only', ['model'])}."
     )
 
 

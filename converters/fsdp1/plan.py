@@ -1,4 +1,5 @@
-"""Plans the flat parameters of the written files, and what their optimizer lists: the wrapping, and the order of names."""
+"""Plans the flat parameters of the written files, and what their optimizer lists: the wrapping, and the order of
+names."""
 
 from __future__ import annotations
 
@@ -53,9 +54,9 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
         if ignored := _ignored(ordered, modules, state, options):
             ordered = [n for n in ordered if n not in ignored]
             notes.append(
-                f"{len(ignored)} frozen parameters have another dtype than the trained ones of their module, which FSDP1 does "
-                f"not flatten together; they are whole in every file, for FSDP(ignored_states=...): {', '.join(sorted(ignored)[:4])}"
-                + (", ..." if len(ignored) > 4 else "")
+                f"{len(ignored)} frozen parameters have another dtype than the trained ones of their module, which "
+                "FSDP1 does not flatten together; they are whole in every file, for FSDP(ignored_states=...): "
+                f"{', '.join(sorted(ignored)[:4])}" + (", ..." if len(ignored) > 4 else "")
             )
         flats = _flats(ordered, modules, state, options, 0, world, notes)
         why = _mixed(flats, state, group_of)
@@ -69,7 +70,8 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
             notes.append(f"written for FSDP1(use_orig_params=True): {why}")
         elif not uop:
             notes.append(
-                f"written for FSDP1(use_orig_params=False), its default; {argument('use_orig_params', True, 'Fsdp1Options')} for the other"
+                "written for FSDP1(use_orig_params=False), its default; "
+                f"{argument('use_orig_params', True, 'Fsdp1Options')} for the other"
             )
     in_flats = {p.name for f in flats for p in f.parts}
     copies = tuple((a, b) for a, b in state.tied.items() if a in in_flats)
@@ -97,7 +99,8 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
 
 
 def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[tuple[list[str], dict[str, Any]]]:
-    """(FQNs that the source lists, hyperparameters) of every param group, those without state too; owners of tied ones."""
+    """(FQNs that the source lists, hyperparameters) of every param group, those without state too; owners of tied
+    ones."""
     out = []
     for i, g in enumerate(state.groups):
         value = ckpt.values.get(f"optim.param_groups.{i}.params")
@@ -135,7 +138,8 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
         flat_layout.refuse_alphabet(order, where)
         if missing := [n for n in own if n not in set(order)]:
             raise Unsupported(
-                f'"{missing[0]}" and {len(missing) - 1} other tensors are not among the names of {where}. {flat_layout.OTHER}'
+                f'"{missing[0]}" and {len(missing) - 1} other tensors are not among the names of {where}. '
+                f"{flat_layout.OTHER}"
             )
         return tuple(n for n in order if n in state.tensors)
     flat_layout.refuse_alphabet(own, f"{ckpt.layout} sources")
@@ -163,7 +167,8 @@ def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: l
     found = flat_layout.matching(paths, patterns)
     if found:
         notes.append(
-            f"wrapped modules, by the repeated blocks of the model: {', '.join(patterns)}, and the root; {argument('wrap')} names others"
+            f"wrapped modules, by the repeated blocks of the model: {', '.join(patterns)}, and the root; "
+            f"{argument('wrap')} names others"
         )
     else:
         notes.append(f"only the root is wrapped, since no repeated blocks were found; {argument('wrap')} names modules")
@@ -203,16 +208,16 @@ def _flats(
             if said := codes.said_of(one) or codes.said_of(two):
                 raise Unsupported(f"{said}, and FSDP1 flattens numbers that it trains, not codes. {encodings.ADVICE}")
             raise Unsupported(
-                f'"{one}" is {a} and "{two}" is {b}, and FSDP1 flattens parameters of one dtype only; both lie in module '
-                f'"{module}". Wrap them apart with {argument("wrap")}, or cast one with {argument("cast")}.'
+                f'"{one}" is {a} and "{two}" is {b}, and FSDP1 flattens parameters of one dtype only; both lie in '
+                f'module "{module}". Wrap them apart with {argument("wrap")}, or cast one with {argument("cast")}.'
             )
         dtype = next(iter(kinds))
         if "float" not in dtype:
             raise Unsupported(f'"{owners[0]}" is {dtype}; FSDP1 flattens floating-point parameters only.')
         if world > 1 and not any(state.tensors[n].numel for n in owners):
             raise Unsupported(
-                f'No parameter of module "{module}" has an element (first "{owners[0]}"), so that no rank has a shard of its '
-                f"flat parameter. Wrap it together with its parent with {argument('wrap')}."
+                f'No parameter of module "{module}" has an element (first "{owners[0]}"), so that no rank has a shard '
+                f"of its flat parameter. Wrap it together with its parent with {argument('wrap')}."
             )
         step = 16 // ITEMSIZE[dtype] if align is None else align
         sized = [(n, state.tensors[n].shape) for n in owners]
@@ -238,7 +243,8 @@ def _flats_given(given: FlatLayout, state: Training, params: set[str], options: 
             t = state.tensors.get(p.name)
             if t is None or t.shape != p.shape:
                 raise Unsupported(
-                    f'{where} has "{p.name}" {p.shape}, the source has {t.shape if t else "no such tensor"}. {flat_layout.OTHER}'
+                    f'{where} has "{p.name}" {p.shape}, the source has {t.shape if t else "no such tensor"}. '
+                    f"{flat_layout.OTHER}"
                 )
         end = max((p.first + p.numel for p in flat.parts), default=0)
         dtype = (
@@ -264,10 +270,16 @@ def _mixed(flats: list[Flat], state: Training, group_of: Mapping[str, int]) -> s
                 a, b = (
                     f"in param group {group_of[x]}" if x in group_of else "not in the optimizer" for x in (first, n)
                 )
-                return f'in {where} "{first}" is {a}, "{n}" {b}, and one flat parameter is in one group and trained as a whole'
+                return (
+                    f'in {where} "{first}" is {a}, "{n}" {b}, and one flat parameter is in one group and trained as a '
+                    "whole"
+                )
             one, two = state.slots.get(first, {}), state.slots.get(n, {})
             if {k: t.dtype for k, t in one.items()} != {k: t.dtype for k, t in two.items()}:
-                return f'in {where} "{first}" and "{n}" have not the same optimizer state ({_slot_names(one)}; {_slot_names(two)})'
+                return (
+                    f'in {where} "{first}" and "{n}" have not the same optimizer state ({_slot_names(one)}; '
+                    f"{_slot_names(two)})"
+                )
             if state.scalars.get(first, {}) != state.scalars.get(n, {}):
                 return f'in {where} "{first}" and "{n}" are at different steps, and one flat parameter has one'
     return None

@@ -7,8 +7,8 @@ with as many ranks and the same wrapped modules, so that they load there:
         model.load_state_dict(torch.load(f"local_rank{r}.pt", weights_only=False), strict=not use_orig_params)
     optimizer.load_state_dict(torch.load(f"local_optim_rank{r}.pt"))
 
-With use_orig_params=True FSDP1 does not know its own key "_flat_param" again, hence `strict`. One rank does not shard, so
-its files hold whole tensors. extra_rank0.pt has everything else, under canonical names. Pads between parameters are
+With use_orig_params=True FSDP1 does not know its own key "_flat_param" again, hence `strict`. One rank does not shard,
+so its files hold whole tensors. extra_rank0.pt has everything else, under canonical names. Pads between parameters are
 zeros; FSDP1 fills them with 42 and looks at neither.
 """
 
@@ -74,10 +74,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     before = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
     kept = {n: v for n, v in ckpt.values.items() if n not in before and n not in gone} | after | state.inlined
     draft = out.files.draft(
-        Checkpoint("fsdp1", options.target, world, [], [], out.tensors, kept), out.sources,
-        dropped=state.dropped, aliases=out.same, changed=changed_values(before, after, TRAINED_ALONE) if before else {},
+        Checkpoint("fsdp1", options.target, world, [], [], out.tensors, kept),
+        out.sources,
+        dropped=state.dropped,
+        aliases=out.same,
+        changed=changed_values(before, after, TRAINED_ALONE) if before else {},
         notes=[n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
-    )  # fmt: skip
+    )
     return draft
 
 

@@ -13,9 +13,9 @@ HuggingFaceStorageWriter(save_distributed=True), `shard-*-model-*.safetensors`, 
 tensor and `__metadata__["DCP_SHARDING_INFO"]` {name: {"saved_offsets"}} says which; the whole shape is the furthest
 corner of all parts.
 
-Canonical names are those in memory. If transformers uses other names on the Hub (fused experts), huggingface/hub_names.py
-maps between the two, as views. Tied weights are written once, after comparing their bytes, and are read
-under both names.
+Canonical names are those in memory. If transformers uses other names on the Hub (fused experts),
+huggingface/hub_names.py maps between the two, as views. Tied weights are written once, after comparing their bytes, and
+are read under both names.
 
 Written: names, tensors, order and header byte for byte as `save_pretrained` writes them; shards as
 huggingface_hub splits them.
@@ -114,7 +114,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     elif shards:
         tensors, files = _sharded(source, shards)
         notes.append(
-            f"{len(shards)} shards, which do not say how many there should be: shapes are those that their parts make up"
+            f"{len(shards)} shards, which do not say how many there should be: shapes are those that their parts make "
+            "up"
         )
     else:
         tensors, files = _plain(source, _counting(source, names))
@@ -143,8 +144,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], config: dict[str, Any]) -> None:
-    """Refuse parts of tensors of which the last are missing. The files of torch's writer do not say how many there are, but
-    config.json says how many rows the embedding has.
+    """Refuse parts of tensors of which the last are missing. The files of torch's writer do not say how many there are,
+    but config.json says how many rows the embedding has.
 
     Raises:
         IncompleteWeights: it has fewer.
@@ -153,8 +154,8 @@ def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], conf
     for name, t in tensors.items():
         if is_vocabulary(name) and type(rows) is int and t.shape and 0 < t.shape[0] < rows:
             raise IncompleteWeights(
-                f'{source.root}: the shards hold {t.shape[0]} rows of "{name}", and config.json says vocab_size {rows}: a shard of the '
-                "weights is missing. The copy is incomplete; fetch the folder again."
+                f'{source.root}: the shards hold {t.shape[0]} rows of "{name}", and config.json says vocab_size '
+                f"{rows}: a shard of the weights is missing. The copy is incomplete; fetch the folder again."
             )
 
 
@@ -225,8 +226,8 @@ def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], li
         for name, slot in safetensors_header.slots(source, file).items():
             if name in out:
                 raise Corrupt(
-                    f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which counts. '
-                    "Give the file that you want, or remove the other."
+                    f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which '
+                    "counts. Give the file that you want, or remove the other."
                 )
             out[name] = _entry(name, slot, i)
     return out, files
@@ -248,8 +249,8 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
     aside = [n for n in source.list() if n.endswith(".safetensors") and n not in files]
     if WHOLE in aside:
         raise Unsupported(
-            f"{source.root} holds {WHOLE}, which transformers reads, and {INDEX}, which names other files. One of the two "
-            f"is left over from an earlier save: remove it, or give {WHOLE} itself."
+            f"{source.root} holds {WHOLE}, which transformers reads, and {INDEX}, which names other files. One of the "
+            f"two is left over from an earlier save: remove it, or give {WHOLE} itself."
         )
     safetensors_header.prefetch(source, files)
     slots = [safetensors_header.slots(source, f) for f in files]
@@ -310,10 +311,22 @@ def _holds(own: object) -> frozenset[str]:
 
 
 _FOLDER = Layout(
-    name="hf", title="Hugging Face safetensors", detect=detect, read=read, locate=locate, options=HfOptions, keeps_subclasses=True, keeps_calls=True,
-    write=late("ckpttool.converters.hf.write:write"), prepare=late("ckpttool.converters.hf.write:prepare"), holds=_holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
-    reader_uses=("config",), writer_uses=("config",),
-)  # fmt: skip
+    name="hf",
+    title="Hugging Face safetensors",
+    detect=detect,
+    read=read,
+    locate=locate,
+    options=HfOptions,
+    keeps_subclasses=True,
+    keeps_calls=True,
+    write=late("ckpttool.converters.hf.write:write"),
+    prepare=late("ckpttool.converters.hf.write:prepare"),
+    holds=_holds,
+    aliases=("huggingface", "safetensors", "transformers"),
+    keeps_config=True,
+    reader_uses=("config",),
+    writer_uses=("config",),
+)
 _FILE = replace(
     _FOLDER,
     write=late("ckpttool.converters.hf.write:write_file"),

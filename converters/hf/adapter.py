@@ -39,8 +39,9 @@ def adapter_config(
         return found
     if found is not None:
         raise UsageError(
-            f"{argument('lora_alpha', own.lora_alpha)}: there is an adapter_config.json, which says {str(found[0].get('lora_alpha'))[:40]}. "
-            "Leave the option out, or take that file away if it is of another adapter."
+            f"{argument('lora_alpha', own.lora_alpha)}: there is an adapter_config.json, which says "
+            f"{str(found[0].get('lora_alpha'))[:40]}. Leave the option out, or take that file away if it is of another "
+            "adapter."
         )
     return None
 
@@ -67,8 +68,8 @@ def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         )
         extra = {_ADAPTER_CONFIG: lora.encoded(made)}
         notes.append(
-            f"made adapter_config.json: r {made['r']}, lora_alpha {made['lora_alpha']}, {len(made['target_modules'])} target modules, and "
-            "otherwise PEFT's defaults (no dropout, no trained biases of the base model)"
+            f"made adapter_config.json: r {made['r']}, lora_alpha {made['lora_alpha']}, {len(made['target_modules'])} "
+            "target modules, and otherwise PEFT's defaults (no dropout, no trained biases of the base model)"
         )
     extra[_ADAPTER_CONFIG] = extra.pop(_ADAPTER_CONFIG)  # last
     files += [DraftFile(n, len(data), data) for n, data in extra.items()]
@@ -85,11 +86,12 @@ def refuse_adapter(ckpt: Checkpoint, notes: list[str]) -> None:
     found = lora.seen(ckpt)
     if found is not None and not found.alone:
         notes.append(
-            f"the weights have the names of a model that PEFT wrapped ({found}), which from_pretrained does not load: ckpttool adapter merge "
-            "writes the model with the adapter in its weights"
+            f"the weights have the names of a model that PEFT wrapped ({found}), which from_pretrained does not load: "
+            "ckpttool adapter merge writes the model with the adapter in its weights"
         )
     if found is not None and found.alone:
         raise Unsupported(
-            f"{ckpt.root} holds an adapter only ({found}), which from_pretrained cannot load alone. For PEFT: ckpttool adapter extract "
-            f"{ckpt.root} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base model: ckpttool adapter merge BASE {ckpt.root} DST."
+            f"{ckpt.root} holds an adapter only ({found}), which from_pretrained cannot load alone. For PEFT: ckpttool "
+            f"adapter extract {ckpt.root} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base "
+            f"model: ckpttool adapter merge BASE {ckpt.root} DST."
         )

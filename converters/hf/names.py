@@ -1,7 +1,7 @@
 """The names of weights in memory, and those that transformers gives them on the Hub.
 
-If the two differ (fused experts, moved prefixes), huggingface/hub_names.py asks transformers, and tensors of one are views of
-tensors of the other: `in_memory` joins the Hub's tensors, `crop` cuts them out again.
+If the two differ (fused experts, moved prefixes), huggingface/hub_names.py asks transformers, and tensors of one are
+views of tensors of the other: `in_memory` joins the Hub's tensors, `crop` cuts them out again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _EMBEDDINGS = (
 
 
 def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
-    """The same tensors under their names in memory, tied ones under both; codes keep their names, which those of their scales go with."""
+    """The same tensors under their names in memory, tied ones under both; codes keep their names, which those of their
+    scales go with."""
     relation = None if encodings.find(tensors, config.get("quantization_config")) else _relation(config, tensors, notes)
     if (
         relation is not None
@@ -152,8 +153,10 @@ def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
     item = ITEMSIZE[t.dtype]
     full = boxes.strides(t.shape)
     # which dimension of the view runs along which dimension of the tensor; one of length 1 runs along none
-    along = [next((d for d in range(len(full)) if n > 1 and full[d] == s and shape[d] == n), None)
-             for n, s in zip(view.shape, view.strides, strict=True)]  # fmt: skip
+    along = [
+        next((d for d in range(len(full)) if n > 1 and full[d] == s and shape[d] == n), None)
+        for n, s in zip(view.shape, view.strides, strict=True)
+    ]
     chunks = Chunks(len(view.shape))
     for c in t.chunks:
         both = boxes.meet((c.start, c.shape), (start, shape))

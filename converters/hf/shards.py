@@ -13,7 +13,8 @@ __all__ = ["INDEX", "SALVAGE", "WHOLE", "refuse_dtypes", "shard", "split"]
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-#: Key of the metadata of one file in which `ckpttool.json` has no place: {name: "exact", "rebuilt: how", "missing: why"} as JSON.
+#: Key of the metadata of one file in which `ckpttool.json` has no place: {name: "exact", "rebuilt: how", "missing:
+#: why"} as JSON.
 SALVAGE = "ckpttool_salvage"
 
 
@@ -52,8 +53,9 @@ def refuse_dtypes(model: dict[str, TensorEntry]) -> None:
 
 
 def split(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -> list[list[str]]:
-    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger tensors get a file of their own.
-    Tensors that share a storage when transformers saves them (experts of one layer) go where the first of them goes.
+    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger tensors get a file of
+    their own. Tensors that share a storage when transformers saves them (experts of one layer) go where the first of
+    them goes.
     """
     units: dict[str, list[str]] = {}
     for name in model:

@@ -1,15 +1,17 @@
 """Quantised weights of torchao in safetensors files, as torchao and transformers name them.
 
     layer._weight_qdata  layer._weight_scale      the tensors inside of `layer.weight`
-    __metadata__["layer.weight"]                  JSON {"_type": "Float8Tensor", "_data": {attribute: value}, "_tensor_data_names": [...]}
+    __metadata__["layer.weight"]                  JSON {"_type": "Float8Tensor", "_data": {attribute: value},
+                                                  "_tensor_data_names": [...]}
     __metadata__["layer.bias"]                    JSON {"_type": "Tensor"}
     __metadata__["tensor_names"]                  JSON [all names]
 
-In `_data` a dtype is {"_type": "torch.dtype", "_data": "bfloat16"}, a member of an enum {"_type": class, "_data": its name}, and a
-dataclass {"_type": class, "_data": {field: value}}. Every shard has all of it.
+In `_data` a dtype is {"_type": "torch.dtype", "_data": "bfloat16"}, a member of an enum {"_type": class, "_data": its
+name}, and a dataclass {"_type": class, "_data": {field: value}}. Every shard has all of it.
 
-Sources: torchao/prototype/safetensors/{safetensors_support,safetensors_utils}.py of 0.18; the attributes of the classes in
-torchao/quantization/quantize_/workflows and torchao/prototype/mx_formats; transformers/quantizers/quantizer_torchao.py of 5.23.
+Sources: torchao/prototype/safetensors/{safetensors_support,safetensors_utils}.py of 0.18; the attributes of the classes
+in torchao/quantization/quantize_/workflows and torchao/prototype/mx_formats;
+transformers/quantizers/quantizer_torchao.py of 5.23.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _QUANT, _MX = "torchao.quantization.", "torchao.prototype.mx_formats."
 
 
 class _Class(NamedTuple):
-    """A class of weights: its module as pickles name it, tensors that it always and may have, attributes as `_data` has them, and as __dict__ has."""
+    """A class of weights: its module as pickles name it, tensors that it always and may have, attributes as `_data` has
+    them, and as __dict__ has."""
 
     module: str
     may: tuple[str, ...]
@@ -47,26 +50,59 @@ class _Class(NamedTuple):
 
 _CLASSES = {
     "Float8Tensor": _Class(
-        "torchao.quantization", (), ("block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"),
+        "torchao.quantization",
+        (),
+        ("block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"),
         ("qdata", "scale", "block_size", "mm_config", "act_quant_kwargs", "kernel_preference"),
     ),
     "Int8Tensor": _Class(
-        "torchao.quantization", ("zero_point", "act_quant_scale", "act_quant_zero_point", "act_pre_scale"),
+        "torchao.quantization",
+        ("zero_point", "act_quant_scale", "act_quant_zero_point", "act_pre_scale"),
         ("act_quant_kwargs", "reduce_range", "block_size", "dtype"),
-        ("qdata", "scale", "block_size", "zero_point", "act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale",
-         "reduce_range"),
+        (
+            "qdata",
+            "scale",
+            "block_size",
+            "zero_point",
+            "act_quant_kwargs",
+            "act_quant_scale",
+            "act_quant_zero_point",
+            "act_pre_scale",
+            "reduce_range",
+        ),
     ),
     "MXTensor": _Class(
-        _MX + "mx_tensor", (), ("elem_dtype", "block_size", "orig_dtype", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales"),
-        ("qdata", "scale", "elem_dtype", "block_size", "orig_dtype", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales"),
+        _MX + "mx_tensor",
+        (),
+        ("elem_dtype", "block_size", "orig_dtype", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales"),
+        (
+            "qdata",
+            "scale",
+            "elem_dtype",
+            "block_size",
+            "orig_dtype",
+            "kernel_preference",
+            "act_quant_kwargs",
+            "is_swizzled_scales",
+        ),
     ),
     "NVFP4Tensor": _Class(
-        _MX + "nvfp4_tensor", ("per_tensor_scale", "act_per_tensor_scale"),
+        _MX + "nvfp4_tensor",
+        ("per_tensor_scale", "act_per_tensor_scale"),
         ("is_swizzled_scales", "use_triton_kernel", "act_quant_kwargs", "block_size", "orig_dtype"),
-        ("qdata", "scale", "block_size", "orig_dtype", "per_tensor_scale", "act_per_tensor_scale", "is_swizzled_scales",
-         "use_triton_kernel", "act_quant_kwargs"),
+        (
+            "qdata",
+            "scale",
+            "block_size",
+            "orig_dtype",
+            "per_tensor_scale",
+            "act_per_tensor_scale",
+            "is_swizzled_scales",
+            "use_triton_kernel",
+            "act_quant_kwargs",
+        ),
     ),
-}  # fmt: skip
+}
 #: Enums: their values are the names in small letters, or numbers.
 _ENUMS = {
     "KernelPreference": (_QUANT + "quantize_.common.kernel_preference", None),
@@ -100,8 +136,8 @@ def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
     """
     if found.about["class"][1] not in _CLASSES or "." not in name:
         raise Unsupported(
-            f'"{name}" is a {class_of(found.about)}, which torchao does not write to safetensors; it writes {", ".join(_CLASSES)} in modules. '
-            "dcp and full carry it as it is."
+            f'"{name}" is a {class_of(found.about)}, which torchao does not write to safetensors; it writes '
+            f"{', '.join(_CLASSES)} in modules. dcp and full carry it as it is."
         )
     return {_flat(name, inside): t for inside, t in found.tensors.items()}
 
@@ -178,7 +214,8 @@ def put_together(
             continue
         if gone := [n for n in inside if _flat(name, str(n)) not in tensors]:
             raise Corrupt(
-                f'{source.root}: "{_flat(name, str(gone[0]))}" is missing, a part of the {row["_type"]} "{name}". Fetch the files again.'
+                f'{source.root}: "{_flat(name, str(gone[0]))}" is missing, a part of the {row["_type"]} "{name}". '
+                "Fetch the files again."
             )
         out[name] = _composite(
             name,
@@ -190,7 +227,8 @@ def put_together(
         )
     if unknown:
         notes.append(
-            f"{len(unknown)} quantised weights ({', '.join(dict.fromkeys(unknown))}) are read as the tensors that they are made of"
+            f"{len(unknown)} quantised weights ({', '.join(dict.fromkeys(unknown))}) are read as the tensors that they "
+            "are made of"
         )
     return out
 
@@ -211,8 +249,12 @@ def _composite(
         state = {k: placeholder(k) if k in inside else given.get(k) for k in kind.state}
         ordered = {k: inside[k] for k in kind.state if k in inside}
         about: dict[str, Any] = {
-            "class": Global(kind.module, cls), "dtype": dtype.name, "shape": shape, "tensors": list(ordered), "state": state,
-        }  # fmt: skip
+            "class": Global(kind.module, cls),
+            "dtype": dtype.name,
+            "shape": shape,
+            "tensors": list(ordered),
+            "state": state,
+        }
         if cls == "MXTensor" and packed:
             about["stride"] = list(boxes.strides(qdata.shape))
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as e:

@@ -15,9 +15,9 @@
      "values": ["trainer.step", ...]}
 
 `source` and `origin` are those of the checkpoint that was written: with them it becomes the very files again that it
-would have become at once. `weights` are the FQNs in memory, in the order of the source, those without bytes of their own
-too; `tied` says whose those have. `tensors` and `values` are in the order of the source. A dtype that safetensors does
-not hold (complex128, complex32) is stored as bytes (U8, one dimension); the index has dtype and shape.
+would have become at once. `weights` are the FQNs in memory, in the order of the source, those without bytes of their
+own too; `tied` says whose those have. `tensors` and `values` are in the order of the source. A dtype that safetensors
+does not hold (complex128, complex32) is stored as bytes (U8, one dimension); the index has dtype and shape.
 
 Nothing here is trusted: the files there are, their headers, the index and values.json must agree on every name, dtype,
 shape and length, and the weights beside them must be those that are listed.
@@ -175,9 +175,12 @@ def read(source: Source, first: int) -> State:
         raise Corrupt(f"{what}: source is not an object.")
     world, trainer = parsed.get("world_size"), parsed.get("trainer")
     return State(
-        tensors, held, [*(f"{FOLDER}/{f}" for f in files), INDEX],
-        world if type(world) is int and 0 < world < 1 << 20 else None, trainer if isinstance(trainer, str) else None,
-    )  # fmt: skip
+        tensors,
+        held,
+        [*(f"{FOLDER}/{f}" for f in files), INDEX],
+        world if type(world) is int and 0 < world < 1 << 20 else None,
+        trainer if isinstance(trainer, str) else None,
+    )
 
 
 def _index(source: Source) -> tuple[dict[str, Any], str]:
@@ -272,8 +275,8 @@ def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str)
             raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.')
         if (slot.dtype, slot.shape) != _stored(dtype, tuple(shape)):
             raise Corrupt(
-                f'{what} says "{name}" is {dtype} {shape}; it is {slot.dtype} {list(slot.shape)} in {files[i]}. They are '
-                "not from one save."
+                f'{what} says "{name}" is {dtype} {shape}; it is {slot.dtype} {list(slot.shape)} in {files[i]}. They '
+                "are not from one save."
             )
         chunks = Chunks.whole(shape, first + i, slot.offset, slot.length)
         out[name] = TensorEntry(dtype, tuple(shape), path, chunks)

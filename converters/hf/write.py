@@ -30,8 +30,8 @@ __all__ = ["prepare", "write", "write_file"]
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """The checkpoint without `strip_prefix`, or without the prefix that all weights have and the model of the config has not; with
-    `adapter`, only the adapter, under PEFT's names.
+    """The checkpoint without `strip_prefix`, or without the prefix that all weights have and the model of the config
+    has not; with `adapter`, only the adapter, under PEFT's names.
 
     Raises:
         UsageError: no weight has the prefix. Unsupported: ckpttool finds no adapter.
@@ -41,7 +41,10 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
         ckpt = without_prefix(ckpt, own.strip_prefix)
     elif not own.adapter and (prefix := _prefix_of_all(ckpt, source, options)) is not None:
         ckpt = without_prefix(ckpt, prefix)
-        note = f'"{prefix}" was left out of the names of all weights: without it they are those of the model of config.json'
+        note = (
+            f'"{prefix}" was left out of the names of all weights: without it they are those of the model of '
+            "config.json"
+        )
         ckpt.notes = [*ckpt.notes, note]
     if own.adapter:
         seen = lora.seen(ckpt)
@@ -51,7 +54,8 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> str | None:
-    """A prefix that all weights have ("net."), if all are right for the model of the config without it, and are not with it."""
+    """A prefix that all weights have ("net."), if all are right for the model of the config without it, and are not
+    with it."""
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if options.of(HfOptions).allow_name_mismatch or len({name.partition(".")[0] for name in model}) != 1:
         return None
@@ -64,9 +68,9 @@ def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> s
 def _config_files(
     ckpt: Checkpoint, source: Source, options: WriteOptions, notes: list[str]
 ) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """(config.json, files to copy) of the model, untied where that was asked for; after a merge as PEFT leaves them: without
-    adapter_config.json, at which from_pretrained would look for the adapter again, and untied if only one of two tied weights was
-    changed.
+    """(config.json, files to copy) of the model, untied where that was asked for; after a merge as PEFT leaves them:
+    without adapter_config.json, at which from_pretrained would look for the adapter again, and untied if only one of
+    two tied weights was changed.
 
     Raises:
         Unsupported: it was asked to untie, and there is no config.json.
@@ -75,7 +79,8 @@ def _config_files(
     config, files, where = model_files.beside(source, options.config, said)
     if where == ".." and config is not None and (why := _of_another_model(ckpt, config, options)) is not None:
         said = [
-            f"config.json in '..' is of another model and was not taken: {why}; give {argument('config')} the config of this very model"
+            f"config.json in '..' is of another model and was not taken: {why}; give {argument('config')} the config "
+            "of this very model"
         ]
         config, files = None, {}
     notes += said
@@ -161,7 +166,8 @@ def _untied(config: dict[str, Any] | None, extra: dict[str, bytes]) -> tuple[dic
     """
     if config is None or "config.json" not in extra:
         raise Unsupported(
-            f"{argument('untie', True, 'HfOptions')} changes config.json, and there is none beside the source. Give {argument('config')}."
+            f"{argument('untie', True, 'HfOptions')} changes config.json, and there is none beside the source. Give "
+            f"{argument('config')}."
         )
     return _with(config, extra, "tie_word_embeddings", False)
 
@@ -169,7 +175,8 @@ def _untied(config: dict[str, Any] | None, extra: dict[str, bytes]) -> tuple[dic
 def _with(
     config: dict[str, Any], extra: dict[str, bytes], key: str, value: Any
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The config, and the files to copy, with another value in config.json: in the config of the text model, if that has it."""
+    """The config, and the files to copy, with another value in config.json: in the config of the text model, if that
+    has it."""
     text = config.get("text_config")
     inside = isinstance(text, dict) and key in text
     if inside:
@@ -190,8 +197,8 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     for name, asked in asked_for:
         if asked:
             raise UsageError(
-                f"{argument(name, True)} writes several files, but the destination {options.target!r} is one. Give the name "
-                "of a folder."
+                f"{argument(name, True)} writes several files, but the destination {options.target!r} is one. Give the "
+                "name of a folder."
             )
     if own.max_shard_bytes != HfOptions.max_shard_bytes:
         raise UsageError(
@@ -202,8 +209,8 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     config, extra = _config_files(ckpt, source, options, [])
     if config is None:
         notes.append(
-            "no config.json next to the source: names are written as they are in memory, and tied weights twice unless they "
-            f"share bytes in the source; give {argument('config')} a folder or a model id"
+            "no config.json next to the source: names are written as they are in memory, and tied weights twice unless "
+            f"they share bytes in the source; give {argument('config')} a folder or a model id"
         )
     else:
         notes.append(
@@ -259,8 +266,8 @@ def _weights(
         raise Unsupported(f"the checkpoint holds no model weights, and hf holds nothing else.{without_weights(ckpt)}")
     if objects and options.of(HfOptions).include_optimizer:
         raise Unsupported(
-            f'"{next(iter(objects))}" is a {class_of(next(iter(objects.values())).about)}: hf holds quantised weights without the optimizer. Leave '
-            f"out {argument('include_optimizer', True, 'HfOptions')}, or choose dcp."
+            f'"{next(iter(objects))}" is a {class_of(next(iter(objects.values())).about)}: hf holds quantised weights '
+            f"without the optimizer. Leave out {argument('include_optimizer', True, 'HfOptions')}, or choose dcp."
         )
     rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
     dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
@@ -278,7 +285,8 @@ def _weights(
 
 
 def _shown(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:
-    """The weights, {name: tensor}; a quantised one as the tensor that it shows, at the bytes of the first tensor inside."""
+    """The weights, {name: tensor}; a quantised one as the tensor that it shows, at the bytes of the first tensor
+    inside."""
     of = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
     out: dict[str, TensorEntry] = {}
     for full, t in ckpt.tensors.items():
@@ -300,7 +308,8 @@ def _made_of(
     notes: list[str],
     config: dict[str, Any] | None,
 ) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """(tensors of the source, the same with the dtypes to write) of a model; instead of quantised weights what they are made of.
+    """(tensors of the source, the same with the dtypes to write) of a model; instead of quantised weights what they are
+    made of.
 
     Raises:
         Unsupported: such a weight has another name or is several tensors on the Hub.
@@ -314,7 +323,8 @@ def _made_of(
         whole = view is None or (view.of == name and view.shape == t.shape and not view.offset)
         if (view is not None and view.of in objects and not whole) or (name in objects and not whole):
             raise Unsupported(
-                f'"{view.of if view else name}" is quantised, and on the Hub it is "{name}", or a part of it. Choose dcp or full.'
+                f'"{view.of if view else name}" is quantised, and on the Hub it is "{name}", or a part of it. Choose '
+                "dcp or full."
             )
         if name in objects:
             inside = flat_names(name, objects[name])
@@ -352,7 +362,8 @@ def _relation(
     except MissingPackage as e:
         if needed:
             raise MissingPackage(
-                f"{e}. Or write the weights under the names they have now: {argument('allow_name_mismatch', True, 'HfOptions')}."
+                f"{e}. Or write the weights under the names they have now: "
+                f"{argument('allow_name_mismatch', True, 'HfOptions')}."
             ) from None
         notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
         return None
@@ -364,8 +375,8 @@ def _relation(
 def _judged(
     ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
 ) -> hub_names.Relation | None:
-    """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them and no
-    others, with these shapes, however the config was found.
+    """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them
+    and no others, with these shapes, however the config was found.
 
     Raises:
         Unsupported: it has not.
@@ -379,8 +390,8 @@ def _judged(
     verdict = None if relation is None else relation.verdict
     if verdict is not None and not verdict.good:
         text = (
-            f"config.json describes a {verdict.model}, and the weights are not those of one: {_differences(model, verdict)}. "
-            f"{_remedy(ckpt, model, verdict, options)}"
+            f"config.json describes a {verdict.model}, and the weights are not those of one: "
+            f"{_differences(model, verdict)}. {_remedy(ckpt, model, verdict, options)}"
         )
     elif verdict is None and odd is not None:
         text = f"config.json is of another model than the weights: {odd}. {_remedy(ckpt, model, None, options)}"
@@ -415,24 +426,30 @@ def _remedy(
 ) -> str:
     """What would happen, and what to do where the weights are not those of the model of config.json."""
     if found is not None and found.strip:
-        hint = f'All names and shapes are right without the prefix "{found.strip}": add {argument("strip_prefix", found.strip[:-1], "HfOptions")}.'
+        hint = (
+            f'All names and shapes are right without the prefix "{found.strip}": add '
+            f"{argument('strip_prefix', found.strip[:-1], 'HfOptions')}."
+        )
     elif any("lora_" in n for n in model):
         hint = (
-            f"The weights hold an adapter: {argument('adapter', True, 'HfOptions')} writes it as PEFT saves it, and ckpttool adapter merge "
-            "writes the model with the adapter in its weights."
+            f"The weights hold an adapter: {argument('adapter', True, 'HfOptions')} writes it as PEFT saves it, and "
+            "ckpttool adapter merge writes the model with the adapter in its weights."
         )
     elif ckpt.trainer == "torchtitan":
         hint = (
-            "These are torchtitan's own names, and no name map that comes with ckpttool is for this model: write one (docs, Name maps), or "
-            "export with torchtitan's last_save_in_hf."
+            "These are torchtitan's own names, and no name map that comes with ckpttool is for this model: write one "
+            "(docs, Name maps), or export with torchtitan's last_save_in_hf."
         )
     elif options.config is None:
-        hint = f"It was found beside the source: give {argument('config')} the config of this very model, or move that file away."
+        hint = (
+            f"It was found beside the source: give {argument('config')} the config of this very model, or move that "
+            "file away."
+        )
     else:
         hint = "Give the config of this very model."
     return (
-        f"from_pretrained would fill what is missing with random numbers. {hint} To write the weights as they are, for code "
-        f"that loads them by itself, use {argument('allow_name_mismatch', True, 'HfOptions')}."
+        f"from_pretrained would fill what is missing with random numbers. {hint} To write the weights as they are, for "
+        f"code that loads them by itself, use {argument('allow_name_mismatch', True, 'HfOptions')}."
     )
 
 
@@ -474,7 +491,8 @@ def _hub_tensors(
 
 
 def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], files: dict[str, bytes]) -> None:
-    """Refuse codes beside a config.json that does not say what they are: from_pretrained would load the codes as numbers.
+    """Refuse codes beside a config.json that does not say what they are: from_pretrained would load the codes as
+    numbers.
 
     Raises:
         Unsupported: with the first codes.
@@ -483,14 +501,16 @@ def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], file
         return
     if (found := encodings.find(model)).weights:
         raise Unsupported(
-            f'{found.described()}; first "{next(iter(found.weights))}". config.json has no quantization_config, so that from_pretrained would take '
-            f"the codes for the weights. Give {argument('config')} the folder of the quantised model. To write them as they are, for code that "
-            f"knows them, use {argument('allow_name_mismatch', True, 'HfOptions')}."
+            f'{found.described()}; first "{next(iter(found.weights))}". config.json has no quantization_config, so '
+            f"that from_pretrained would take the codes for the weights. Give {argument('config')} the folder of the "
+            "quantised model. To write them as they are, for code that knows them, use "
+            f"{argument('allow_name_mismatch', True, 'HfOptions')}."
         )
 
 
 def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
-    """config.json with the dtype of the weights, as save_pretrained writes it; codes and their scales have other ones."""
+    """config.json with the dtype of the weights, as save_pretrained writes it; codes and their scales have other
+    ones."""
     if name != "config.json":
         return data
     config = bounded_json.parse(data, name)

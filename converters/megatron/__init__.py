@@ -1,10 +1,13 @@
-"""megatron: folders of Megatron-Core's dist_checkpointing in the format torch_dist, and of frameworks that have them inside.
+"""megatron: folders of Megatron-Core's dist_checkpointing in the format torch_dist, and of frameworks that have them
+inside.
 
-    DIR/.metadata, DIR/__{rank}_{n}.distcp    a folder of dcp; layers may be stacked, and the plans of all ranks follow .metadata's fields
+    DIR/.metadata, DIR/__{rank}_{n}.distcp    a folder of dcp; layers may be stacked, and the plans of all ranks follow
+                                              .metadata's fields
     DIR/metadata.json                         {"sharded_backend": "torch_dist", "sharded_backend_version": 1, ...}
-    DIR/common.pt                             torch.save of {"args": Namespace, "iteration", "opt_param_scheduler", "optimizer": {"optimizer":
-                                              {"param_groups"}, "param_state_sharding_type"}, "content_metadata", ...}; in newer versions
-                                              the item common_state/shard_0_1 instead
+    DIR/common.pt                             torch.save of {"args": Namespace, "iteration", "opt_param_scheduler",
+                                              "optimizer": {"optimizer": {"param_groups"}, "param_state_sharding_type"},
+                                              "content_metadata", ...}; in newer versions the item
+                                              common_state/shard_0_1 instead
     DIR/../latest_checkpointed_iteration.txt  names the newest iter_{iteration:07d}
 
     iter_N/ without metadata.json             Megatron-FSDP's fsdp_dtensor: megatron/fsdp_dtensor.py
@@ -13,21 +16,25 @@
     {weights/, context/}                      NeMo 2: DIR is weights/
     {model, optimizer, extra}/dist_ckpt/      verl since 0.9: three such folders are one state; before, dist_ckpt/ alone
 
-Keys: a parameter has the name that Megatron's modules give it, with global numbers of layers, whatever the tensor and pipeline
-parallel sizes were; with `non_homogeneous_layers` false, "decoder.layers.mlp.linear_fc1.weight" is all layers of a pipeline, first
-axis. Objects are items {key}/shard_{place}_{shape}, a list of one. The optimizer's tensors, by `distrib_optim_sharding_type`:
+Keys: a parameter has the name that Megatron's modules give it, with global numbers of layers, whatever the tensor and
+pipeline parallel sizes were; with `non_homogeneous_layers` false, "decoder.layers.mlp.linear_fc1.weight" is all layers
+of a pipeline, first axis. Objects are items {key}/shard_{place}_{shape}, a list of one. The optimizer's tensors, by
+`distrib_optim_sharding_type`:
 
     fully_reshardable           optimizer.state.{param, exp_avg, exp_avg_sq}.{key}, in the shape of the parameter
-    fully_sharded_model_space   the same with fp32_param; before 0.14 as flat ranges of boxes (_megatron_boxes.flat_ranges)
-    dp_reshardable              optimizer.distributed.dp_group_idx_{i}.gbuf_idx_{j}.dtype_{..}.bucket_idx_{k}.{param, exp_avg,
-                                exp_avg_sq}: the buckets of DistributedOptimizer, without names
+    fully_sharded_model_space   the same with fp32_param; before 0.14 as flat ranges of boxes
+                                (_megatron_boxes.flat_ranges)
+    dp_reshardable              optimizer.distributed.dp_group_idx_{i}.gbuf_idx_{j}.dtype_{..}.bucket_idx_{k}.{param,
+                                exp_avg, exp_avg_sq}: the buckets of DistributedOptimizer, without names
                                 (megatron/buckets.py)
 
-Canonical names: model.{key}, optim.state.{key}.{slot}, extra.master.{key} for the fp32 copy of a weight, scheduler.*, rng.shard_{place}.*,
-trainer.iteration, extra.args.*, and extra.{key} for any other object. Stacked layers are taken apart: each has its number.
+Canonical names: model.{key}, optim.state.{key}.{slot}, extra.master.{key} for the fp32 copy of a weight, scheduler.*,
+rng.shard_{place}.*, trainer.iteration, extra.args.*, and extra.{key} for any other object. Stacked layers are taken
+apart: each has its number.
 
-Sources: megatron/core/dist_checkpointing/{serialization,mapping}.py and strategies/torch.py, megatron/core/optimizer/{optimizer,
-distrib_optimizer,__init__}.py of megatron-core 0.16.1; strategies/torch.py of 0.12; the folders in fixtures/, which 0.16.1 wrote.
+Sources: megatron/core/dist_checkpointing/{serialization,mapping}.py and strategies/torch.py,
+megatron/core/optimizer/{optimizer, distrib_optimizer,__init__}.py of megatron-core 0.16.1; strategies/torch.py of 0.12;
+the folders in fixtures/, which 0.16.1 wrote.
 """
 
 from __future__ import annotations
@@ -90,7 +97,8 @@ def _is_sharded(source: Source, folder: str) -> bool:
 
 
 def _is_fsdp(source: Source) -> bool:
-    """Whether a folder is one that Megatron-LM saved with torch's own DCP: by its name, and by the tracker file above."""
+    """Whether a folder is one that Megatron-LM saved with torch's own DCP: by its name, and by the tracker file
+    above."""
     parent, name = parent_of(source)
     if not _ITERATION.fullmatch(name) or not parent:
         return False
@@ -189,14 +197,14 @@ def _section(source: Source, folder: str, options: ReadOptions) -> _Section:
         gone = f"is empty or damaged ({e})"
     if gone:
         raise Corrupt(
-            f"{inner.root} is a folder of Megatron-Core, and its metadata.json {gone}. The copy is incomplete: fetch that file. Where no "
-            f'copy of it is left, it is this line: {{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
-            f'"common_backend": "torch", "common_backend_version": 1}}'
+            f"{inner.root} is a folder of Megatron-Core, and its metadata.json {gone}. The copy is incomplete: fetch "
+            'that file. Where no copy of it is left, it is this line: {"sharded_backend": "torch_dist", '
+            '"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}'
         )
     if backend != "torch_dist":
         raise Unsupported(
-            f"{inner.root}: metadata.json names the format {backend!r}; ckpttool reads torch_dist. Load the checkpoint in the Megatron-Core "
-            "that wrote it, and save it with torch_dist."
+            f"{inner.root}: metadata.json names the format {backend!r}; ckpttool reads torch_dist. Load the checkpoint "
+            "in the Megatron-Core that wrote it, and save it with torch_dist."
         )
     ckpt = layouts.find("dcp").read(Place(inner, None), ReadOptions(salvage=options.salvage))
     out = _Section(folder, inner, ckpt)
@@ -216,7 +224,8 @@ def _put(out: _Section, path: Path, leaf: Any) -> None:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a folder; items of stacked layers, flat ranges and buckets are located here, since their shapes are others.
+    """The index of a folder; items of stacked layers, flat ranges and buckets are located here, since their shapes are
+    others.
 
     Raises:
         Unsupported: its format is not torch_dist, or a part of it has no place in the shapes of the model.
@@ -270,10 +279,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         elif not any(k.startswith(_COMMON) for k in section.objects) and (
             options.only is None or options.only - {"model"}
         ):
-            gone = f"{section.source.root} has no common.pt, in which Megatron-Core keeps param groups, scheduler, iteration and arguments"
+            gone = (
+                f"{section.source.root} has no common.pt, in which Megatron-Core keeps param groups, scheduler, "
+                "iteration and arguments"
+            )
             if not options.salvage:
                 raise Corrupt(
-                    f"{gone}. The copy is incomplete: fetch that file; {argument('only', ['model'])} reads the weights alone."
+                    f"{gone}. The copy is incomplete: fetch that file; {argument('only', ['model'])} reads the weights "
+                    "alone."
                 )
             notes.append(f"{gone}: these are lost")
     _take_objects(leaves, objects)
@@ -294,7 +307,8 @@ def _read_fsdp(where: Place, options: ReadOptions) -> Checkpoint:
     named = CanonicalState(canonical_fsdp(leaves, prefixed), {}, TRAINER, found.notes)
     if len(named.leaves) != len(leaves):
         found.notes.append(
-            "linear_fc1 is stored as two tensors, _w and _v, and is one tensor here, as in Megatron-Core's other formats"
+            "linear_fc1 is stored as two tensors, _w and _v, and is one tensor here, as in Megatron-Core's other "
+            "formats"
         )
     out = checkpoint_of(named, "megatron", found.root, found.world_size, found.files, where.source)
     out.records, out.ranks, out.salvage, out.spreads_tensors = found.records, found.ranks, found.salvage, True
@@ -320,9 +334,13 @@ def _read_ranks(where: Place, options: ReadOptions) -> Checkpoint:
         )
     world = found.geometry.args.get("world_size")
     out = checkpoint_of(
-        CanonicalState(leaves, {}, TRAINER, notes), "megatron", where.source.root,
-        world if isinstance(world, int) else len(found.ranks), found.files.names, where.source,
-    )  # fmt: skip
+        CanonicalState(leaves, {}, TRAINER, notes),
+        "megatron",
+        where.source.root,
+        world if isinstance(world, int) else len(found.ranks),
+        found.files.names,
+        where.source,
+    )
     out.records, out.ranks = found.records, {r.number: k for k, r in enumerate(found.ranks)}
     return out
 
@@ -383,7 +401,8 @@ def _take_common(leaves: dict[Path, Any], source: Source, name: str, file: int, 
     for path, leaf in found.items():
         if path in leaves and leaves[path] != leaf:
             raise Corrupt(
-                f'{what}: "{joined(path)}" is {short(leaf)}, and another folder of the same checkpoint says {short(leaves[path])}.'
+                f'{what}: "{joined(path)}" is {short(leaf)}, and another folder of the same checkpoint says '
+                f"{short(leaves[path])}."
             )
         leaves[path] = leaf
     records += sums
@@ -406,15 +425,17 @@ def _take_objects(leaves: dict[Path, Any], objects: Mapping[str, Mapping[Path, A
             leaves["scaler", "grad_scaler"] = _one(inside, key)
         elif what not in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # lengths of what lies there
             raise Unsupported(
-                f'The optimizer is stored as "{key}", one object for each data-parallel group (dp_zero_gather_scatter), which only '
-                "the job that wrote it can cut. Save with fully_reshardable, or convert the weights alone."
+                f'The optimizer is stored as "{key}", one object for each data-parallel group '
+                "(dp_zero_gather_scatter), which only the job that wrote it can cut. Save with fully_reshardable, or "
+                "convert the weights alone."
             )
     if groups:
         _take_groups(leaves, groups)
 
 
 def _take_groups(leaves: dict[Path, Any], groups: Mapping[str, tuple[Any, int]]) -> None:
-    """Param groups that each data-parallel group has saved: those of its chained optimizers, equal but for the experts' own."""
+    """Param groups that each data-parallel group has saved: those of its chained optimizers, equal but for the experts'
+    own."""
     of: dict[int, tuple[str, Any]] = {}
     for key, (data, chained) in groups.items():
         first = of.setdefault(chained, (key, data))
@@ -499,8 +520,17 @@ def _put_named(out: Checkpoint, named: Mapping[Path, Any], notes: list[str], ask
 
 LAYOUTS = (
     Layout(
-        name="megatron", title="directory of Megatron-Core", detect=detect, read=read, locate=locate,
-        aliases=("torch_dist", "mcore", "megatron-core", "nemo"), of_trainer=True, reader_uses=(),
-        write=late("ckpttool.converters.megatron.write:write"), prepare=late("ckpttool.converters.megatron.write:prepare"), writer_uses=("world_size",), needs_named_optimizer=True,
+        name="megatron",
+        title="directory of Megatron-Core",
+        detect=detect,
+        read=read,
+        locate=locate,
+        aliases=("torch_dist", "mcore", "megatron-core", "nemo"),
+        of_trainer=True,
+        reader_uses=(),
+        write=late("ckpttool.converters.megatron.write:write"),
+        prepare=late("ckpttool.converters.megatron.write:prepare"),
+        writer_uses=("world_size",),
+        needs_named_optimizer=True,
     ),
-)  # fmt: skip
+)

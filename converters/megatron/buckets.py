@@ -1,16 +1,18 @@
 """The buckets of Megatron-Core's DistributedOptimizer (`dp_reshardable`): whose state each segment is.
 
-A bucket is a run of parameters of one data-parallel group, flattened, each at a multiple of 64 elements, the last parameter of the
-model first (distributed/param_and_grad_buffer.py). It is stored as 1-D tensors `param`, `exp_avg` and `exp_avg_sq`, in which every
-parameter and every gap is a chunk, or several where data-parallel ranks part it. No name is stored. Gaps hold whatever the memory
-held. What lies where follows from the values:
+A bucket is a run of parameters of one data-parallel group, flattened, each at a multiple of 64 elements, the last
+parameter of the model first (distributed/param_and_grad_buffer.py). It is stored as 1-D tensors `param`, `exp_avg` and
+`exp_avg_sq`, in which every parameter and every gap is a chunk, or several where data-parallel ranks part it. No name
+is stored. Gaps hold whatever the memory held. What lies where follows from the values:
 
-    A segment is the fp32 copy of a parameter that, rounded, is the weight in the model, bit for bit (by BLAKE3, one pass over both).
+    A segment is the fp32 copy of a parameter that, rounded, is the weight in the model, bit for bit (by BLAKE3, one
+    pass over both).
 
-A weight may be whole in a group or cut by tensor parallelism, which the chunks of the weight show; an expert is a parameter of its
-own. Where several weights are equal (norms that are still ones), values do not tell. Then the order does, under conditions: all
-weights that values tell are in the order of the model, and between two of them there is for each segment one weight and for each
-weight one segment, and none could be exchanged. Otherwise the weights are refused by name.
+A weight may be whole in a group or cut by tensor parallelism, which the chunks of the weight show; an expert is a
+parameter of its own. Where several weights are equal (norms that are still ones), values do not tell. Then the order
+does, under conditions: all weights that values tell are in the order of the model, and between two of them there is for
+each segment one weight and for each weight one segment, and none could be exchanged. Otherwise the weights are refused
+by name.
 """
 
 from __future__ import annotations
@@ -82,8 +84,8 @@ def resolve(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, TensorEntry], 
     locals_of = {name: list(_locals(name, t)) for name, t in weights.items()}
     _find_runs(found, weights, locals_of, source, ckpt)
     notes = [
-        f"the optimizer's {sum(len(b.runs) for b in found)} segments have no names in this format (dp_reshardable); each was found by its "
-        "value, the fp32 copy of a weight that rounds to it bit for bit"
+        f"the optimizer's {sum(len(b.runs) for b in found)} segments have no names in this format (dp_reshardable); "
+        "each was found by its value, the fp32 copy of a weight that rounds to it bit for bit"
     ]
     _choose(found, list(weights), notes)
     return entries(found, weights, source, ckpt, notes), notes
@@ -104,8 +106,8 @@ def _buckets(ckpt: Checkpoint) -> list[Bucket]:
             raise Corrupt(f'"{b.name}" has not one flat tensor of each kind, of equal lengths.')
         if "float" not in b.param.dtype:
             raise Unsupported(
-                f'"{b.name}.param" is {b.param.dtype}: the remainders of the weights (store_param_remainders), which name no parameter. Save '
-                "with fully_reshardable, or convert the weights alone."
+                f'"{b.name}.param" is {b.param.dtype}: the remainders of the weights (store_param_remainders), which '
+                "name no parameter. Save with fully_reshardable, or convert the weights alone."
             )
     return sorted(of.values(), key=lambda b: [int(n) for n in re.findall(r"_idx_(\d+)", b.name)])
 
@@ -136,8 +138,12 @@ def _size(local: Local) -> int:
 
 
 def _find_runs(
-    found: list[Bucket], weights: Mapping[str, TensorEntry], locals_of: Mapping[str, list[Local]], source: Source, ckpt: Checkpoint
-) -> None:  # fmt: skip
+    found: list[Bucket],
+    weights: Mapping[str, TensorEntry],
+    locals_of: Mapping[str, list[Local]],
+    source: Source,
+    ckpt: Checkpoint,
+) -> None:
     """Find the runs of every bucket by value."""
     sizes: dict[int, list[Local]] = {}
     for some in locals_of.values():
@@ -180,8 +186,8 @@ def _find_runs(
                     else "could end at several places"
                 )
                 raise Unsupported(
-                    f'The optimizer\'s segment at element {at} of "{b.name}" {why}, so nothing tells whose moments these are. Save with '
-                    "fully_reshardable, or convert the weights alone."
+                    f'The optimizer\'s segment at element {at} of "{b.name}" {why}, so nothing tells whose moments '
+                    "these are. Save with fully_reshardable, or convert the weights alone."
                 )
             b.runs.append(runs[0])
             at = -(-runs[0].last // ALIGNED) * ALIGNED
@@ -230,7 +236,8 @@ def _of_weight(t: TensorEntry, local: Local) -> TensorEntry:
 
 
 def _positions(names: list[str]) -> dict[str, tuple[int, int, int]]:
-    """The place of each weight in the order of the model: layers by number, inside a layer as the checkpoint lists them."""
+    """The place of each weight in the order of the model: layers by number, inside a layer as the checkpoint lists
+    them."""
     firsts: dict[str, int] = {}
     out = {}
     for k, name in enumerate(names):
@@ -264,8 +271,8 @@ def _choose(found: list[Bucket], names: list[str], notes: list[str]) -> None:
             told += _fill_gap(gap, high and at[high.weight], low and at[low.weight], at, owners)
     if told:
         notes.append(
-            f"{told} of these segments fit several weights that are equal; which is which follows from the order of the model, since between "
-            "their neighbours there is one place for each"
+            f"{told} of these segments fit several weights that are equal; which is which follows from the order of "
+            "the model, since between their neighbours there is one place for each"
         )
     _refuse_twice(found)
 
@@ -286,9 +293,12 @@ def _gaps(line: list[tuple[Run, Bucket]]) -> Iterable[tuple[list[tuple[Run, Buck
 
 
 def _fill_gap(
-    gap: list[tuple[Run, Bucket]], high: tuple[int, int, int] | None, low: tuple[int, int, int] | None,
-    at: Mapping[str, tuple[int, int, int]], owners: Mapping[str, set[str]],
-) -> int:  # fmt: skip
+    gap: list[tuple[Run, Bucket]],
+    high: tuple[int, int, int] | None,
+    low: tuple[int, int, int] | None,
+    at: Mapping[str, tuple[int, int, int]],
+    owners: Mapping[str, set[str]],
+) -> int:
     """Choose for the runs of a gap, whose weights lie between two positions, the higher one first."""
     group = gap[0][1].group
     elsewhere = [p for n, p in at.items() if n in owners and group not in owners[n]]  # of another pipeline stage, say
@@ -312,8 +322,9 @@ def _untold(gap: list[tuple[Run, Bucket]]) -> Unsupported:
     names = list(dict.fromkeys(x.weight for x in run.fits))
     shown = ", ".join(f'"{n}"' for n in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return Unsupported(
-        f'The optimizer\'s segment at element {run.first} of "{b.name}" has no name in this format (dp_reshardable), and it fits several '
-        f"weights that are equal: {shown}. Nothing proves whose moments these are. Save with fully_reshardable, or convert the weights alone."
+        f'The optimizer\'s segment at element {run.first} of "{b.name}" has no name in this format (dp_reshardable), '
+        f"and it fits several weights that are equal: {shown}. Nothing proves whose moments these are. Save with "
+        "fully_reshardable, or convert the weights alone."
     )
 
 
@@ -332,9 +343,10 @@ def _refuse_twice(found: list[Bucket]) -> None:
 
 def entries(
     found: list[Bucket], weights: Mapping[str, TensorEntry], source: Source, ckpt: Checkpoint, notes: list[str]
-) -> dict[Path, TensorEntry]:  # fmt: skip
-    """The state of every parameter in its shape. Of a parameter that several groups have, such as the norms of tensor-parallel
-    ranks, that of the first is taken, as Megatron-Core does in its other formats; whether the others are equal is looked at."""
+) -> dict[Path, TensorEntry]:
+    """The state of every parameter in its shape. Of a parameter that several groups have, such as the norms of
+    tensor-parallel ranks, that of the first is taken, as Megatron-Core does in its other formats; whether the others
+    are equal is looked at."""
     out: dict[Path, TensorEntry] = {}
     copies: dict[tuple[Local, str], list[TensorEntry]] = {}
     for b in found:
@@ -357,7 +369,8 @@ def entries(
     for k, (local, slot) in enumerate(copies):
         if len({digests[n] for n in (f"{k}:{i}" for i in range(len(copies[local, slot]))) if n in digests}) > 1:
             notes.append(
-                f'"{local.weight}": ranks that share it have different {slot}; that of the first is taken, as Megatron-Core does'
+                f'"{local.weight}": ranks that share it have different {slot}; that of the first is taken, as '
+                "Megatron-Core does"
             )
     return out
 

@@ -1,13 +1,17 @@
-"""Megatron-FSDP's `fsdp_dtensor`: a plain DCP folder with names of its own, as the state that Megatron-Core's other formats hold.
+"""Megatron-FSDP's `fsdp_dtensor`: a plain DCP folder with names of its own, as the state that Megatron-Core's other
+formats hold.
 
-    model.{name}, optimizer.state.{name}.{slot}            DTensors, of any uneven cut; a gated linear_fc1 is two tensors, {name}_w and {name}_v
+    model.{name}, optimizer.state.{name}.{slot}            DTensors, of any uneven cut; a gated linear_fc1 is two
+                                                           tensors, {name}_w and {name}_v
     optimizer.param_to_group_meta.{name}.{key}             the hyperparameters of each parameter
     opt_param_scheduler, rng_state, args, iteration, ...   as in common.pt
 
-The two halves of linear_fc1 become one tensor again, the gate above the other; param groups are the parameters with equal hyperparameters.
+The two halves of linear_fc1 become one tensor again, the gate above the other; param groups are the parameters with
+equal hyperparameters.
 
-Source: megatron/core/transformer/fsdp_dtensor_checkpoint.py (handle_swiglu_in_state_dict) and optimizer/distrib_optimizer.py
-(_param_groups_to_param2group_meta) of megatron-core 0.16.1; no such job was run, since it needs a GPU.
+Source: megatron/core/transformer/fsdp_dtensor_checkpoint.py (handle_swiglu_in_state_dict) and
+optimizer/distrib_optimizer.py (_param_groups_to_param2group_meta) of megatron-core 0.16.1; no such job was run, since
+it needs a GPU.
 """
 
 from __future__ import annotations
@@ -79,7 +83,8 @@ def _joined(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
         both["v"].coding,
     ):
         raise Corrupt(
-            f'"{joined(path)}" is stored as two halves, and {"one is missing" if len(both) < 2 else "they are not alike"}.'
+            f'"{joined(path)}" is stored as two halves, and '
+            f"{'one is missing' if len(both) < 2 else 'they are not alike'}."
         )
     first, second = both["w"], both["v"]
     out, rows = Chunks(len(first.shape)), first.shape[0]

@@ -1,4 +1,5 @@
-"""What the keys of a Megatron-Core checkpoint mean: names of tensors, and the state in common.pt; megatron.py describes the files."""
+"""What the keys of a Megatron-Core checkpoint mean: names of tensors, and the state in common.pt; megatron.py describes
+the files."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ _OF_GROUP = re.compile(
 class Key:
     """What the key of a tensor says.
 
-    `path` is the canonical path of the tensor, or of the first layer's where `stacked`: then the first axis counts the layers.
-    `bucket` is that of a tensor of `dp_reshardable`, which belongs to no parameter alone.
+    `path` is the canonical path of the tensor, or of the first layer's where `stacked`: then the first axis counts the
+    layers. `bucket` is that of a tensor of `dp_reshardable`, which belongs to no parameter alone.
     """
 
     path: Path
@@ -70,7 +71,8 @@ class Key:
 
 
 def model_file(source: Source, folder: str) -> str | None:
-    """The file of the model in a folder of a model-parallel rank, of the format before dist_checkpointing; None where it is none."""
+    """The file of the model in a folder of a model-parallel rank, of the format before dist_checkpointing; None where
+    it is none."""
     if not RANK.fullmatch(folder) or not source.glance(folder)[0]:
         return None
     inside = source.list(folder)
@@ -78,7 +80,8 @@ def model_file(source: Source, folder: str) -> str | None:
 
 
 def unstacked_name(name: str, i: int) -> str:
-    """The name of a layer's parameter, of the name that all layers share: "decoder.layers.mlp.x" is "decoder.layers.3.mlp.x"."""
+    """The name of a layer's parameter, of the name that all layers share: "decoder.layers.mlp.x" is
+    "decoder.layers.3.mlp.x"."""
     m = _STACKED.fullmatch(name)
     return f"{m['head']}.{i}.{m['rest']}" if m else name
 
@@ -96,8 +99,8 @@ def key_of(key: str) -> Key:
 
 
 def path_of_object(key: str) -> tuple[Path, int | None]:
-    """(canonical path of an object that ranks saved, its number among the chained optimizers): its state of the optimizer, None
-    for anything else."""
+    """(canonical path of an object that ranks saved, its number among the chained optimizers): its state of the
+    optimizer, None for anything else."""
     m = _OBJECT.fullmatch(key)
     if m is None:
         return ("extra", key), None
@@ -185,8 +188,8 @@ def common_tree(tree: Any, what: str) -> dict[str, Any]:
 
 
 def _take_optimizer(x: Any, out: dict[str, Any], extra: dict[str, Any], what: str) -> None:
-    """Param groups, the step that all parameters share, and the gradient scaler; of several chained optimizers one after the
-    other."""
+    """Param groups, the step that all parameters share, and the gradient scaler; of several chained optimizers one
+    after the other."""
     chain = [x]
     if isinstance(x, dict) and x and all(isinstance(k, int) or str(k).isdigit() for k in x):
         chain = [x[k] for k in sorted(x, key=int)]
@@ -208,11 +211,13 @@ def _take_optimizer(x: Any, out: dict[str, Any], extra: dict[str, Any], what: st
         for group in listed:
             if not isinstance(group, dict):
                 raise Corrupt(f"{what}: a param group of its optimizer is {short(group)}.")
-            groups.append({
-                **{k: v for k, v in group.items() if k != "params"},
-                **({} if step is None else {"step": step}),
-                **({"chained": number} if len(chain) > 1 else {}),
-            })  # fmt: skip
+            groups.append(
+                {
+                    **{k: v for k, v in group.items() if k != "params"},
+                    **({} if step is None else {"step": step}),
+                    **({"chained": number} if len(chain) > 1 else {}),
+                }
+            )
         rest = {
             k: v
             for k, v in [
@@ -230,10 +235,12 @@ def _take_optimizer(x: Any, out: dict[str, Any], extra: dict[str, Any], what: st
 
 
 def name_groups(leaves: dict[Path, Any], notes: list[str]) -> None:
-    """Add to the optimizer what Megatron does not save: which parameters each param group has, and each parameter's step.
+    """Add to the optimizer what Megatron does not save: which parameters each param group has, and each parameter's
+    step.
 
-    Megatron's param groups (megatron/core/optimizer/__init__.py, _get_param_groups) are the combinations of `wd_mult` (0 for biases
-    and parameters of one dimension) and `is_expert_parallel`. Groups of other kinds keep their hyperparameters and no list.
+    Megatron's param groups (megatron/core/optimizer/__init__.py, _get_param_groups) are the combinations of `wd_mult`
+    (0 for biases and parameters of one dimension) and `is_expert_parallel`. Groups of other kinds keep their
+    hyperparameters and no list.
     """
     found: dict[int, dict[Any, Any]] = {}
     for path, leaf in leaves.items():
@@ -250,13 +257,13 @@ def name_groups(leaves: dict[Path, Any], notes: list[str]) -> None:
     members = group_members(found, {n: len(trained[n].shape) for n in names})
     if members is None:
         notes.append(
-            "Megatron-Core saves no parameters of its param groups, and these are not told apart by weight decay and experts alone, so "
-            "they are carried without; layouts that need them refuse this optimizer"
+            "Megatron-Core saves no parameters of its param groups, and these are not told apart by weight decay and "
+            "experts alone, so they are carried without; layouts that need them refuse this optimizer"
         )
     else:
         notes.append(
-            "Megatron-Core saves no parameters of its param groups: biases and parameters of one dimension were put into the group "
-            "without weight decay, as its own rule does; a job with another rule has other groups"
+            "Megatron-Core saves no parameters of its param groups: biases and parameters of one dimension were put "
+            "into the group without weight decay, as its own rule does; a job with another rule has other groups"
         )
         for i, params in members.items():
             leaves["optim", "param_groups", i, "params"] = params

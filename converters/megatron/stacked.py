@@ -36,8 +36,8 @@ def layer(t: TensorEntry, i: int) -> TensorEntry:
 def flat_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> TensorEntry:
     """A located tensor of shape [X/x, Y/y, .., x*y*..] as one of shape [X, Y, ..], the shape `whole`.
 
-    Megatron-Core before 0.14 cut it into boxes [x, y, ..], one a combination of tensor- and pipeline-parallel ranks, flattened each,
-    and cut that among the data-parallel ranks (strategies/torch.py of 0.12, mcore_to_pyt_state_dict).
+    Megatron-Core before 0.14 cut it into boxes [x, y, ..], one a combination of tensor- and pipeline-parallel ranks,
+    flattened each, and cut that among the data-parallel ranks (strategies/torch.py of 0.12, mcore_to_pyt_state_dict).
 
     Raises:
         Corrupt: the two shapes do not go together.

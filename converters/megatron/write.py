@@ -1,9 +1,10 @@
-"""Writes megatron: a folder of torch_dist that `dist_checkpointing.load` reads at any tensor, pipeline and data parallel size.
+"""Writes megatron: a folder of torch_dist that `dist_checkpointing.load` reads at any tensor, pipeline and data
+parallel size.
 
-The tensors are those of dcp, under Megatron's keys: layers by number (`non_homogeneous_layers`), the optimizer in the shapes of the model
-(`fully_reshardable`), every tensor cut along its first axis among the files. `content_metadata` in common.pt says so, and a job builds the
-keys that it asks for from that. A parameter with moments, but without an fp32 copy in the source, gets one: DistributedOptimizer loads its
-weights from there.
+The tensors are those of dcp, under Megatron's keys: layers by number (`non_homogeneous_layers`), the optimizer in the
+shapes of the model (`fully_reshardable`), every tensor cut along its first axis among the files. `content_metadata` in
+common.pt says so, and a job builds the keys that it asks for from that. A parameter with moments, but without an fp32
+copy in the source, gets one: DistributedOptimizer loads its weights from there.
 """
 
 from __future__ import annotations
@@ -31,14 +32,20 @@ from .keys import args_of_data, common_tree, is_bare, name_groups
 
 __all__ = ["prepare", "write"]
 
-_METADATA = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}'
+_METADATA = (
+    b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
+    b'"common_backend": "torch", "common_backend_version": 1}'
+)
 _CONTENT = {
-    "distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "non_homogeneous_layers": True,
+    "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
-}  # fmt: skip
+}
 #: What common.pt has that is not of `extra`, and where that is made of `extra`, too.
 _OWN = ("optimizer", "opt_param_scheduler", "iteration", "content_metadata", "model", "rng_state", "master", "ckpttool")
-#: Keys by which DistributedOptimizer finds its param groups in a checkpoint (optimizer.py, param_group_identifier_keys).
+#: Keys by which DistributedOptimizer finds its param groups in a checkpoint (optimizer.py,
+#: param_group_identifier_keys).
 _IDENTIFIERS: dict[str, Any] = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
@@ -93,10 +100,15 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         x = leaves[()] if () in leaves else nest(leaves)
         tree[(key,)] = Whole(x) if any(isinstance(leaf, TensorEntry) for leaf in leaves.values()) else x
     out = _dcp_write.write(
-        replace(ckpt, tensors=tensors), source,
-        replace(options, world_size=options.world_size or ckpt.world_size or 1, tree=lambda leaves: tree,
-                cast=lambda n, dtype: dtype if n.startswith("replica.") else options.cast(n, dtype)),
-    )  # fmt: skip
+        replace(ckpt, tensors=tensors),
+        source,
+        replace(
+            options,
+            world_size=options.world_size or ckpt.world_size or 1,
+            tree=lambda leaves: tree,
+            cast=lambda n, dtype: dtype if n.startswith("replica.") else options.cast(n, dtype),
+        ),
+    )
     data = torch_pickles.small_zip(common)
     out.checkpoint.layout = "megatron"
     out.checkpoint.files[-1:-1] = ["common.pt", "metadata.json"]
@@ -109,7 +121,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out.checkpoint.values, out.changed = _values_to_be(ckpt, common, out.dropped)
     if not any(n.startswith(("model.decoder.", "model.embedding.", "model.encoder.")) for n in ckpt.tensors):
         out.notes.append(
-            "the weights keep their names, and none is one of Megatron-Core's (decoder.layers.0...): its modules will not find them"
+            "the weights keep their names, and none is one of Megatron-Core's (decoder.layers.0...): its modules will "
+            "not find them"
         )
     if copies:
         out.notes.append(
@@ -121,8 +134,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _values_to_be(
     ckpt: Checkpoint, common: dict[str, Any], dropped: list[Dropped]
 ) -> tuple[dict[str, Value], dict[str, str]]:
-    """(the values that a reader of the folder finds, {those that are not as in the source: how}): param groups are those that
-    Megatron-Core makes, and each has the step of its parameters."""
+    """(the values that a reader of the folder finds, {those that are not as in the source: how}): param groups are
+    those that Megatron-Core makes, and each has the step of its parameters."""
     gone = {d.name for d in dropped}
     leaves: dict[Path, Any] = {}
     if "optimizer" in common:
@@ -155,9 +168,12 @@ def _object(path: Path) -> str | None:
 
 
 def _common(
-    ckpt: Checkpoint, trained: Mapping[str, None], objects: dict[str, dict[Path, Any]], dropped: list[Dropped],
+    ckpt: Checkpoint,
+    trained: Mapping[str, None],
+    objects: dict[str, dict[Path, Any]],
+    dropped: list[Dropped],
     notes: list[str],
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(common.pt, the values in it that are not of the source). Values of objects go to `objects`."""
     scheduler: dict[Path, Any] = {}
     scaler: dict[Path, Any] = {}
@@ -239,13 +255,15 @@ def _optimizer(
         ]
         if odd:
             raise Unsupported(
-                f'"{odd[0]}" is in a param group with{"out" if g.get("wd_mult") == 0.0 else ""} weight decay, and Megatron-Core would put it into the '
-                "other one when it loads. Leave the optimizer out, or change the groups in the job that saves."
+                f'"{odd[0]}" is in a param group with{"out" if g.get("wd_mult") == 0.0 else ""} weight decay, and '
+                "Megatron-Core would put it into the other one when it loads. Leave the optimizer out, or change the "
+                "groups in the job that saves."
             )
         if steps and g.setdefault("step", step := next(iter(steps))) != step:
             raise Unsupported(
-                f'A param group has the option "step" {short(g["step"])}, and its parameters are at step {step:g}; Megatron-Core keeps the step in the group '
-                f"alone. {argument('only', ['model'])} leaves the optimizer out."
+                f'A param group has the option "step" {short(g["step"])}, and its parameters are at step {step:g}; '
+                f"Megatron-Core keeps the step in the group alone. {argument('only', ['model'])} leaves the optimizer "
+                "out."
             )
     chains = sorted({g.get("chained", 0) for g in found})
     one = [
@@ -266,7 +284,8 @@ def _optimizer(
 def _as_megatron_s(
     ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], notes: list[str]
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """(hyperparameters, parameters) of param groups of another trainer as those of Megatron-Core: with weight decay and without.
+    """(hyperparameters, parameters) of param groups of another trainer as those of Megatron-Core: with weight decay and
+    without.
 
     Raises:
         Unsupported: they differ in more than that, or there are none.
@@ -274,14 +293,15 @@ def _as_megatron_s(
     alike = [{k: x for k, x in g.items() if k not in ("weight_decay", "param_names")} for g in groups]
     if not alike:
         raise Unsupported(
-            "The optimizer has no param groups, and Megatron-Core loads its hyperparameters from there. Leave the optimizer out."
+            "The optimizer has no param groups, and Megatron-Core loads its hyperparameters from there. Leave the "
+            "optimizer out."
         )
     decays = {g.get("weight_decay", 0.0) for g in groups} - {0.0}
     odd = next((k for g in alike[1:] for k in {**alike[0], **g} if g.get(k) != alike[0].get(k)), None)
     if odd or len(decays) > 1:
         raise Unsupported(
-            f"The param groups differ in {odd or 'weight_decay'!r}; Megatron-Core has one group with weight decay and one without, which are "
-            "alike otherwise. Leave the optimizer out, or give all groups the same."
+            f"The param groups differ in {odd or 'weight_decay'!r}; Megatron-Core has one group with weight decay and "
+            "one without, which are alike otherwise. Leave the optimizer out, or give all groups the same."
         )
     bare = [
         n
@@ -298,15 +318,15 @@ def _as_megatron_s(
     ]
     if lighter:
         raise Unsupported(
-            f'"{lighter[0]}" has no weight decay, and Megatron-Core would give it some: it spares biases and parameters of one dimension alone. '
-            "Leave the optimizer out."
+            f'"{lighter[0]}" has no weight decay, and Megatron-Core would give it some: it spares biases and '
+            "parameters of one dimension alone. Leave the optimizer out."
         )
     if bare and any(
         n in bare for g, names in zip(groups, members, strict=True) if g.get("weight_decay") for n in names
     ):
         notes.append(
-            "biases and parameters of one dimension have weight decay in the source; they are in Megatron-Core's group without, since it puts "
-            "them there"
+            "biases and parameters of one dimension have weight decay in the source; they are in Megatron-Core's group "
+            "without, since it puts them there"
         )
     base = {**alike[0], **_IDENTIFIERS}
     both = [

@@ -1,21 +1,26 @@
 """torch_checkpointing: folders of Meta's package of that name, a file an item and rank.
 
-    DIR/metadata.pkl               which part of each tensor every rank has (torch_checkpointing/metadata.py); of items with a resharder only
-    DIR/<item>_<rank>.pt           torch.save of the item's value on that rank: state dicts with DTensors or plain tensors, values
-    DIR/<item>_<rank>.safetensors  local tensors, keys joined by dots; the path is in metadata.pkl and may be another one
+    DIR/metadata.pkl               which part of each tensor every rank has (torch_checkpointing/metadata.py); of items
+                                   with a resharder only
+    DIR/<item>_<rank>.pt           torch.save of the item's value on that rank: state dicts with DTensors or plain
+                                   tensors, values
+    DIR/<item>_<rank>.safetensors  local tensors, keys joined by dots; the path is in metadata.pkl and may be another
+                                   one
     DIR/<item>_<rank>.json         values; any other file <item>_<rank>.<ext> of all ranks is raw bytes
     tmp_DIR/                       a save that has not ended; renamed to DIR at its end
 
-Items are the keys of the payload: model, optimizer, train_state, ... An item without metadata.pkl is read by what its files say:
-DTensors know their place. Plain tensors of an item that several ranks saved otherwise may be copies or parts, and nothing tells.
+Items are the keys of the payload: model, optimizer, train_state, ... An item without metadata.pkl is read by what its
+files say: DTensors know their place. Plain tensors of an item that several ranks saved otherwise may be copies or
+parts, and nothing tells.
 
 Written: model and optimizer as plain local tensors, `torch.chunk` along dim 0, described by metadata.pkl, so that
-CheckpointManager.load with the package's DefaultResharder takes them at any world size; other items in the file of every rank, since each
-rank of a job reads its own. The mesh in metadata.pkl has a dimension named "ckpttool": the manager compares meshes, and would read
-the file of a rank as it is where they are equal, but such files hold DTensors, whose pickles are of one version of torch.
+CheckpointManager.load with the package's DefaultResharder takes them at any world size; other items in the file of
+every rank, since each rank of a job reads its own. The mesh in metadata.pkl has a dimension named "ckpttool": the
+manager compares meshes, and would read the file of a rank as it is where they are equal, but such files hold DTensors,
+whose pickles are of one version of torch.
 
-Sources: torch_checkpointing/{checkpoint_writer,checkpoint_reader,checkpoint_layout,default_resharder}.py of 0.1.1, and fixtures/checkpointing,
-which it wrote (fixtures/checkpointing_jobs.py).
+Sources: torch_checkpointing/{checkpoint_writer,checkpoint_reader,checkpoint_layout,default_resharder}.py of 0.1.1, and
+fixtures/checkpointing, which it wrote (fixtures/checkpointing_jobs.py).
 """
 
 from __future__ import annotations
@@ -90,7 +95,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """The index of a folder.
 
     Raises:
-        Corrupt: files of ranks are missing, or they and metadata.pkl are not of one save. Unsupported: plain tensors of several ranks,
+        Corrupt: files of ranks are missing, or they and metadata.pkl are not of one save. Unsupported: plain tensors of
+        several ranks,
             of which nothing tells the part.
     """
     source = where.source
@@ -143,7 +149,8 @@ def _items(
         other = item.files.setdefault(int(m["rank"]), (name, kind))
         if other[0] != name:
             raise Corrupt(
-                f"{source.root}: {other[0]} and {name} both belong to rank {m['rank']}. Remove the one that is not of this save."
+                f"{source.root}: {other[0]} and {name} both belong to rank {m['rank']}. Remove the one that is not of "
+                "this save."
             )
     for name, item in list(out.items()):
         if not _asked_for(name, only):
@@ -159,7 +166,8 @@ def _items(
             file = item.files.get(rank, (f"{name}_{rank}.*", ""))[0]
             if rank not in ranks or not source.exists(file):
                 raise Corrupt(
-                    f"{source.root} has no {file}, the file of rank {rank}. The copy is incomplete; fetch the files of all ranks."
+                    f"{source.root} has no {file}, the file of rank {rank}. The copy is incomplete; fetch the files of "
+                    "all ranks."
                 )
             if source.size(file) == 0:
                 raise Corrupt(f"{source.root}/{file} is empty: the save was interrupted. Take an earlier step.")
@@ -214,8 +222,9 @@ class _Reading:
                 if is_subclass(inside):
                     about, _ = taken_apart(inside, StoredTensor, self.files.path(r.file))
                     raise Unsupported(
-                        f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_of(about)}, which ckpttool reads from dcp and full '
-                        "only. Save it with torch.distributed.checkpoint, or leave the item out."
+                        f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_of(about)}, which ckpttool '
+                        "reads from dcp and full only. Save it with torch.distributed.checkpoint, or leave the item "
+                        "out."
                     )
 
     def _tree(self, file: str, kind: str) -> Any:
@@ -270,7 +279,8 @@ class _Reading:
                 if rank not in found:
                     if any(all(p.shape) for p in pieces):
                         raise Corrupt(
-                            f'{self.source.root}: the file of rank {rank} has no "{name}", which {METADATA} lists. They are from different saves.'
+                            f'{self.source.root}: the file of rank {rank} has no "{name}", which {METADATA} lists. '
+                            "They are from different saves."
                         )
                     continue
                 r, x = found[rank]
@@ -279,8 +289,9 @@ class _Reading:
                     local is not None and tensor.shape != local and any(all(p.shape) for p in pieces)
                 ):
                     raise Corrupt(
-                        f'{self.files.path(r.file)}: "{name}" is {tensor.dtype} {tensor.shape} there, and {METADATA} leaves this rank {dtype} '
-                        f"{local} of {shape}. The file and its metadata are from different saves."
+                        f'{self.files.path(r.file)}: "{name}" is {tensor.dtype} {tensor.shape} there, and {METADATA} '
+                        f"leaves this rank {dtype} {local} of {shape}. The file and its metadata are from different "
+                        "saves."
                     )
                 for piece in pieces:
                     self._add(chunks, seen, name, r, tensor, piece)
@@ -294,18 +305,19 @@ class _Reading:
         return TensorEntry(dtype, shape, path, chunks)
 
     def _local(self, name: str, r: Rank, x: Any, shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> StoredTensor:
-        """A rank's own tensor: plain, or inside a DTensor, which must be of the same whole and have its boxes in the same places."""
+        """A rank's own tensor: plain, or inside a DTensor, which must be of the same whole and have its boxes in the
+        same places."""
         if is_sharded(x):
             stated = self.files.shards(r.file, name, x)
             if stated.shape != shape or (stated.rank is not None and stated.rank != r.rank):
                 raise Corrupt(
-                    f'{self.files.path(r.file)}: "{name}" is of rank {stated.rank} and of shape {stated.shape}; {METADATA} says {r.rank} and '
-                    f"{shape}. Files of ranks were exchanged, or are from different saves."
+                    f'{self.files.path(r.file)}: "{name}" is of rank {stated.rank} and of shape {stated.shape}; '
+                    f"{METADATA} says {r.rank} and {shape}. Files of ranks were exchanged, or are from different saves."
                 )
             if [start for start, _ in stated.pieces] != starts:
                 raise Corrupt(
-                    f'{self.files.path(r.file)}: "{name}" begins at {[list(s) for s, _ in stated.pieces]} there, and {METADATA} says '
-                    f"{[list(s) for s in starts]}. The file and its metadata are from different saves."
+                    f'{self.files.path(r.file)}: "{name}" begins at {[list(s) for s, _ in stated.pieces]} there, and '
+                    f"{METADATA} says {[list(s) for s in starts]}. The file and its metadata are from different saves."
                 )
             x = local_tensor(x)
         if not isinstance(x, StoredTensor):
@@ -320,7 +332,8 @@ class _Reading:
             a + n > m for a, n, m in zip(piece.local, piece.shape, tensor.shape, strict=True)
         ):
             raise Corrupt(
-                f'{self.files.path(r.file)}: "{name}" is {tensor.shape} there, and {METADATA} has a box at {piece.local} of {piece.shape}.'
+                f'{self.files.path(r.file)}: "{name}" is {tensor.shape} there, and {METADATA} has a box at '
+                f"{piece.local} of {piece.shape}."
             )
         at = tensor.at + ITEMSIZE[tensor.dtype] * sum(a * s for a, s in zip(piece.local, tensor.strides, strict=True))
         part = tensor._replace(shape=piece.shape, at=at)
@@ -346,9 +359,10 @@ class _Reading:
             )
             if not (same and whole and x.storage.crc32 == first.storage.crc32) and not self.options.allow_equal_ranks:
                 raise Unsupported(
-                    f'{self.files.path(other.file)}: "{name}" is a plain tensor that differs from that of rank {r.rank}, and no {METADATA} says '
-                    "whether they are copies or parts: the item was saved without a resharder. If they are copies, use "
-                    f"{argument('allow_equal_ranks', True)}: those of the first rank are taken."
+                    f'{self.files.path(other.file)}: "{name}" is a plain tensor that differs from that of rank '
+                    f"{r.rank}, and no {METADATA} says whether they are copies or parts: the item was saved without a "
+                    f"resharder. If they are copies, use {argument('allow_equal_ranks', True)}: those of the first "
+                    "rank are taken."
                 )
         return self.files.entry(r.file, first)
 
@@ -358,14 +372,16 @@ class _Reading:
         for r, x in column:
             if any(is_sharded(y) for y in _inside(x)):
                 raise Unsupported(
-                    f'{self.files.path(r.file)}: "{joined(path)}" holds a DTensor inside a tuple, which has no name of its own.'
+                    f'{self.files.path(r.file)}: "{joined(path)}" holds a DTensor inside a tuple, which has no name of '
+                    "its own."
                 )
             data.append((r.rank, stored_tensors.inlined(x, self.files.reader(r.file), self.files.path(r.file))))
         out = {path: data[0][1]}
         differ = [(rank, x) for rank, x in data[1:] if not same_value(x, data[0][1])]
         if differ:
             self.files.notes.append(
-                f"ranks differ in {joined(path)}: the first rank's is kept under its name, the others' as extra.per_rank.<rank>"
+                f"ranks differ in {joined(path)}: the first rank's is kept under its name, the others' as "
+                "extra.per_rank.<rank>"
             )
         return out | {of_rank(rank, path): x for rank, x in differ}
 
@@ -384,8 +400,15 @@ def _inside(x: Any) -> list[Any]:
 
 LAYOUTS = (
     Layout(
-        name="torch_checkpointing", title="folder of torch_checkpointing's CheckpointManager", detect=detect, read=read, write=late("ckpttool.converters.torch_checkpointing.write:write"),
-        aliases=("torch-checkpointing", "checkpointing"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",),
+        name="torch_checkpointing",
+        title="folder of torch_checkpointing's CheckpointManager",
+        detect=detect,
+        read=read,
+        write=late("ckpttool.converters.torch_checkpointing.write:write"),
+        aliases=("torch-checkpointing", "checkpointing"),
+        own_keys=True,
+        reader_uses=("config", "like"),
+        writer_uses=("world_size",),
         needs_named_optimizer=True,
     ),
-)  # fmt: skip
+)

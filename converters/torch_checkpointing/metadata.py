@@ -1,16 +1,21 @@
-"""metadata.pkl of torch_checkpointing: which box of a whole tensor each rank's local tensor is; torch_checkpointing.py has the folder.
+"""metadata.pkl of torch_checkpointing: which box of a whole tensor each rank's local tensor is; torch_checkpointing.py
+has the folder.
 
     {"version": "2.0", "world_size": 3, "metadata": {item: {
-        "nested_path_to_metadata": {path in the item, as JSON: [{"ranks": (0, 1, 2), "sharding_metadata": {"type", "data"}}]},
-        "rank_to_layout_info": {rank: None, or {"file_path", "serialization_format": {"type": "SafetensorsSerialization"}}}}}}
+        "nested_path_to_metadata": {path in the item, as JSON: [{"ranks": (0, 1, 2), "sharding_metadata": {"type",
+        "data"}}]}, "rank_to_layout_info": {rank: None, or {"file_path", "serialization_format": {"type":
+        "SafetensorsSerialization"}}}}}}
 
 A pickle of plain values, without a global. Types of sharding metadata:
 
-    DTensorShardingMetadata   {"global_shape", "dtype", "stride", "mesh_spec": {"mesh_shape", "mesh_data", ...}, "placements"}
-                              placements {"type": "Shard", "dim"}, {"type": "StridedShard", "dim", "split_factor"}, {"type": "Replicate"}
-    default_tensor_v1         {"global_shape", "dtype", "global_offsets", "local_offsets", "local_sizes"}, of one rank's local tensor
+    DTensorShardingMetadata   {"global_shape", "dtype", "stride", "mesh_spec": {"mesh_shape", "mesh_data", ...},
+                              "placements"} placements {"type": "Shard", "dim"}, {"type": "StridedShard", "dim",
+                              "split_factor"}, {"type": "Replicate"}
+    default_tensor_v1         {"global_shape", "dtype", "global_offsets", "local_offsets", "local_sizes"}, of one rank's
+                              local tensor
 
-formats/placements.py says what placements cut. Version 1.0 has one flat dict {[item, *path] as JSON: ...} and rank_to_layout_info_mappings.
+formats/placements.py says what placements cut. Version 1.0 has one flat dict {[item, *path] as JSON: ...} and
+rank_to_layout_info_mappings.
 
 Sources: torch_checkpointing/{distributed_metadata,dtensor_metadata,default_metadata,checkpoint_layout}.py of 0.1.1.
 """
@@ -95,7 +100,8 @@ def _ints(x: Any) -> tuple[int, ...]:
 
 @dataclass
 class Item:
-    """An item: {path, each part as text: what the ranks have}; {rank: (file, "pt" or "safetensors" or "json" or "raw")}."""
+    """An item: {path, each part as text: what the ranks have}; {rank: (file, "pt" or "safetensors" or "json" or
+    "raw")}."""
 
     tensors: dict[tuple[str, ...], list[Placed]] = field(default_factory=dict)
     files: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -152,7 +158,8 @@ def _file(name: str, rank: int, layout: Any, what: str) -> tuple[str, str]:
     kind = FORMATS.get(layout["serialization_format"]["type"])
     if kind is None or not isinstance(layout["file_path"], str):
         raise Unsupported(
-            f'{what}: "{name}" is stored as {pickles.short(layout["serialization_format"])}, which ckpttool does not know.'
+            f'{what}: "{name}" is stored as {pickles.short(layout["serialization_format"])}, which ckpttool does not '
+            "know."
         )
     return layout["file_path"], kind
 
@@ -166,6 +173,9 @@ def _placed(group: Any, what: str) -> Placed:
             "DTensorShardingMetadata and default_tensor_v1. Save with torch_checkpointing's own resharder."
         )
     return Placed(
-        _ints(group["ranks"]), _ints(data["global_shape"]), str(data["dtype"]).removeprefix("torch."), data,
+        _ints(group["ranks"]),
+        _ints(data["global_shape"]),
+        str(data["dtype"]).removeprefix("torch."),
+        data,
         kind == "DTensorShardingMetadata",
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""Writes folders of torch_checkpointing: a file an item and rank, and metadata.pkl last; torch_checkpointing.py describes both."""
+"""Writes folders of torch_checkpointing: a file an item and rank, and metadata.pkl last; torch_checkpointing.py
+describes both."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ class _Writing:
     described: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def cut(self, item: str, leaves: Mapping[Path, Any]) -> None:
-        """The model or the optimizer: each rank has rows of every tensor, the first one all of those that are not cut."""
+        """The model or the optimizer: each rank has rows of every tensor, the first one all of those that are not
+        cut."""
         described = self.described[item] = {}
         held = {p: joined(t.path) for p, t in leaves.items() if isinstance(t, TensorEntry)}
         rows = {n: self._rows(self.ckpt.tensors[n]) for n in held.values()}
@@ -207,7 +209,10 @@ class _Writing:
         ranks = tuple(range(self.world)) if cut else (0,)
         mesh = {"device_type": "cpu", "mesh_shape": (len(ranks),), "mesh_data": ranks, "mesh_dim_names": _MESH}
         data = {
-            "global_shape": list(t.shape), "dtype": f"torch.{dtype}", "stride": list(boxes.strides(t.shape)), "mesh_spec": mesh,
+            "global_shape": list(t.shape),
+            "dtype": f"torch.{dtype}",
+            "stride": list(boxes.strides(t.shape)),
+            "mesh_spec": mesh,
             "placements": [{"type": "Shard", "dim": 0} if cut else {"type": "Replicate"}],
-        }  # fmt: skip
+        }
         return {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": ranks}

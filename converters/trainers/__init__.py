@@ -2,45 +2,53 @@
 
 accelerate   accelerator.save_state(DIR)
 
-    pytorch_model_fsdp_{i}/, optimizer_{i}/             SHARDED_STATE_DICT: folders of dcp, a model and an optimizer each
+    pytorch_model_fsdp_{i}/, optimizer_{i}/             SHARDED_STATE_DICT: folders of dcp, a model and an optimizer
+                                                        each
     pytorch_model_fsdp_rank{rank}.bin, optimizer_{i}/   LOCAL_STATE_DICT: flat parameters, read by fsdp1
-    pytorch_model_fsdp.bin, optimizer.bin               FULL_STATE_DICT (pytorch_model_fsdp_{i}.bin and optimizer_{i}.bin, i > 0)
-    model.safetensors, pytorch_model.bin                without FSDP (model_{i}.safetensors, i > 0), or shards of either with an index
+    pytorch_model_fsdp.bin, optimizer.bin               FULL_STATE_DICT (pytorch_model_fsdp_{i}.bin and
+                                                        optimizer_{i}.bin, i > 0)
+    model.safetensors, pytorch_model.bin                without FSDP (model_{i}.safetensors, i > 0), or shards of either
+                                                        with an index
     scheduler.bin, sampler.bin, dl_state_dict.bin       and scheduler_{i}.bin, ...
     scaler.pt                                           GradScaler.state_dict()
-    random_states_{rank}.pkl                            {"step", "random_state", "numpy_random_seed", "torch_manual_seed", ...}
+    random_states_{rank}.pkl                            {"step", "random_state", "numpy_random_seed",
+                                                        "torch_manual_seed", ...}
     custom_checkpoint_{i}.pkl                           objects that were registered
-    latest, pytorch_model/, pytorch_model_{i}/          with DeepSpeed: a save of each engine, model and optimizer in one
+    latest, pytorch_model/, pytorch_model_{i}/          with DeepSpeed: a save of each engine, model and optimizer in
+                                                        one
 
 trainer      transformers' Trainer and TRL: checkpoint-{step}/
 
-    the files of accelerate for the model, or model.safetensors, adapter_model.safetensors with adapter_config.json (PEFT)
-    optimizer.pt (DDP, numbers instead of names), optimizer.bin (FSDP FULL), optimizer_0/ (FSDP SHARDED)
-    latest, global_step{step}/ (DeepSpeed: model and optimizer in one; its scheduler too, if the engine has one)
-    scheduler.pt, scaler.pt, rng_state.pth or rng_state_{rank}.pth, trainer_state.json, training_args.bin (arguments, no state)
+    the files of accelerate for the model, or model.safetensors, adapter_model.safetensors with adapter_config.json
+    (PEFT) optimizer.pt (DDP, numbers instead of names), optimizer.bin (FSDP FULL), optimizer_0/ (FSDP SHARDED) latest,
+    global_step{step}/ (DeepSpeed: model and optimizer in one; its scheduler too, if the engine has one) scheduler.pt,
+    scaler.pt, rng_state.pth or rng_state_{rank}.pth, trainer_state.json, training_args.bin (arguments, no state)
 
 lightning    FSDPStrategy and ModelParallelStrategy with sharded checkpoints: a folder of dcp
 
     .metadata, __{rank}_{n}.distcp    {"state_dict", "optimizer_{i}"}, or {"model", ...} of Fabric
-    meta.pt                           the rest of a Lightning checkpoint: epoch, global_step, loops, callbacks, lr_schedulers, ...
+    meta.pt                           the rest of a Lightning checkpoint: epoch, global_step, loops, callbacks,
+                                      lr_schedulers, ...
 
 verl         global_step_{step}/actor/ and critic/, or the folder above where it has no critic
 
-    model_world_size_{n}_rank_{rank}.pt, optim_..., extra_state_...    files of ranks, read by fsdp1; extra: scheduler, RNG
+    model_world_size_{n}_rank_{rank}.pt, optim_..., extra_state_...    files of ranks, read by fsdp1; extra: scheduler,
+                                                                       RNG
     huggingface/                                                       config and tokenizer
     ../data.pt                                                         the state of the data loader
 
 torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it: trainers/torchtune.py
 
 automodel    NeMo AutoModel: trainers/automodel.py
-transformers_sharded    save_pretrained(distributed_checkpoint=True) and save_optimizer_distributed: trainers/automodel.py
+transformers_sharded    save_pretrained(distributed_checkpoint=True) and save_optimizer_distributed:
+                        trainers/automodel.py
 olmo         OLMo-core's step folders: trainers/olmo.py
 veomni       VeOmni's global_step_{n}/: trainers/veomni.py
 script       model.pt and optimizer.pt of a training script: trainers/scripts.py
 
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
-transformers/trainer.py (_save_checkpoint, _save_optimizer_and_scheduler, _save_rng_state) of 5.23; lightning/fabric/strategies/fsdp.py and
-model_parallel.py of 2.6; the directories in fixtures/, which they wrote.
+transformers/trainer.py (_save_checkpoint, _save_optimizer_and_scheduler, _save_rng_state) of 5.23;
+lightning/fabric/strategies/fsdp.py and model_parallel.py of 2.6; the directories in fixtures/, which they wrote.
 """
 
 from __future__ import annotations
@@ -78,7 +86,8 @@ __all__ = ["LAYOUTS"]
 
 
 def _saves(source: Source) -> list[Part]:
-    """The saves of DeepSpeed's engines that make up a directory: the one that `latest` names, or one a model (Accelerate)."""
+    """The saves of DeepSpeed's engines that make up a directory: the one that `latest` names, or one a model
+    (Accelerate)."""
     zero = layouts.find("zero3")
     models = [
         Part(name, zero.name, "model", (str(i),))
@@ -136,7 +145,8 @@ def _notes_of_trainer(source: Source) -> list[str]:
     if "latest" in names or "scheduler.pt" in names or not optimizers_in(names):
         return []
     return [
-        "no scheduler.pt, which Trainer writes with the optimizer: without it, it resumes neither of the two and says nothing"
+        "no scheduler.pt, which Trainer writes with the optimizer: without it, it resumes neither of the two and says "
+        "nothing"
     ]
 
 
@@ -149,15 +159,27 @@ def _parts_of(rng: str, source: Source) -> list[Part]:
 
 
 ACCELERATE = Dialect(
-    name="accelerate", title="Accelerate", detect=_is_accelerate, write=layouts.late("ckpttool.converters.trainers.write:write_accelerate"), options=DirectoryOptions,
-    parts=partial(_parts_of, RANDOM_STATES), world_size=partial(_ranks, RANDOM_STATES),
+    name="accelerate",
+    title="Accelerate",
+    detect=_is_accelerate,
+    write=layouts.late("ckpttool.converters.trainers.write:write_accelerate"),
+    options=DirectoryOptions,
+    parts=partial(_parts_of, RANDOM_STATES),
+    world_size=partial(_ranks, RANDOM_STATES),
     saves=SAVES,
-)  # fmt: skip
+)
 TRAINER = Dialect(
-    name="trainer", title="Hugging Face Trainer", detect=_is_trainer, write=layouts.late("ckpttool.converters.trainers.write:write_trainer"), options=DirectoryOptions,
-    parts=partial(_parts_of, RNG_STATE), world_size=partial(_ranks, RNG_STATE), notes=_notes_of_trainer, aliases=("hf-trainer", "trl"),
+    name="trainer",
+    title="Hugging Face Trainer",
+    detect=_is_trainer,
+    write=layouts.late("ckpttool.converters.trainers.write:write_trainer"),
+    options=DirectoryOptions,
+    parts=partial(_parts_of, RNG_STATE),
+    world_size=partial(_ranks, RNG_STATE),
+    notes=_notes_of_trainer,
+    aliases=("hf-trainer", "trl"),
     saves=SAVES,
-)  # fmt: skip
+)
 
 
 def _is_lightning(source: Source) -> tuple[bool, str]:
@@ -168,9 +190,14 @@ def _is_lightning(source: Source) -> tuple[bool, str]:
 
 
 LIGHTNING = Dialect(
-    name="lightning", title="Lightning", suffixes=(".ckpt",), detect=_is_lightning, own_keys=True, write=layouts.late("ckpttool.converters.trainers.write:write_lightning"),
+    name="lightning",
+    title="Lightning",
+    suffixes=(".ckpt",),
+    detect=_is_lightning,
+    own_keys=True,
+    write=layouts.late("ckpttool.converters.trainers.write:write_lightning"),
     parts=lambda source: [Part("", "dcp", "model"), Part("meta.pt", TREE, "trainer")],
-)  # fmt: skip
+)
 
 
 def _of_verl(source: Source, folder: str = "") -> str | None:
@@ -207,8 +234,13 @@ def _parts_of_verl(source: Source) -> list[Part]:
 
 
 VERL = Dialect(
-    name="verl", title="verl", detect=_is_verl, siblings=_loader_of_verl, parts=_parts_of_verl, own_keys=True,
-)  # fmt: skip
+    name="verl",
+    title="verl",
+    detect=_is_verl,
+    siblings=_loader_of_verl,
+    parts=_parts_of_verl,
+    own_keys=True,
+)
 
 
 def _of_dcp(what: str) -> Any:
@@ -216,10 +248,20 @@ def _of_dcp(what: str) -> Any:
 
 
 TORCHTITAN = layouts.Layout(
-    name="torchtitan", title="step folder of torchtitan, for its CheckpointManager", read=_of_dcp("read"), locate=_of_dcp("locate"),
-    detect=lambda where: (False, "is read as dcp"), write=layouts.late("ckpttool.converters.trainers.write:write_titan"), prepare=lambda ckpt, source, options: of_one_model(ckpt), aliases=("titan",), reader_uses=("config", "like"),
-    writer_uses=("world_size",), needs_named_optimizer=True, of_trainer=True, keeps_subclasses=True,
-)  # fmt: skip
+    name="torchtitan",
+    title="step folder of torchtitan, for its CheckpointManager",
+    read=_of_dcp("read"),
+    locate=_of_dcp("locate"),
+    detect=lambda where: (False, "is read as dcp"),
+    write=layouts.late("ckpttool.converters.trainers.write:write_titan"),
+    prepare=lambda ckpt, source, options: of_one_model(ckpt),
+    aliases=("titan",),
+    reader_uses=("config", "like"),
+    writer_uses=("world_size",),
+    needs_named_optimizer=True,
+    of_trainer=True,
+    keeps_subclasses=True,
+)
 LAYOUTS = (
     *(
         dialect.layout()

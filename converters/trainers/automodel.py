@@ -2,10 +2,12 @@
 
 automodel        NeMo AutoModel: epoch_{e}_step_{s}/
 
-    model/                       shards of torch's HuggingFaceStorageWriter, a folder of dcp, or PEFT's adapter_model.safetensors
+    model/                       shards of torch's HuggingFaceStorageWriter, a folder of dcp, or PEFT's
+                                 adapter_model.safetensors
     model/consolidated/          the same weights once more, as save_pretrained writes them: for its config.json only
     optim/                       a folder of dcp: {"optim": flattened by parameter, "sched"}
-    {name}/{name}_dp_rank_{r}.pt each data-parallel rank's state of the data loader, ...; one {name}.pt in older releases
+    {name}/{name}_dp_rank_{r}.pt each data-parallel rank's state of the data loader, ...; one {name}.pt in older
+    releases
     rng/rng_global_rank_{r}.pt   the RNG of every rank, since 0.7; rng_dp_rank_{r}.pt before
     {name}/                      a folder of dcp: state with shards, such as an EMA
     step_scheduler.pt            {"step", "epoch"}
@@ -13,7 +15,8 @@ automodel        NeMo AutoModel: epoch_{e}_step_{s}/
 
 transformers     a model that transformers sharded itself, with any names of folders
 
-    {weights}/                   save_pretrained(distributed_checkpoint=True): shard-0000k-model-00001-of-00001.safetensors, config.json
+    {weights}/                   save_pretrained(distributed_checkpoint=True):
+                                 shard-0000k-model-00001-of-00001.safetensors, config.json
     {optimizer}/                 save_optimizer_distributed: a folder of dcp, {"optimizer": flattened by parameter}
 
 Sources: nemo_automodel/components/checkpoint/{checkpointing,stateful_wrappers}.py, docs/guides/checkpointing.md;
@@ -90,7 +93,8 @@ def _automodel_notes(source: Source) -> Sequence[str]:
     if not source.exists(_MARKER):
         return ()
     return (
-        f"has {_MARKER}, which NeMo AutoModel removes at the end of a save: it had not ended, and AutoModel does not resume from it",
+        f"has {_MARKER}, which NeMo AutoModel removes at the end of a save: it had not ended, and AutoModel does not "
+        "resume from it",
     )
 
 
@@ -100,9 +104,14 @@ def _automodel_ranks(source: Source) -> int | None:
 
 
 AUTOMODEL = Dialect(
-    name="automodel", title="NeMo AutoModel", detect=_is_automodel, parts=_automodel_parts, world_size=_automodel_ranks, notes=_automodel_notes,
+    name="automodel",
+    title="NeMo AutoModel",
+    detect=_is_automodel,
+    parts=_automodel_parts,
+    world_size=_automodel_ranks,
+    notes=_automodel_notes,
     aliases=("nemo-automodel",),
-)  # fmt: skip
+)
 
 # -------------------------------------------------------------------------------------------------------- transformers
 
@@ -140,6 +149,9 @@ def _transformers_parts(source: Source) -> Sequence[Part]:
 
 
 TRANSFORMERS = Dialect(
-    name="transformers_sharded", title="transformers, distributed_checkpoint=True", detect=_is_transformers, parts=_transformers_parts,
+    name="transformers_sharded",
+    title="transformers, distributed_checkpoint=True",
+    detect=_is_transformers,
+    parts=_transformers_parts,
     aliases=("transformers-sharded",),
-)  # fmt: skip
+)

@@ -5,9 +5,11 @@ which component of the state it holds. `read` reads them and joins their indexes
 name is listed as unread, as for every layout (engine/discover/unread_files.py).
 
     Part("pytorch_model_fsdp_0", "dcp", "model")         a folder, read by the layout dcp
-    Part("optimizer.pt", "full", "optim")                a file; numbers of parameters become the names of the model part
+    Part("optimizer.pt", "full", "optim")                a file; numbers of parameters become the names of the model
+                                                         part
     Part("rng_state_1.pth", DATA, "rng", ("1",))         plain data: rng.1.<key>
-    Part("meta.pt", TREE, "trainer")                     plain data whose keys say what they are: lr_schedulers, epoch, loops
+    Part("meta.pt", TREE, "trainer")                     plain data whose keys say what they are: lr_schedulers, epoch,
+                                                         loops
     Part("../data.pt", DATA, "dataloader")               in the folder above, where the dialect's `siblings` names it
 """
 
@@ -62,7 +64,8 @@ __all__ = [
 DATA = "data"
 #: The same, of a part whose keys at the root have names and places as in a tree (names.canonical).
 TREE = "tree"
-#: The same as TREE, of a part with an optimizer that may have other names of parameters than the weights: then it is data.
+#: The same as TREE, of a part with an optimizer that may have other names of parameters than the weights: then it is
+#: data.
 FOREIGN = "foreign"
 #: The layout of LEFT_OVER, which _parts_write.left_over describes.
 _OURS = "ckpttool"
@@ -86,8 +89,10 @@ class Part:
         whole: it holds the other components too.
         optional: it is listed as a file that was not read, where it cannot be read or its parameters cannot be named.
         renamed: what the names of the optimizer's parameters lack of those of the weights.
-        places: {key at the root of a part of DATA: the canonical path of what it holds}, where that is not in the component.
-        rank: whose file it is, where each rank writes one with the same keys. What a later rank repeats is there already, and what
+        places: {key at the root of a part of DATA: the canonical path of what it holds}, where that is not in the
+        component.
+        rank: whose file it is, where each rank writes one with the same keys. What a later rank repeats is there
+        already, and what
             it has otherwise is extra.per_rank.<rank>.<key>.
     """
 
@@ -138,12 +143,24 @@ class Dialect:
     def layout(self) -> layouts.Layout:
         """The layout that reads such directories."""
         return layouts.Layout(
-            name=self.name, title=f"directory of {self.title}", detect=self._detect, mount=self._mount, read=partial(read, self), locate=locate,
-            write=self.write, prepare=lambda ckpt, source, options: as_saved(with_whole_scheduler(of_one_model(ckpt))), options=self.options, suffixes=self.suffixes,
-            aliases=self.aliases, of_trainer=True, keeps_subclasses=True,
-            reader_uses=("config", "like", "flat_layout", "wrap", "tag"), writer_uses=("config", "like", "world_size"), needs_named_optimizer=True,
+            name=self.name,
+            title=f"directory of {self.title}",
+            detect=self._detect,
+            mount=self._mount,
+            read=partial(read, self),
+            locate=locate,
+            write=self.write,
+            prepare=lambda ckpt, source, options: as_saved(with_whole_scheduler(of_one_model(ckpt))),
+            options=self.options,
+            suffixes=self.suffixes,
+            aliases=self.aliases,
+            of_trainer=True,
+            keeps_subclasses=True,
+            reader_uses=("config", "like", "flat_layout", "wrap", "tag"),
+            writer_uses=("config", "like", "world_size"),
+            needs_named_optimizer=True,
             saves=self.saves,
-        )  # fmt: skip
+        )
 
     def _detect(self, where: Place) -> tuple[bool, str]:
         if where.file is not None:
@@ -166,7 +183,8 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     """The index of a directory: that of its parts, in one.
 
     Raises:
-        Corrupt: two parts hold the same entry. Unsupported: an optimizer numbers its parameters, and nothing tells their order.
+        Corrupt: two parts hold the same entry. Unsupported: an optimizer numbers its parameters, and nothing tells
+        their order.
     """
     source = where.source
     config = model_files.read_config(source) if source.exists("config.json") else None
@@ -207,8 +225,8 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _refuse_cut_weights(ckpt: Checkpoint) -> None:
-    """Refuse weights that lack their last rows. Shards of torch's HuggingFaceStorageWriter do not say how many there are, but
-    moments have the shape of the whole parameter."""
+    """Refuse weights that lack their last rows. Shards of torch's HuggingFaceStorageWriter do not say how many there
+    are, but moments have the shape of the whole parameter."""
     if not any("shard-" in f and f.endswith(".safetensors") for f in ckpt.files):
         return
     for t in ckpt.tensors.values():
@@ -217,8 +235,8 @@ def _refuse_cut_weights(ckpt: Checkpoint) -> None:
             continue
         if of.shape[1:] == t.shape[1:] and 0 < of.shape[0] < t.shape[0]:
             raise IncompleteWeights(
-                f'{ckpt.root}: the shards hold {of.shape[0]} rows of "{t.path[2]}", and its {t.path[3]} has {t.shape[0]}: a shard of the '
-                "weights is missing. The copy is incomplete; fetch the folder again."
+                f'{ckpt.root}: the shards hold {of.shape[0]} rows of "{t.path[2]}", and its {t.path[3]} has '
+                f"{t.shape[0]}: a shard of the weights is missing. The copy is incomplete; fetch the folder again."
             )
 
 
@@ -239,8 +257,9 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
     if part.layout == _DEEPSPEED:
         if options.tag is not None and part.name:
             raise UsageError(
-                f"{argument('tag', options.tag)} chooses one of several saves of an engine; the folders of {source.root} are the models of one "
-                f"save, and all are read. Give {source.root}/{options.tag} for one of them."
+                f"{argument('tag', options.tag)} chooses one of several saves of an engine; the folders of "
+                f"{source.root} are the models of one save, and all are read. Give {source.root}/{options.tag} for one "
+                "of them."
             )
         found = layouts.find(part.layout).read(where, replace(options, beside=False))
         found.notes.append(f"the model and the optimizer are a save of DeepSpeed, {found.layout}")
@@ -278,7 +297,8 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
 
 
 def _with_root_buffers(ckpt: Checkpoint) -> Checkpoint:
-    """A file of a model's state dict, whose root may have a buffer `step` of its own, as ema_pytorch's EMA has: no counter of a trainer."""
+    """A file of a model's state dict, whose root may have a buffer `step` of its own, as ema_pytorch's EMA has: no
+    counter of a trainer."""
     tensors = {}
     for n, t in ckpt.tensors.items():
         if t.path[0] != "model" and len(at := original(t.path, ckpt.origin)) == 1:
@@ -296,8 +316,8 @@ def _refuse_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None
     weight = next((p for p in paths if p[0] == "model"), None)
     if weight is not None and any(t.path[0] == "model" for t in whole.tensors.values()):
         raise Corrupt(
-            f'{what} holds "{joined(weight[1:])}", which looks like a weight, and the weights of this checkpoint are in other files. It is another '
-            "file under this name, or was changed; fetch it again."
+            f'{what} holds "{joined(weight[1:])}", which looks like a weight, and the weights of this checkpoint are '
+            "in other files. It is another file under this name, or was changed; fetch it again."
         )
 
 
@@ -306,16 +326,21 @@ def _as_data(ckpt: Checkpoint, below: Path) -> Checkpoint:
     moved = [replace(t, path=("extra", *below, *t.path[1:])) for t in ckpt.tensors.values()]
     values = [Value(("extra", *below, *v.path[1:]), v.data) for v in ckpt.values.values()]
     return replace(
-        ckpt, tensors={joined(t.path): t for t in moved}, values={joined(v.path): v for v in values}, origin={}, recorded={}
-    )  # fmt: skip
+        ckpt,
+        tensors={joined(t.path): t for t in moved},
+        values={joined(v.path): v for v in values},
+        origin={},
+        recorded={},
+    )
 
 
 #: PEFT names the parameters of a live adapter by the adapter's own name too, and leaves that out in what it saves.
 _LIVE = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)\.[^.]+(?=\.)|(\.lora_embedding_[AB])\.[^.]+$")
 _SAVED = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)(?=\.[^.]+$)|(\.lora_embedding_[AB])$")
 _SEVERAL_ADAPTERS = (
-    "several adapters have weights of the same parameters, so all names keep those of the adapters (lora_A.default.weight), which PEFT "
-    "leaves out in what it saves: a job with one adapter does not find its weights by them"
+    "several adapters have weights of the same parameters, so all names keep those of the adapters "
+    "(lora_A.default.weight), which PEFT leaves out in what it saves: a job with one adapter does not find its weights "
+    "by them"
 )
 _CALLED = {"model": "weights", "optim": "optimizer state"}
 
@@ -328,8 +353,8 @@ def of_one_model(ckpt: Checkpoint) -> Checkpoint:
     """
     if several := {str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) > 2}:
         raise Unsupported(
-            f"The source holds {len(several)} models, numbered {', '.join(sorted(several))}, each with its optimizer; the "
-            "directories of trainers are written for one. Use dcp or full, which keep all of them."
+            f"The source holds {len(several)} models, numbered {', '.join(sorted(several))}, each with its optimizer; "
+            "the directories of trainers are written for one. Use dcp or full, which keep all of them."
         )
     return ckpt
 
@@ -391,7 +416,8 @@ def _saved_path(path: Path) -> Path:
 def _orders(
     model: Mapping[str, TensorEntry], whole: Checkpoint, options: ReadOptions
 ) -> Iterable[Mapping[str, TensorEntry]]:
-    """The weights in every order that the module may have. Safetensors files sort names, torch.save keeps their order."""
+    """The weights in every order that the module may have. Safetensors files sort names, torch.save keeps their
+    order."""
     known = list(options.like.shapes) if options.like is not None else []
     if set(known) >= set(model) and known != sorted(known):  # sorted ones may come from safetensors too
         return [{n: model[n] for n in known if n in model}]
@@ -459,7 +485,8 @@ def _place(part: Part, path: Path) -> Path:
 def _with_foreign_optimizer(
     leaves: dict[Path, Any], whole: Checkpoint, part: Part, notes: list[str]
 ) -> dict[Path, Any]:
-    """The same leaves; an optimizer that does not name the parameters as the weights do is moved to `extra`, under its own names."""
+    """The same leaves; an optimizer that does not name the parameters as the weights do is moved to `extra`, under its
+    own names."""
     model = {joined(t.path[1:]) for t in whole.tensors.values() if t.path[0] == "model"}
     named = dict.fromkeys(p[2] for p in leaves if p[:2] == ("optimizer", "state") and len(p) > 3)
     if not any(p[0] == "optimizer" for p in leaves) or (named and named.keys() <= model):
@@ -467,8 +494,8 @@ def _with_foreign_optimizer(
     stem = part.name.rpartition("/")[2].partition(".")[0]
     called = f'"{next(iter(named))}"' if named else "names of its own"
     notes.append(
-        f"the optimizer names the parameters differently from the weights ({called}), so it is carried as data, under extra.{stem}.optimizer; "
-        "no other trainer finds its moments there"
+        f"the optimizer names the parameters differently from the weights ({called}), so it is carried as data, under "
+        f"extra.{stem}.optimizer; no other trainer finds its moments there"
     )
     return {("extra", stem, *p) if p[0] == "optimizer" else p: leaf for p, leaf in leaves.items()}
 
@@ -534,8 +561,8 @@ def _free(out: Checkpoint, path: Path, part: Part) -> None:
     name = joined(path)
     if name in out.tensors or name in out.values:
         raise Corrupt(
-            f'{out.root}/{part.name} holds "{name}", and another file of the directory does too. Two saves lie in one folder, or '
-            "the directory was put together by hand: give the part that counts as the path."
+            f'{out.root}/{part.name} holds "{name}", and another file of the directory does too. Two saves lie in one '
+            "folder, or the directory was put together by hand: give the part that counts as the path."
         )
 
 

@@ -1,4 +1,5 @@
-"""Files that trainers and scripts call alike, by their names: models, optimizers, and small files with the rest of the state."""
+"""Files that trainers and scripts call alike, by their names: models, optimizers, and small files with the rest of the
+state."""
 
 from __future__ import annotations
 
@@ -109,6 +110,6 @@ def refuse_missing_shards(source: Source) -> None:
             for i in range(1, int(m[2]) + 1):
                 if (other := f"pytorch_model-{i:05d}-of-{m[2]}.bin") not in names:
                     raise Corrupt(
-                        f"{source.root}: {name} is one of {int(m[2])} shards, and {other} is missing. The copy is incomplete; fetch the "
-                        "folder again."
+                        f"{source.root}: {name} is one of {int(m[2])} shards, and {other} is missing. The copy is "
+                        "incomplete; fetch the folder again."
                     )

@@ -2,8 +2,8 @@
 
 model, optimizer      by the writers of dcp or full, under the keys that the trainer asks for
 small files           scheduler, scaler, RNG of each rank, ...: torch.save files; trainer_state.json
-ckpttool_state.pt     what the trainer has no file for, so that nothing is lost: counters of other trainers, RNG of ranks
-                      that the new job does not have. The trainer does not look at it; ckpttool reads it back
+ckpttool_state.pt     what the trainer has no file for, so that nothing is lost: counters of other trainers, RNG of
+                      ranks that the new job does not have. The trainer does not look at it; ckpttool reads it back
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class SmallFile:
 def state_drafts(
     ckpt: Checkpoint, source: Source, options: WriteOptions, names: Mapping[str, tuple[str, str]]
 ) -> list[tuple[str, Draft]]:
-    """(folder, draft) of the model and of the optimizer, whose `names` are those of each state dict type: sharded is of dcp, the
-    others are files of torch.save.
+    """(folder, draft) of the model and of the optimizer, whose `names` are those of each state dict type: sharded is of
+    dcp, the others are files of torch.save.
 
     Raises:
-        Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an adapter.
+        Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an
+        adapter.
     """
     kind = options.of(DirectoryOptions).state_dict_type
     sharded = kind == "sharded"
@@ -63,8 +64,9 @@ def state_drafts(
     )
     if kind == "ddp" and adapter is not None:
         raise Unsupported(
-            f'The weights are those of an adapter, first "{adapter}". A job without FSDP reads them from adapter_model.safetensors, '
-            "which this does not write. `ckpttool adapter extract` does; or choose another state dict type."
+            f'The weights are those of an adapter, first "{adapter}". A job without FSDP reads them from '
+            "adapter_model.safetensors, which this does not write. `ckpttool adapter extract` does; or choose another "
+            "state dict type."
         )
     numbers = numbered_parameters(ckpt, options) if kind == "ddp" else {}
     out = []
@@ -100,10 +102,11 @@ def _declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
 
 
 def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, int]:
-    """{FQN: its number} as `Optimizer.state_dict()` numbers the parameters of a job: by group, and in each in the module's order.
+    """{FQN: its number} as `Optimizer.state_dict()` numbers the parameters of a job: by group, and in each in the
+    module's order.
 
-    The order is that of `options.config` or `options.like`. Without them it is that of the param groups, if that of the model's
-    weights is the same and neither is the alphabet's, in which files sort names.
+    The order is that of `options.config` or `options.like`. Without them it is that of the param groups, if that of the
+    model's weights is the same and neither is the alphabet's, in which files sort names.
 
     Raises:
         Unsupported: the order is not known, or the optimizer does not list its parameters.
@@ -127,17 +130,17 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
     if not known or (not hinted and in_order != groups):
         count = sum(map(len, groups))
         raise Unsupported(
-            f"A job without FSDP numbers the {count:,} parameters of its optimizer in the order of the model's modules, and this "
-            f"checkpoint does not tell that order. Give {argument('config')} the folder or id of the Hugging Face model, or "
-            f"{argument('like')} a checkpoint that such a job saved with names."
+            f"A job without FSDP numbers the {count:,} parameters of its optimizer in the order of the model's "
+            f"modules, and this checkpoint does not tell that order. Give {argument('config')} the folder or id of the "
+            f"Hugging Face model, or {argument('like')} a checkpoint that such a job saved with names."
         )
     return {name: i for i, name in enumerate(n for g in in_order for n in g)}
 
 
 def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, Any]) -> dict[Path, Any]:
-    """The leaves of one component below `key`. The optimizer has `numbers` for its parameters where there are any, and their names in
-    `param_names`, as torch >= 2.6 saves them (Optimizer.state_dict); otherwise those of an adapter have its name, as in the live
-    module."""
+    """The leaves of one component below `key`. The optimizer has `numbers` for its parameters where there are any, and
+    their names in `param_names`, as torch >= 2.6 saves them (Optimizer.state_dict); otherwise those of an adapter have
+    its name, as in the live module."""
 
     def name(fqn: str) -> str | int:
         return numbers[fqn] if numbers else live_name(fqn)
@@ -198,7 +201,8 @@ def _placed(
 def joined_drafts(
     name: str, ckpt: Checkpoint, parts: Sequence[tuple[str, Draft]], options: WriteOptions, world: int
 ) -> Draft:
-    """One draft of several, each in a folder of its own ("" is the directory itself). The files of the last part come last."""
+    """One draft of several, each in a folder of its own ("" is the directory itself). The files of the last part come
+    last."""
     files: list[DraftFile] = []
     tensors: dict[str, TensorEntry] = {}
     out = Draft(Checkpoint(name, options.target, world, [], [], tensors, dict(ckpt.values)), {}, files)
@@ -239,7 +243,8 @@ def joined_drafts(
 
 
 def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
-    """(ckpttool_state.pt with everything besides model and optimizer that no other file has, a note); none where nothing is left.
+    """(ckpttool_state.pt with everything besides model and optimizer that no other file has, a note); none where
+    nothing is left.
 
     {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}
     """

@@ -1,13 +1,13 @@
 """OLMo-core's step folders as one state.
 
-    step1000/model_and_optim/        a folder of dcp, {"model", "optim": flattened by parameter}, whose index names places with
-                                     OLMo-core's own class (dcp/metadata.py)
+    step1000/model_and_optim/        a folder of dcp, {"model", "optim": flattened by parameter}, whose index names
+                                     places with OLMo-core's own class (dcp/metadata.py)
     step1000/train/rank{r}.pt        each rank's {"global_step", "epoch", "data_loader", "callbacks", "rng", ...}
     step1000/.metadata.json          {"ephemeral", "version"}; written last, so a folder without it was not finished
     step1000/config.json             the experiment's own config, if its callback saves it: no config of transformers
 
-All ranks save the same counters, so what rank 0 says counts, the RNG state is each rank's own, and anything else in which a rank
-differs is kept as extra.per_rank.<rank>.<key>. A rank without a file resumes from rank 0's.
+All ranks save the same counters, so what rank 0 says counts, the RNG state is each rank's own, and anything else in
+which a rank differs is kept as extra.per_rank.<rank>.<key>. A rank without a file resumes from rank 0's.
 
 Sources: olmo_core/train/checkpoint.py (save, _save_train_state, dir_is_checkpoint), train/trainer.py (state_dict),
 distributed/checkpoint/filesystem.py of ai2-olmo-core 3.0.0; fixtures/olmo_jobs.py.
@@ -59,6 +59,11 @@ def _notes(source: Source) -> list[str]:
 
 
 OLMO = Dialect(
-    name="olmo", title="OLMo-core", detect=_is_olmo, parts=_parts, notes=_notes, aliases=("olmo-core",),
+    name="olmo",
+    title="OLMo-core",
+    detect=_is_olmo,
+    parts=_parts,
+    notes=_notes,
+    aliases=("olmo-core",),
     world_size=lambda source: max((rank + 1 for _, rank in _ranks(source)), default=None),
-)  # fmt: skip
+)

@@ -2,13 +2,15 @@
 
     model.pt  weights.pth  pytorch_model.bin  model.safetensors  model/        one of them; a folder is one of dcp
     optimizer.pt  optim.bin  optimizer_state_dict.pth  optimizer/              one of them
-    scheduler.pt  scaler.pt  rng_state.pt  dataloader.pt  train_state.pt       and others that say by their name what they hold
+    scheduler.pt  scaler.pt  rng_state.pt  dataloader.pt  train_state.pt       and others that say by their name what
+                  they hold
     rng_state/rank_{r}.pt  dataloader/rank_{r}.pt                              the same of each rank
-    metadata.json  CHECKPOINT_COMPLETE                                         of LLaMA-Factory v1: counters; the last file that it writes
+    metadata.json  CHECKPOINT_COMPLETE                                         of LLaMA-Factory v1: counters; the last
+                   file that it writes
 
 Everything goes by names that scripts use. Where there are two files of weights or of an
-optimizer, which of them belong together nobody knows, and it is no checkpoint. An optimizer that numbers its parameters where
-nothing tells their order is listed as a file that was not read.
+optimizer, which of them belong together nobody knows, and it is no checkpoint. An optimizer that numbers its parameters
+where nothing tells their order is listed as a file that was not read.
 """
 
 from __future__ import annotations

@@ -5,16 +5,17 @@
     recipe_state/recipe_state.pt                     {"optimizer", "epochs_run", "total_epochs", "seed", ...}
     epoch_0/recipe_state.pt                          the same, where it is saved with each epoch
 
-The optimizer has torchtune's names of parameters (layers.0.attn.q_proj.weight). Where the weights have those too, it is the
-optimizer of the state; where they have the names of the Hub, whose rows of q and k are also in another order, it is data under
-`extra.recipe_state.optimizer`. Recipes write weights with the adapter merged into them, and the adapter besides, which is under
-`extra.adapter`. With save_adapter_weights_only the adapter is all there is, and it is the model.
+The optimizer has torchtune's names of parameters (layers.0.attn.q_proj.weight). Where the weights have those too, it is
+the optimizer of the state; where they have the names of the Hub, whose rows of q and k are also in another order, it is
+data under `extra.recipe_state.optimizer`. Recipes write weights with the adapter merged into them, and the adapter
+besides, which is under `extra.adapter`. With save_adapter_weights_only the adapter is all there is, and it is the
+model.
 
-Of all epochs there is one recipe_state.pt, and the last epoch of a run that has ended writes none. So `epochs_run` tells which
-epoch it belongs to: epoch_{n} has run n + 1.
+Of all epochs there is one recipe_state.pt, and the last epoch of a run that has ended writes none. So `epochs_run`
+tells which epoch it belongs to: epoch_{n} has run n + 1.
 
-Sources: torchtune/training/checkpointing/{_checkpointer,_checkpoint_client,_utils}.py and recipes/ of 0.6.1; the directories of
-the corpus, which its checkpointer wrote.
+Sources: torchtune/training/checkpointing/{_checkpointer,_checkpoint_client,_utils}.py and recipes/ of 0.6.1; the
+directories of the corpus, which its checkpointer wrote.
 """
 
 from __future__ import annotations
@@ -123,5 +124,10 @@ def _recipe(source: Source) -> tuple[str | None, str]:
 
 
 TORCHTUNE = Dialect(
-    name="torchtune", title="torchtune", detect=_detect, siblings=_siblings, parts=_parts, notes=_notes,
-)  # fmt: skip
+    name="torchtune",
+    title="torchtune",
+    detect=_detect,
+    siblings=_siblings,
+    parts=_parts,
+    notes=_notes,
+)

@@ -1,19 +1,19 @@
 """VeOmni's global_step_{n}/ as one state, in the layout of release 0.1.12 and in the one after it.
 
     0.1.12   .metadata, __{rank}_{n}.distcp               a folder of dcp, {"model", "optimizer"}
-             extra_state/extra_state_rank_{rank}.pt       {"global_step", "lr_scheduler", "train_dataloader", "environ_meter",
-                                                          "channel_loss_callback", "torch_rng_state"}
-    later    model/ckpt/, model/optimizer/                folders of dcp; one model: with several they are in model/{module}/
-             model/lr_scheduler.pt
-             loader/rank_{rank}.pt, extra_state/rank_{rank}.pt
-             checkpoint_manifest.json                     {"format_version", "global_step", "world_size", "modules"}; written last
+             extra_state/extra_state_rank_{rank}.pt       {"global_step", "lr_scheduler", "train_dataloader",
+                                                          "environ_meter", "channel_loss_callback", "torch_rng_state"}
+    later    model/ckpt/, model/optimizer/                folders of dcp; one model: with several they are in
+             model/{module}/ model/lr_scheduler.pt loader/rank_{rank}.pt, extra_state/rank_{rank}.pt
+             checkpoint_manifest.json                     {"format_version", "global_step", "world_size", "modules"};
+                                                          written last
              hf_ckpt/, lora_ckpt/                         exports: the weights again
 
-The data loader and the RNG are each rank's own. Of the rest, what rank 0 says counts, and anything in which a rank differs is kept as
-extra.per_rank.<rank>.<key>. Experts have the shape of the whole in the folder of dcp.
+The data loader and the RNG are each rank's own. Of the rest, what rank 0 says counts, and anything in which a rank
+differs is kept as extra.per_rank.<rank>.<key>. Experts have the shape of the whole in the folder of dcp.
 
-Sources: veomni/checkpoint/dcp_checkpointer.py and trainer/callbacks/checkpoint_callback.py of 0.1.12; veomni/checkpoint/layout.py of
-github.com/ByteDance-Seed/VeOmni at 7ad95cc.
+Sources: veomni/checkpoint/dcp_checkpointer.py and trainer/callbacks/checkpoint_callback.py of 0.1.12;
+veomni/checkpoint/layout.py of github.com/ByteDance-Seed/VeOmni at 7ad95cc.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def _parts(source: Source) -> list[Part]:
     out += [Part(name, DATA, "dataloader", (str(rank),)) for name, rank in _ranks(source, "loader")]
     for name, rank in _ranks(source, _STATE):
         places = {
-            "lr_scheduler": ("scheduler",), "train_dataloader": ("dataloader", str(rank)), "torch_rng_state": ("rng", str(rank), "cpu"),
-        }  # fmt: skip
+            "lr_scheduler": ("scheduler",),
+            "train_dataloader": ("dataloader", str(rank)),
+            "torch_rng_state": ("rng", str(rank), "cpu"),
+        }
         out.append(Part(name, DATA, "trainer", places=places, rank=str(rank)))
     return out
 
@@ -68,8 +70,8 @@ def _later(source: Source) -> list[Part]:
     if "ckpt" not in inside:
         modules = sorted(m for m in inside if "ckpt" in source.list(f"model/{m}"))
         raise Unsupported(
-            f"{source.root} holds {len(modules)} models: {', '.join(modules)}. Convert the folders of one, {source.root}/model/{modules[0]}/ckpt "
-            "and its optimizer."
+            f"{source.root} holds {len(modules)} models: {', '.join(modules)}. Convert the folders of one, "
+            f"{source.root}/model/{modules[0]}/ckpt and its optimizer."
         )
     out = [Part("model/ckpt", "dcp", "model")]
     if "optimizer" in inside and ".metadata" in source.list("model/optimizer"):
@@ -86,6 +88,10 @@ def _notes(source: Source) -> Sequence[str]:
 
 
 VEOMNI = Dialect(
-    name="veomni", title="VeOmni", detect=_is_veomni, parts=_parts, notes=_notes,
+    name="veomni",
+    title="VeOmni",
+    detect=_is_veomni,
+    parts=_parts,
+    notes=_notes,
     world_size=lambda source: len(_ranks(source, _STATE)) or None,
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""Writes directories of trainers, one function each: what a job of that trainer resumes from. trainers.py describes the files."""
+"""Writes directories of trainers, one function each: what a job of that trainer resumes from. trainers.py describes the
+files."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from .join import SmallFile, data_files, joined_drafts, left_over, state_drafts
 
 __all__ = ["write_accelerate", "write_lightning", "write_titan", "write_trainer"]
 
-#: {state dict type: names of the model and of the optimizer}; Trainer has another one for the optimizer of a job without FSDP
+#: {state dict type: names of the model and of the optimizer}; Trainer has another one for the optimizer of a job
+#: without FSDP
 _NAMES = {
     "sharded": ("pytorch_model_fsdp_0", "optimizer_0"),
     "full": ("pytorch_model_fsdp.bin", "optimizer.bin"),
@@ -46,8 +48,9 @@ def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
     )
     if others:
         raise Unsupported(
-            f"the checkpoint has several optimizers, {', '.join(others)}, and {trainer} is written with the one that trains the whole model. Leave "
-            f"them out with {argument('only', ['model'])}, or write dcp or full, which keep them as they are."
+            f"the checkpoint has several optimizers, {', '.join(others)}, and {trainer} is written with the one that "
+            f"trains the whole model. Leave them out with {argument('only', ['model'])}, or write dcp or full, which "
+            "keep them as they are."
         )
 
 
@@ -100,17 +103,26 @@ def _rng_note(files: Sequence[SmallFile], world: int) -> list[str]:
     if len(files) in (0, world):
         return [] if files else ["the source has no RNG state: ranks keep the seeds that the script sets"]
     return [
-        f"the source has the RNG states of {len(files)} of {world} ranks; the others keep the seeds that the script sets"
+        f"the source has the RNG states of {len(files)} of {world} ranks; the others keep the seeds that the script "
+        "sets"
     ]
 
 
 def _written(
-    name: str, ckpt: Checkpoint, source: Source, options: WriteOptions, small: list[SmallFile], placed: set[Path], world: int,
-    notes: list[str], made: Mapping[Path, Any] = MappingProxyType({}),
-) -> Draft:  # fmt: skip
+    name: str,
+    ckpt: Checkpoint,
+    source: Source,
+    options: WriteOptions,
+    small: list[SmallFile],
+    placed: set[Path],
+    world: int,
+    notes: list[str],
+    made: Mapping[Path, Any] = MappingProxyType({}),
+) -> Draft:
     if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
-            f"the checkpoint holds no model weights, and a job resumes from no directory without them.{without_weights(ckpt)}"
+            "the checkpoint holds no model weights, and a job resumes from no directory without "
+            f"them.{without_weights(ckpt)}"
         )
     parts = state_drafts(ckpt, source, options, _NAMES_OF_TRAINER if name == "trainer" else _NAMES)
     rest, kept = left_over(ckpt, placed)
@@ -183,21 +195,48 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
             "the source does not tell the batch size of a device: Trainer warns that it is not that of the script"
         )
     return _written(
-        "trainer", ckpt, source, options, [*small, *rng, SmallFile("trainer_state.json", counters)], placed, world,
-        notes + _rng_note(rng, world), {("trainer", *p): x for p, x in counters.items() if p not in held},
-    )  # fmt: skip
+        "trainer",
+        ckpt,
+        source,
+        options,
+        [*small, *rng, SmallFile("trainer_state.json", counters)],
+        placed,
+        world,
+        notes + _rng_note(rng, world),
+        {("trainer", *p): x for p, x in counters.items() if p not in held},
+    )
 
 
 #: The fields of transformers' TrainerState (trainer_callback.py); other keys would be refused by its constructor.
-_TRAINER_STATE = frozenset((
-    "epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs",
-    "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step", "best_model_checkpoint",
-    "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params", "stateful_callbacks",
-))  # fmt: skip
+_TRAINER_STATE = frozenset(
+    (
+        "epoch",
+        "global_step",
+        "max_steps",
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+        "train_batch_size",
+        "num_train_epochs",
+        "num_input_tokens_seen",
+        "total_flos",
+        "log_history",
+        "best_metric",
+        "best_global_step",
+        "best_model_checkpoint",
+        "is_local_process_zero",
+        "is_world_process_zero",
+        "is_hyper_param_search",
+        "trial_name",
+        "trial_params",
+        "stateful_callbacks",
+    )
+)
 
 
 def _step_of(ckpt: Checkpoint, source: Source) -> int:
-    """The optimizer's steps: as the trainer counts them, or as the optimizer has them for its first parameter; 0 where neither does."""
+    """The optimizer's steps: as the trainer counts them, or as the optimizer has them for its first parameter; 0 where
+    neither does."""
     if (counts := step_count(ckpt.value)) is not None:
         return counts
     for name, t in ckpt.tensors.items():
@@ -217,9 +256,16 @@ def _is_json(x: Any) -> bool:
 
 #: Entries of meta.pt besides epoch, global_step and lr_schedulers, which stand under `extra`.
 _LIGHTNING_EXTRA = (
-    "pytorch-lightning_version", "loops", "callbacks", "hyper_parameters", "hparams_name", "hparams_type", "datamodule_hparams_name",
-    "datamodule_hyper_parameters", "datamodule_hparams_type",
-)  # fmt: skip
+    "pytorch-lightning_version",
+    "loops",
+    "callbacks",
+    "hyper_parameters",
+    "hparams_name",
+    "hparams_type",
+    "datamodule_hparams_name",
+    "datamodule_hyper_parameters",
+    "datamodule_hparams_type",
+)
 #: Whose meta.pt is written where the source is of another trainer.
 _LIGHTNING_VERSION = "2.6.0"
 
@@ -233,8 +279,9 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     step = _step_of(ckpt, source)
     epoch = ckpt.value("trainer.epoch")
     meta: dict[Path, Any] = {
-        ("epoch",): epoch if isinstance(epoch, int) else 0, ("global_step",): step,
-    }  # fmt: skip
+        ("epoch",): epoch if isinstance(epoch, int) else 0,
+        ("global_step",): step,
+    }
     written = {("trainer", *path): data for path, data in meta.items()}
     placed |= {path for path, data in written.items() if ckpt.value(joined(path)) == data}
     made = {path: data for path, data in written.items() if joined(path) not in ckpt.values}
@@ -250,8 +297,8 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     if not any(p[0] == "loops" for p in meta):
         meta["loops",] = _loops(step)
         notes.append(
-            f"the loops of Lightning go on at batch {step} of epoch 0, since the source counts {step} steps; the data loader of the "
-            "script decides which rows those are"
+            f"the loops of Lightning go on at batch {step} of epoch 0, since the source counts {step} steps; the data "
+            "loader of the script decides which rows those are"
         )
     made |= {
         p: x for path, data in meta.items() if path not in held for p, x in flattened(data, ("extra", *path)).items()
@@ -276,8 +323,9 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     rest, kept = left_over(ckpt, placed)
     small = [*rest, SmallFile("meta.pt", meta)]
     parts = [
-        ("", data_files(ckpt, small, options)), ("", dcp.write(state, source, replace(options, own=None, tree=tree))),
-    ]  # fmt: skip
+        ("", data_files(ckpt, small, options)),
+        ("", dcp.write(state, source, replace(options, own=None, tree=tree))),
+    ]
     out = joined_drafts("lightning", ckpt, parts, options, world)
     out.notes += [*notes, *kept]
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
@@ -293,7 +341,8 @@ def _loops(step: int) -> dict[str, Any]:
     whole, short = ("ready", "completed", "started", "processed"), ("ready", "completed")
     one = {"ready": 1, "completed": 0, "started": 1, "processed": 0}
     fit = {
-        "state_dict": {}, "epoch_loop.state_dict": {"_batches_that_stepped": step},
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": step},
         "epoch_loop.batch_progress": {**progress(step, *whole), "is_last_batch": False},
         "epoch_loop.scheduler_progress": progress(step, *short),
         "epoch_loop.automatic_optimization.state_dict": {},
@@ -302,14 +351,16 @@ def _loops(step: int) -> dict[str, Any]:
         },
         "epoch_loop.manual_optimization.state_dict": {},
         "epoch_loop.manual_optimization.optim_step_progress": progress(0, *short),
-        "epoch_loop.val_loop.state_dict": {}, "epoch_loop.val_loop.batch_progress": {**progress(0, *whole), "is_last_batch": False},
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_loop.val_loop.batch_progress": {**progress(0, *whole), "is_last_batch": False},
         "epoch_progress": {"total": dict(one), "current": dict(one)},
-    }  # fmt: skip
+    }
     return {"fit_loop": fit}
 
 
 def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
-    """The model at the root, the optimizer flattened by parameter (StateDictOptions(flatten_optimizer_state_dict=True))."""
+    """The model at the root, the optimizer flattened by parameter
+    (StateDictOptions(flatten_optimizer_state_dict=True))."""
     out: dict[Path, Any] = {}
     for path, leaf in leaves.items():
         kind = path[:2]
@@ -335,14 +386,16 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     _refuse_several_optimizers(ckpt, "torchtitan")
     if shared := next((n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "param_groups")), None):
         raise Unsupported(
-            f'"{shared}" is a tensor, one for all parameters of a group, and torchtitan keeps options by parameter. Write dcp or full, or save the '
-            "option as a number."
+            f'"{shared}" is a tensor, one for all parameters of a group, and torchtitan keeps options by parameter. '
+            "Write dcp or full, or save the option as a number."
         )
     world = options.ranks(ckpt)
     step = _step_of(ckpt, source)
     needed: dict[Path, Any] = {
-        ("trainer", "step"): step, ("trainer", "ntokens_seen"): 0, ("scheduler", "last_epoch"): step
-    }  # fmt: skip
+        ("trainer", "step"): step,
+        ("trainer", "ntokens_seen"): 0,
+        ("scheduler", "last_epoch"): step,
+    }
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     dcp = layouts.find("dcp")
     assert dcp.write is not None

@@ -51,8 +51,8 @@ def run(call: Callable[[Meter], ConvertResult], *, as_json: bool, quiet: bool, v
 
     where = f" for {ranks(done.world_size)}" if done.world_size else ""
     note(
-        f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in {seconds:.1f} s, "
-        f"{peak()}" + (", read back and equal" if done.verified else ", not read back"),
+        f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "
+        f"{seconds:.1f} s, {peak()}" + (", read back and equal" if done.verified else ", not read back"),
         quiet,
     )
     for component, root in done.digest.items():

@@ -9,7 +9,7 @@ import typer
 from ...options import OpenOptions
 from ..help import READING, about
 from ..reading import NOTHING_ASKED, reading_keywords, reads
-from ..terminal import (  # fmt: skip
+from ..terminal import (
     Dtype,
     Force,
     IgnoreRecorded,
@@ -83,10 +83,24 @@ def extract(
     src = newest_of(src, latest, quiet or as_json)
     run(
         lambda meter: adapter_extract(
-            src, dst, adapter_name=adapter_name, adapter_config=adapter_config, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model,
-            strip_prefix=strip_prefix, dtype=dtype, ignore_recorded_digests=ignore_recorded_digests, force=force, verify=not no_verify,
-            max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs, progress=meter,
+            src,
+            dst,
+            adapter_name=adapter_name,
+            adapter_config=adapter_config,
+            lora_alpha=lora_alpha,
+            rslora=rslora,
+            base_model=base_model,
+            strip_prefix=strip_prefix,
+            dtype=dtype,
+            ignore_recorded_digests=ignore_recorded_digests,
+            force=force,
+            verify=not no_verify,
+            max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+            threads=jobs,
+            progress=meter,
             **reading_keywords(reading, "only"),
         ),
-        as_json=as_json, quiet=quiet, verbose=verbose,
-    )  # fmt: skip
+        as_json=as_json,
+        quiet=quiet,
+        verbose=verbose,
+    )

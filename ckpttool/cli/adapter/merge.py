@@ -11,7 +11,7 @@ from ...options import OpenOptions
 from ..help import READING, about
 from ..layout_options import LayoutCommand, given
 from ..reading import NOTHING_ASKED, reading_keywords, reads
-from ..terminal import (  # fmt: skip
+from ..terminal import (
     Cast,
     Drop,
     Dtype,
@@ -90,25 +90,44 @@ def merge(
 ) -> None:
     """Write a model with its LoRA merged, in any layout; the weights are those of PEFT's merge_and_unload, bit for bit.
 
-    --config names the base model's config, --adapter-config the folder with adapter_config.json. Without --to the model is
-    written as hf.
+    --config names the base model's config, --adapter-config the folder with adapter_config.json. Without --to the model
+    is written as hf.
     """
     from ...engine.adapter import adapter_merge, merge_target
     from ...layouts import options_of
 
     if len(paths) not in (2, 3):
         raise UsageError(
-            f"{len(paths)} paths were given. Write: ckpttool adapter merge BASE ADAPTER DST, or: ckpttool adapter merge SRC DST."
+            f"{len(paths)} paths were given. Write: ckpttool adapter merge BASE ADAPTER DST, or: ckpttool adapter "
+            "merge SRC DST."
         )
     src, adapter, dst = paths[0], paths[1] if len(paths) == 3 else None, paths[-1]
     target = merge_target(to, dst)
     options = options_of(target, given(ctx))
     run(
         lambda meter: adapter_merge(
-            src, dst, adapter=adapter, adapter_name=comma(adapter_name), adapter_config=adapter_config,
-            lora_alpha=lora_alpha, rslora=rslora, to=target.name, options=options, world_size=world_size,
-            dtype=dtype, cast=cast_rules(cast), drop=drop, force=force, verify=not no_verify, ignore_recorded_digests=ignore_recorded_digests,
-            max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs, progress=meter, **reading_keywords(reading),
+            src,
+            dst,
+            adapter=adapter,
+            adapter_name=comma(adapter_name),
+            adapter_config=adapter_config,
+            lora_alpha=lora_alpha,
+            rslora=rslora,
+            to=target.name,
+            options=options,
+            world_size=world_size,
+            dtype=dtype,
+            cast=cast_rules(cast),
+            drop=drop,
+            force=force,
+            verify=not no_verify,
+            ignore_recorded_digests=ignore_recorded_digests,
+            max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+            threads=jobs,
+            progress=meter,
+            **reading_keywords(reading),
         ),
-        as_json=as_json, quiet=quiet, verbose=verbose,
-    )  # fmt: skip
+        as_json=as_json,
+        quiet=quiet,
+        verbose=verbose,
+    )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal import (  # fmt: skip
+from ..terminal import (
     print_json,
     say,
 )

@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ...options import OpenOptions
 from ..help import READING, about
 from ..reading import NOTHING_ASKED, reads
-from ..terminal import (  # fmt: skip
+from ..terminal import (
     Drop,
     Dtype,
     IgnoreRecorded,
@@ -140,34 +140,59 @@ def export(
     from ...engine.planning import WriteRequest
 
     options = ArchiveOptions(
-        level=level, shuffle=shuffle, member_bytes=bytes_of(member_size), meta=_meta(meta), git_commit=git_commit,
-        only=tuple(reading.only or ()) or None, reproducible=reproducible, epoch=_epoch(reproducible), retain=retain,
-        hold=legal_hold, lock_mode=lock_mode, key=sign_key, password=os.environ.get("CKPTTOOL_SIGN_PASSWORD"),
-        certificate=sign_cert, chain=tuple(cert_chain or ()), recipients=tuple(encrypt_to or ()),
-    )  # fmt: skip
+        level=level,
+        shuffle=shuffle,
+        member_bytes=bytes_of(member_size),
+        meta=_meta(meta),
+        git_commit=git_commit,
+        only=tuple(reading.only or ()) or None,
+        reproducible=reproducible,
+        epoch=_epoch(reproducible),
+        retain=retain,
+        hold=legal_hold,
+        lock_mode=lock_mode,
+        key=sign_key,
+        password=os.environ.get("CKPTTOOL_SIGN_PASSWORD"),
+        certificate=sign_cert,
+        chain=tuple(cert_chain or ()),
+        recipients=tuple(encrypt_to or ()),
+    )
     src = newest_of(src, latest, quiet or as_json)
     meter = Meter(quiet)
     began = time.monotonic()
     try:
         done = run(
-            src, dst, options, in_ledger=not no_ledger,
+            src,
+            dst,
+            options,
+            in_ledger=not no_ledger,
             reading=replace(reading, only=None),  # it is what the archive holds
             writing=WriteRequest(dtype=dtype, drop=drop, ignore_recorded_digests=ignore_recorded_digests),
             running=RunOptions(
-                force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,
-                threads=threads_of(jobs), progress=meter,
+                force=force,
+                verify=not no_verify,
+                max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+                threads=threads_of(jobs),
+                progress=meter,
             ),
-        )  # fmt: skip
+        )
     finally:
         meter.close()
     seconds = time.monotonic() - began
     if as_json:
-        print_json({
-            **asdict(done.facts), "source": done.result.source, "destination": done.result.destination,
-            "read_back": done.result.verified, "ledger": done.entry, "notes": done.result.notes,
-            "not_read": done.result.not_read,
-            "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1]),
-        })  # fmt: skip
+        print_json(
+            {
+                **asdict(done.facts),
+                "source": done.result.source,
+                "destination": done.result.destination,
+                "read_back": done.result.verified,
+                "ledger": done.entry,
+                "notes": done.result.notes,
+                "not_read": done.result.not_read,
+                "seconds": round(seconds, 3),
+                "peak_memory_mib": int(peak().split()[1]),
+            }
+        )
         return
     for text in done.result.notes:
         note(f"note: {text}", quiet)

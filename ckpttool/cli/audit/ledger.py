@@ -9,7 +9,7 @@ import typer
 
 from ...errors import Differs
 from ..help import about
-from ..terminal import (  # fmt: skip
+from ..terminal import (
     Json,
     note,
     print_json,

@@ -11,7 +11,7 @@ from ...options import OpenOptions
 from ..help import READING, about
 from ..layout_options import given
 from ..reading import NOTHING_ASKED, reads
-from ..terminal import (  # fmt: skip
+from ..terminal import (
     Drop,
     Dtype,
     Force,
@@ -78,16 +78,22 @@ def restore(
     began = time.monotonic()
     try:
         done = run(
-            archive, dst, identities=identity or (), scratch=scratch,
+            archive,
+            dst,
+            identities=identity or (),
+            scratch=scratch,
             reading=reading,
             writing=WriteRequest(
                 to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, drop=drop
             ),
             running=RunOptions(
-                force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,
-                threads=threads_of(jobs), progress=meter,
+                force=force,
+                verify=not no_verify,
+                max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+                threads=threads_of(jobs),
+                progress=meter,
             ),
-        )  # fmt: skip
+        )
     finally:
         meter.close()
     seconds = time.monotonic() - began
@@ -97,8 +103,9 @@ def restore(
     for text in done.notes:
         note(f"note: {text}", quiet)
     note(
-        f"{archive} -> {done.layout_to}{f' for {ranks(done.world_size)}' if done.world_size else ''}: {done.tensors:,} tensors, {human(done.written_bytes)} in {seconds:.1f} s, "
-        f"{peak()}, equal to the manifest" + (", read back and equal" if done.verified else ", not read back"),
+        f"{archive} -> {done.layout_to}{f' for {ranks(done.world_size)}' if done.world_size else ''}: {done.tensors:,} "
+        f"tensors, {human(done.written_bytes)} in {seconds:.1f} s, {peak()}, equal to the manifest"
+        + (", read back and equal" if done.verified else ", not read back"),
         quiet,
     )
     for component, digest in done.digest.items():

@@ -12,7 +12,7 @@ import typer
 from ...errors import Differs
 from ...printable import printable
 from ..help import about
-from ..terminal import (  # fmt: skip
+from ..terminal import (
     Json,
     draw,
     note,
@@ -71,9 +71,16 @@ def _print(store: str, rows: Sequence[Row]) -> None:
             continue
         state = f"{f.layout or '?'} {', '.join(f.components)}" + (", encrypted" if f.encrypted else "")
         cells = [
-            r.name, state, "" if f.step is None else f"{f.step:,}", human(f.bytes), f.created[:10] or "no date",
-            (r.retain_until or "")[:10], ", ".join(r.held), _short(f.signed_by) or "no", (r.verified or "never")[:10],
-        ]  # fmt: skip
+            r.name,
+            state,
+            "" if f.step is None else f"{f.step:,}",
+            human(f.bytes),
+            f.created[:10] or "no date",
+            (r.retain_until or "")[:10],
+            ", ".join(r.held),
+            _short(f.signed_by) or "no",
+            (r.verified or "never")[:10],
+        ]
         table.add_row(*(Text(printable(c)) for c in cells), style="red" if r.ledger == "differs" else None)
     draw(table)
     for r in rows:
@@ -117,9 +124,13 @@ def prune(
     from ...engine.inspect import human
 
     done = run(
-        store, keep_last=keep_last, keep_within=age(keep_within) if keep_within else None, keep_every=keep_every,
-        dry_run=dry_run, no_ledger=no_ledger,
-    )  # fmt: skip
+        store,
+        keep_last=keep_last,
+        keep_within=age(keep_within) if keep_within else None,
+        keep_every=keep_every,
+        dry_run=dry_run,
+        no_ledger=no_ledger,
+    )
     if as_json:
         print_json({"dry_run": dry_run, **asdict(done)})
         return

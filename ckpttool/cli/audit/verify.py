@@ -9,7 +9,7 @@ import typer
 
 from ...errors import Corrupt, UsageError
 from ..help import READING, about
-from ..terminal import (  # fmt: skip
+from ..terminal import (
     Json,
     Meter,
     Quiet,
@@ -73,9 +73,20 @@ def verify(
     began = time.monotonic()
     try:
         found = verify(
-            archive, quick=quick, deep=deep, public_key=public_key, certificates=cert or (), against=against, root=root,
-            identities=identity or (), scratch=scratch, in_ledger=not no_ledger, jobs=threads_of(jobs), workers=workers, progress=meter,
-        )  # fmt: skip
+            archive,
+            quick=quick,
+            deep=deep,
+            public_key=public_key,
+            certificates=cert or (),
+            against=against,
+            root=root,
+            identities=identity or (),
+            scratch=scratch,
+            in_ledger=not no_ledger,
+            jobs=threads_of(jobs),
+            workers=workers,
+            progress=meter,
+        )
     finally:
         meter.close()
     seconds = time.monotonic() - began
@@ -88,7 +99,8 @@ def verify(
     if found.workers is not None:
         count = found.workers["parts"]
         note(
-            f"{found.workers['name']} read {count} part{'s'[: count != 1]}; {found.workers['again']} were submitted again",
+            f"{found.workers['name']} read {count} part{'s'[: count != 1]}; {found.workers['again']} were submitted "
+            "again",
             quiet,
         )
     for text in found.warnings:
@@ -102,9 +114,12 @@ def verify(
     from ...engine.inspect import human
 
     what = {
-        "quick": "structure only", "full": "every hash", "deep": f"every hash, and equal to {found.against}",
-        "ciphertext": f"the ciphertext as it was written{f', by {found.against}' if found.against else ''}; not looked into",
-    }  # fmt: skip
+        "quick": "structure only",
+        "full": "every hash",
+        "deep": f"every hash, and equal to {found.against}",
+        "ciphertext": f"the ciphertext as it was written{f', by {found.against}' if found.against else ''}; not looked "
+        "into",
+    }
     said = f"{found.tensors:,} tensors, {human(found.tensor_bytes)}" if found.merkle_root else human(found.file_bytes)
     note(f"{found.path}: sound ({what[found.depth]}); {said}; {seconds:.1f} s, {peak()}", quiet)
     say(f"signature   {found.signature}")

@@ -1,4 +1,5 @@
-"""Averages of squares in an optimizer's state, which cannot be below 0: looked at while their blocks pass for another reason."""
+"""Averages of squares in an optimizer's state, which cannot be below 0: looked at while their blocks pass for another
+reason."""
 
 from __future__ import annotations
 
@@ -12,19 +13,34 @@ from .dtypes import bits_dtype
 __all__ = ["EXPONENT", "Averages", "averages_of", "said_of"]
 
 #: Slots of optimizers that are sums or averages of squares or of absolute values.
-_NOT_NEGATIVE = frozenset((
-    "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "sum", "acc_delta", "exp_avg_sq_row", "exp_avg_sq_col",
-    "row_var", "col_var", "variance",
-))  # fmt: skip
+_NOT_NEGATIVE = frozenset(
+    (
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "square_avg",
+        "sum",
+        "acc_delta",
+        "exp_avg_sq_row",
+        "exp_avg_sq_col",
+        "row_var",
+        "col_var",
+        "variance",
+    )
+)
 #: {dtype: (bits of the exponent, all set in NaN and infinity; bit of the sign)}.
 EXPONENT = {
-    "float64": (0x7FF << 52, 1 << 63), "float32": (0xFF << 23, 1 << 31), "float16": (0x1F << 10, 1 << 15),
-    "bfloat16": (0xFF << 7, 1 << 15), "float8_e5m2": (0x1F << 2, 1 << 7),
-}  # fmt: skip
+    "float64": (0x7FF << 52, 1 << 63),
+    "float32": (0xFF << 23, 1 << 31),
+    "float16": (0x1F << 10, 1 << 15),
+    "bfloat16": (0xFF << 7, 1 << 15),
+    "float8_e5m2": (0x1F << 2, 1 << 7),
+}
 
 
 class Averages:
-    """Looks at the blocks of averages of squares; `found` {tensor: (its elements below 0, the flat index of the first)}."""
+    """Looks at the blocks of averages of squares; `found` {tensor: (its elements below 0, the flat index of the
+    first)}."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = names
@@ -60,6 +76,7 @@ def said_of(found: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorEn
     t = tensors[name]
     at = at or f"at {list(boxes.flat_to_boxes(t.shape, first, first + 1)[0][0])}"
     return (
-        f'{len(found):,} tensors hold numbers below 0 and are averages of squares. "{name}": {n:,} of {t.numel:,} elements, the first {at}. The '
-        "next step divides by their roots; nothing in the checkpoint says what the numbers were. Take an earlier step"
+        f'{len(found):,} tensors hold numbers below 0 and are averages of squares. "{name}": {n:,} of {t.numel:,} '
+        f"elements, the first {at}. The next step divides by their roots; nothing in the checkpoint says what the "
+        "numbers were. Take an earlier step"
     )

@@ -1,9 +1,9 @@
 """How tensors are cut into blocks.
 
-When a tensor's chunks are flat ranges of it (dim-0 shards, whole tensors) and the caller does not ask for boxes, a block is a part
-of one chunk: one read, no copy. Else blocks are slabs (boxes.py) and each chunk's part of a slab, which is contiguous in the chunk, is
-read and put in its place. Either way a chunk is consumed from its first byte to its last, so compressed chunks are decompressed as
-streams.
+When a tensor's chunks are flat ranges of it (dim-0 shards, whole tensors) and the caller does not ask for boxes, a
+block is a part of one chunk: one read, no copy. Else blocks are slabs (boxes.py) and each chunk's part of a slab, which
+is contiguous in the chunk, is read and put in its place. Either way a chunk is consumed from its first byte to its
+last, so compressed chunks are decompressed as streams.
 """
 
 from __future__ import annotations

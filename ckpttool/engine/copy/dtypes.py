@@ -1,4 +1,5 @@
-"""numpy dtypes of torch's, and casts between them that round as torch does, with a count of what a cast could not hold."""
+"""numpy dtypes of torch's, and casts between them that round as torch does, with a count of what a cast could not
+hold."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ _PIECE = 64 << 10  # elements that stay in the processor's cache
 
 
 class Lost(NamedTuple):
-    """How many numbers a cast could not hold: finite ones that became infinite, others that became NaN, and those that became the largest
-    number of a dtype without infinities (float8_e4m3fn: 448)."""
+    """How many numbers a cast could not hold: finite ones that became infinite, others that became NaN, and those that
+    became the largest number of a dtype without infinities (float8_e4m3fn: 448)."""
 
     infinite: int = 0
     nan: int = 0
@@ -31,10 +32,11 @@ NOTHING = Lost()
 def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
     """Convert elements, rounding to nearest even as torch does, and count what `to` could not hold.
 
-    All numbers are torch's, bit for bit, and so are NaNs, with two exceptions. A NaN becomes 0x7FC0 in bfloat16, which is one of two
-    answers of torch (its vectorised loops give 0xFFFF to float32 and float64). A signalling NaN stays one from float16 and from float32
-    to float16, where torch sets the quiet bit: no arithmetic makes such numbers, and to look for them would slow every cast down.
-    float8_e8m0fnu has neither sign nor zero: as in torch, a negative number becomes its magnitude, and what is below 2**-127 becomes that.
+    All numbers are torch's, bit for bit, and so are NaNs, with two exceptions. A NaN becomes 0x7FC0 in bfloat16, which
+    is one of two answers of torch (its vectorised loops give 0xFFFF to float32 and float64). A signalling NaN stays one
+    from float16 and from float32 to float16, where torch sets the quiet bit: no arithmetic makes such numbers, and to
+    look for them would slow every cast down. float8_e8m0fnu has neither sign nor zero: as in torch, a negative number
+    becomes its magnitude, and what is below 2**-127 becomes that.
 
     Returns:
         counts of elements; a cast between equal ranges counts nothing.
@@ -57,7 +59,8 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
 
 
 def _converter(dtype: str, to: str) -> Callable[[Any, Any], None]:
-    """What writes elements of one dtype as those of another: of a byte each by a table, others by numpy, with the steps that torch takes."""
+    """What writes elements of one dtype as those of another: of a byte each by a table, others by numpy, with the steps
+    that torch takes."""
     import numpy as np
 
     if dtype.startswith("float8"):
@@ -112,7 +115,8 @@ def _set_nans(piece: Any, part: Any, dtype: str, to: str) -> None:
 
 
 def _to_exponents(piece: Any, part: Any) -> None:
-    """Numbers as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up where two are equally near, but for 2**-127.
+    """Numbers as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up where two are equally near,
+    but for 2**-127.
 
     Source: torch/headeronly/util/Float8_e8m0fnu.h, fp8e8m0fnu_from_fp32_value.
     """
@@ -129,8 +133,8 @@ _ENDS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float8_e5m2": 0x7C, "float8_e4m
 
 
 def _at_the_end(part: Any, dtype: str, to: str) -> bool:
-    """Whether any element is infinite, NaN or the largest that there is. Casts between numpy's own dtypes are not looked at: numpy itself
-    reports that a number overflows."""
+    """Whether any element is infinite, NaN or the largest that there is. Casts between numpy's own dtypes are not
+    looked at: numpy itself reports that a number overflows."""
     if to in _ENDS and not (to == "float16" and dtype in ("float64", "float32")):
         end, item = _ENDS[to], part.itemsize
         return bool(part.view(f"i{item}").max() >= end or part.view(f"u{item}").max() >= end + (1 << 8 * item - 1))

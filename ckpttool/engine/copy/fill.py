@@ -12,10 +12,10 @@ and cut off again. Other threads write while this one digests.
 
 Now and then what was written is made durable and a line goes into the journal: tensors done. A run that finds such a
 journal walks through those tensors once more without writing: it reads them, digests them, computes the CRCs of their
-chunks and compares all literal bytes around them (headers, padding, frames of an archive) with the disk. Digests and CRCs
-are therefore never taken from the journal, and the read-back, which such a run always has, proves the bytes of the
-tensors. They are read from the source; where that is a store or the Hub, from the disk, and compared with the digests in
-the journal, so that nothing is downloaded twice.
+chunks and compares all literal bytes around them (headers, padding, frames of an archive) with the disk. Digests and
+CRCs are therefore never taken from the journal, and the read-back, which such a run always has, proves the bytes of the
+tensors. They are read from the source; where that is a store or the Hub, from the disk, and compared with the digests
+in the journal, so that nothing is downloaded twice.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def fill(
 
 
 def note_lost(draft: Draft, lost: Mapping[str, Iterable[int]]) -> None:
-    """Put into a draft what casts could not hold, {tensor: `Lost`}, under the names of the source; of several copies of a tensor, the
-    one that lost most."""
+    """Put into a draft what casts could not hold, {tensor: `Lost`}, under the names of the source; of several copies of
+    a tensor, the one that lost most."""
     for name, counts in lost.items():
         of, row = joined(draft.sources[name].path), Lost(*counts)._asdict()
         before = draft.lost.get(of)
@@ -153,17 +153,18 @@ def lost_notes(lost: Mapping[str, Mapping[str, Any]]) -> list[str]:
             if counts:
                 numbers, tensors = sum(counts.values()), len(counts)
                 out.append(
-                    f"{numbers:,} number{'s' * (numbers > 1)} of {tensors:,} tensor{'s' * (tensors > 1)} {became.format(dtype)}, first in "
-                    f"{next(iter(counts))}"
+                    f"{numbers:,} number{'s' * (numbers > 1)} of {tensors:,} tensor{'s' * (tensors > 1)} "
+                    f"{became.format(dtype)}, first in {next(iter(counts))}"
                 )
     return out
 
 
 class Scatter:
-    """Digests tensors of a draft and hands their bytes on, chunk by chunk; what happens to them there is up to subclasses.
+    """Digests tensors of a draft and hands their bytes on, chunk by chunk; what happens to them there is up to
+    subclasses.
 
-    `digests` {tensor: BLAKE3 in hex} of those that are done; `crcs` {file: chunks written to it, in order}; `lost` {tensor: what its cast
-    could not hold}, of those that lost something.
+    `digests` {tensor: BLAKE3 in hex} of those that are done; `crcs` {file: chunks written to it, in order}; `lost`
+    {tensor: what its cast could not hold}, of those that lost something.
     """
 
     def __init__(self, draft: Draft) -> None:
@@ -210,7 +211,8 @@ class Scatter:
                 self.lost[name] = self.lost.get(name, NOTHING).plus(block.lost)
             if self.averages.add(name, tensors[name].dtype, block.first, block.data):
                 raise Corrupt(
-                    f"{said_of(self.averages.found, sources)}, or use {argument('allow_mixed_steps', True)} to copy it as it is."
+                    f"{said_of(self.averages.found, sources)}, or use {argument('allow_mixed_steps', True)} to copy it "
+                    "as it is."
                 )
             if block.last:
                 self.digests[name] = hasher.hexdigest()

@@ -54,8 +54,8 @@ class CrcVerifier:
         return crc
 
     def _add(self, key: tuple[int, int], record: Record, start: int, end: int, crc: int) -> None:
-        """Add a part of a record, joined with its neighbours, so that rows that are read in any order stay few parts; one that
-        was read before, for another tensor that shares these bytes, is left out."""
+        """Add a part of a record, joined with its neighbours, so that rows that are read in any order stay few parts;
+        one that was read before, for another tensor that shares these bytes, is left out."""
         seen = self._seen.setdefault(key, [])
         k = bisect_right(seen, start, key=itemgetter(0))
         if (k and seen[k - 1][1] > start) or (k < len(seen) and seen[k][0] < end):
@@ -77,7 +77,8 @@ class CrcVerifier:
             raise Mismatch(record, crc)
 
     def seen(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-        """(file, number of a record in it, (first byte, end, CRC32) of what was read) of records that were read in part."""
+        """(file, number of a record in it, (first byte, end, CRC32) of what was read) of records that were read in
+        part."""
         return [(file, i, list(parts)) for (file, i), parts in self._seen.items()]
 
     def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:

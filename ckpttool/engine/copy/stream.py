@@ -5,8 +5,9 @@
 
 A block's data is valid until the next block is asked for.
 
-What drives it: a generator of block plans (block_plans.py), in the order the caller wants the tensors. One thread runs ahead and reads;
-the caller hashes, compares or copies. What bounds memory: a fixed pool of buffers, allocated once; reading waits for a free one.
+What drives it: a generator of block plans (block_plans.py), in the order the caller wants the tensors. One thread runs
+ahead and reads; the caller hashes, compares or copies. What bounds memory: a fixed pool of buffers, allocated once;
+reading waits for a free one.
 
 Reads of 256 KiB and more bypass the page cache (O_DIRECT, into 2 MiB-aligned huge pages: a sixth of the CPU time of
 buffered reads on the machines of the README's table) unless the pages are there already (RWF_NOWAIT asks without
@@ -53,8 +54,8 @@ _GAP, _FAR_GAP = 4096, 256 << 10  # unwanted bytes that are read rather than wit
 class Block:
     """Elements [first, first + count) of a tensor, row-major; a slab (`start`, `shape`) where the job was boxed.
 
-    `data` is valid until the next block of the stream is asked for, or the stream is closed. Of an unchecked block it may be used
-    as `pieces` hands it out.
+    `data` is valid until the next block of the stream is asked for, or the stream is closed. Of an unchecked block it
+    may be used as `pieces` hands it out.
     """
 
     name: str
@@ -71,7 +72,8 @@ class Block:
     lost: Lost = NOTHING  # what the cast of these elements could not hold
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[memoryview, int | None]]:
-        """data[begin:end] in pieces that stay in the cache, each with its CRC32 where the source carries one to compare.
+        """data[begin:end] in pieces that stay in the cache, each with its CRC32 where the source carries one to
+        compare.
 
         Raises:
             Corrupt: the bytes do not match the CRC32 that the source carries.
@@ -120,8 +122,10 @@ class Reader:
         """Blocks of the tensors, in order.
 
         Args:
-            first: blocks that lie before this element of the first tensor are not read, unless its chunks are compressed.
-            checked: their bytes have been compared with the source's CRC32s; if False, the caller passes over `Block.pieces` of
+            first: blocks that lie before this element of the first tensor are not read, unless its chunks are
+            compressed.
+            checked: their bytes have been compared with the source's CRC32s; if False, the caller passes over
+            `Block.pieces` of
                 all of them, which does that while it digests and copies the same piece.
 
         Raises:
@@ -154,7 +158,8 @@ class Reader:
                             block._lease.end()
 
     def _batches(self, plans: Iterator[BlockPlan]) -> Iterator[list[BlockPlan]]:
-        """Plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than they do."""
+        """Plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than they
+        do."""
         batch: list[BlockPlan] = []
         total = 0
         for plan in plans:
@@ -172,7 +177,8 @@ class Reader:
             yield batch
 
     def _load_batch(self, batch: list[BlockPlan]) -> list[Block]:
-        """Blocks of one buffer. Neighbours in one file are read together, with the bytes between them (item headers)."""
+        """Blocks of one buffer. Neighbours in one file are read together, with the bytes between them (item
+        headers)."""
         if len(batch) == 1:
             return [self._load(batch[0])]
         buffer = self._pool.free.get()
@@ -201,7 +207,8 @@ class Reader:
         return out
 
     def _from_window(self, file: int, offset: int, into: memoryview) -> bool:
-        """Fill `into` from bytes that were read with an earlier piece, or read them with this one; False where that does not pay."""
+        """Fill `into` from bytes that were read with an earlier piece, or read them with this one; False where that
+        does not pay."""
         if not self._plain:
             return False
         n = len(into)
@@ -305,7 +312,8 @@ class Reader:
     def _gather(
         self, file: int, base: int, first: int, shape: Sequence[int], strides: Sequence[int], place: Any, item: int
     ) -> None:
-        """Read a strided box: its whole span when that wastes little, else piece by piece along its widest dimension."""
+        """Read a strided box: its whole span when that wastes little, else piece by piece along its widest
+        dimension."""
         import numpy as np
 
         span = boxes.span(shape, strides) * item
@@ -342,7 +350,8 @@ class Reader:
         return data, self.check(file, offset, data)
 
     def _handed_on(self, batch: list[Block], checked: bool) -> Iterator[Block]:
-        """Blocks whose buffers go back to the pool when the next one is asked for, all of them when the caller stops."""
+        """Blocks whose buffers go back to the pool when the next one is asked for, all of them when the caller
+        stops."""
         left = iter(batch)
         for block in left:
             try:

@@ -51,7 +51,8 @@ def reporting(progress: Progress) -> Iterator[None]:
 
 
 def announce_proof(nbytes: int) -> None:
-    """Say how many bytes the calls of `proof_digests` that follow are going to read together, where those are several."""
+    """Say how many bytes the calls of `proof_digests` that follow are going to read together, where those are
+    several."""
     if (report := _REPORT.get()) is not None:
         report.announced = report.passed + nbytes
 
@@ -59,8 +60,8 @@ def announce_proof(nbytes: int) -> None:
 def proof_digests(
     tensors: dict[str, TensorEntry], ckpt: Checkpoint, source: Source, dtypes: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """`tensor_digests` of what a layout has to read before it can say what its tensors are: segments without names, copies that
-    ranks have of one tensor. Progress goes to whoever asked for it with `reporting`."""
+    """`tensor_digests` of what a layout has to read before it can say what its tensors are: segments without names,
+    copies that ranks have of one tensor. Progress goes to whoever asked for it with `reporting`."""
     report = _REPORT.get() or _Report(silent)
     before = report.passed
 
@@ -95,7 +96,8 @@ def tensor_digests(
 def tensor_digests_and_crcs(
     tensors: dict[str, TensorEntry], source: Source, files: list[str], records: Any, budget: IOBudget
 ) -> dict[str, Any]:
-    """{"digests": as `tensor_digests`, "seen": what was read of records that other tensors lie in, too, for `Reader.absorb`}."""
+    """{"digests": as `tensor_digests`, "seen": what was read of records that other tensors lie in, too, for
+    `Reader.absorb`}."""
     reader = Reader(source, files, records, budget)
     digests = _digested(reader, tensors, silent, "digest", None, None)
     source.assert_unchanged()

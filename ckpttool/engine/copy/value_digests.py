@@ -1,8 +1,8 @@
 """Digests of values: what the digest of a tensor is for tensors, for all that a state holds besides them.
 
-The digest of a value is BLAKE3 of its path and data, spelled as a line of values.json spells them (formats/values.py): exact in types,
-bits of floats, integers of any size, types of keys and order. The digest of all values is a Merkle root over those digests,
-sorted by name; its leaves begin with another byte than those of tensors (index/digests.py).
+The digest of a value is BLAKE3 of its path and data, spelled as a line of values.json spells them (formats/values.py):
+exact in types, bits of floats, integers of any size, types of keys and order. The digest of all values is a Merkle root
+over those digests, sorted by name; its leaves begin with another byte than those of tensors (index/digests.py).
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def taken_apart(held: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Values, with those lists taken apart that have elements among `names` and nothing for which readers take lists apart.
+    """Values, with those lists taken apart that have elements among `names` and nothing for which readers take lists
+    apart.
 
-    A reader takes a list apart for the dicts and tensors in it. Where a layout could not hold those, the other elements are values of
-    the state, and the reader finds one list.
+    A reader takes a list apart for the dicts and tensors in it. Where a layout could not hold those, the other elements
+    are values of the state, and the reader finds one list.
     """
     heads = {head for n in names for head in accumulate(n.split(".")[:-1], "{}.{}".format)}
     out: dict[str, Value] = {}

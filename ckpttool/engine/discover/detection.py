@@ -1,11 +1,12 @@
 """Which checkpoint a path is, and what to type where it is one level too high or too low.
 
-    detect(where)      the layout of a place; the error names the folder of a file, or lists the checkpoints below a folder
+    detect(where)      the layout of a place; the error names the folder of a file, or lists the checkpoints below a
+                       folder
     below(source)      the checkpoints in a folder and in its folders, by step, with what the incomplete ones lack
     newest(path)       the path of the newest complete one: `--latest`
 
-Folders are judged by the names in them, as `Layout.detect` does, so that a bucket is only listed; of local files the first bytes
-are read too. `Checkpoints` prints itself as the list that `inspect` shows.
+Folders are judged by the names in them, as `Layout.detect` does, so that a bucket is only listed; of local files the
+first bytes are read too. `Checkpoints` prints itself as the list that `inspect` shows.
 
 One module, since the answer for one path and the list below it judge by the same evidence.
 """
@@ -41,11 +42,11 @@ _MOST_REMOTE = 200  # and on a store, where each takes a request
 class Found:
     """A checkpoint below a folder.
 
-    `name` is relative to that folder; `step` is None where no name has it; `trainer` is None where names alone do not tell;
-    `complete` is whether the file is there that the trainer writes last, and every rank and shard has its own; `lacks` is what
-    is not there; `files` and `bytes` are those of the folder and the folders in it; `newest` is whether it is the newest
-    complete one of its run; `weights_only` is whether it is newer than that, but a job cannot resume from it: an export at the
-    end of a run, say.
+    `name` is relative to that folder; `step` is None where no name has it; `trainer` is None where names alone do not
+    tell; `complete` is whether the file is there that the trainer writes last, and every rank and shard has its own;
+    `lacks` is what is not there; `files` and `bytes` are those of the folder and the folders in it; `newest` is whether
+    it is the newest complete one of its run; `weights_only` is whether it is newer than that, but a job cannot resume
+    from it: an export at the end of a run, say.
     """
 
     path: str
@@ -79,19 +80,29 @@ class Checkpoints:
         """Plain data; "newest" is a path where there is one answer."""
         answer = self.newest
         return {
-            "path": self.path, "checkpoints": [asdict(c) for c in self.checkpoints],
-            "newest": answer[0].path if len(answer) == 1 else None, "left_out": self.left_out,
-        }  # fmt: skip
+            "path": self.path,
+            "checkpoints": [asdict(c) for c in self.checkpoints],
+            "newest": answer[0].path if len(answer) == 1 else None,
+            "left_out": self.left_out,
+        }
 
     def __str__(self) -> str:
         rows = [
             (
                 f"step {c.step:,}" if c.step is not None else f"epoch {c.epoch}" if c.epoch is not None else "",
-                printable(c.name), c.layout + (f" ({c.trainer})" if c.trainer else ""), human(c.bytes),
-                "newest complete" if c.newest else "weights only" if c.weights_only else "" if c.complete else f"incomplete: {printable(c.lacks)}",
+                printable(c.name),
+                c.layout + (f" ({c.trainer})" if c.trainer else ""),
+                human(c.bytes),
+                "newest complete"
+                if c.newest
+                else "weights only"
+                if c.weights_only
+                else ""
+                if c.complete
+                else f"incomplete: {printable(c.lacks)}",
             )
             for c in self.checkpoints
-        ]  # fmt: skip
+        ]
         wide = [max((len(r[i]) for r in rows), default=0) for i in range(4)]
         lines = [
             "  " + "  ".join([*(cell.ljust(w) for cell, w in zip(r, wide, strict=False)), r[4]]).rstrip() for r in rows
@@ -108,7 +119,8 @@ def detect(where: Place) -> Layout:
     """The one layout of a place.
 
     Raises:
-        NotRecognised: a file of a folder, with the folder to give; a folder of checkpoints, with their list, and `below`; or
+        NotRecognised: a file of a folder, with the folder to give; a folder of checkpoints, with their list, and
+        `below`; or
             anything else, with what each layout looked for.
         Unsupported: more than one layout matches.
     """
@@ -155,7 +167,8 @@ def detect(where: Place) -> Layout:
 
 
 def _is_stray(names: Iterable[str]) -> bool:
-    """Whether the safetensors files among the names of a folder are no model as transformers, PEFT or torch saves one."""
+    """Whether the safetensors files among the names of a folder are no model as transformers, PEFT or torch saves
+    one."""
     own = r"(config|adapter_config)\.json|model\.safetensors(\.index\.json)?|adapter_model\.safetensors"
     return not any(re.fullmatch(own, n) or re.fullmatch(_SHARD, n) or re.fullmatch(_SHARD_OF_RANK, n) for n in names)
 
@@ -164,14 +177,16 @@ def _stray(source: Source, found: Checkpoints) -> NotRecognised:
     """The error for a folder with checkpoints below it and safetensors files that are no model beside them."""
     files = [n for n in source.list() if n.endswith(".safetensors")]
     error = NotRecognised(
-        f"{_shown(source, '')} holds safetensors files without a config.json, first {files[0]}, and {_count(found)} below it. Give the path of one:\n{found}"
+        f"{_shown(source, '')} holds safetensors files without a config.json, first {files[0]}, and {_count(found)} "
+        f"below it. Give the path of one:\n{found}"
     )
     error.below = found
     return error
 
 
 def _refuse_foreign(source: Source, file: str | None) -> None:
-    """Refuse a file, or a folder and those in it (a run), of a program whose checkpoints ckpttool does not read, by its name.
+    """Refuse a file, or a folder and those in it (a run), of a program whose checkpoints ckpttool does not read, by its
+    name.
 
     Raises:
         NotRecognised: it is one.
@@ -263,7 +278,8 @@ def _refuse_piece(source: Source, name: str) -> None:
 
 
 def _folder_of(source: Source) -> tuple[str, Layout] | None:
-    """(path, layout) of the checkpoint whose folder this is: the folder, or that of the trainer that it is a half of."""
+    """(path, layout) of the checkpoint whose folder this is: the folder, or that of the trainer that it is a half
+    of."""
     parent, _, name = source.root.rpartition("/")
     if re.fullmatch(_HALF, name) or re.fullmatch(_MAYBE_HALF, name) or re.fullmatch(_OF_MEGATRON, name):
         try:
@@ -326,7 +342,8 @@ def below(source: Source) -> Checkpoints:
 
 
 def _weights_only(source: Source, c: Found, run: Iterable[Found]) -> bool:
-    """Whether a job cannot resume from a save of a run: its index has a model and nothing else, or it is an export for transformers."""
+    """Whether a job cannot resume from a save of a run: its index has a model and nothing else, or it is an export for
+    transformers."""
     if c.layout == "hf":
         return any(other.layout != "hf" for other in run)
     if c.layout != "dcp":
@@ -459,8 +476,17 @@ class _Walk:
         if of is not None:
             trainer = of.title.removeprefix("directory of ") if of.of_trainer else "DeepSpeed" if of.saves else None
         return Found(
-            _shown(self.source, path), path, step, epoch, layout, trainer, not lacks, lacks, files, size,
-        )  # fmt: skip
+            _shown(self.source, path),
+            path,
+            step,
+            epoch,
+            layout,
+            trainer,
+            not lacks,
+            lacks,
+            files,
+            size,
+        )
 
 
 def _matching(where: Place, known: Iterable[Layout]) -> Layout | None:
@@ -540,7 +566,8 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
 
 
 def _megatron_gaps(inside: Source, names: Iterable[str]) -> Iterator[str]:
-    """metadata.json, folders of model-parallel ranks that should be there by the numbers of the others, and files that the others have."""
+    """metadata.json, folders of model-parallel ranks that should be there by the numbers of the others, and files that
+    the others have."""
     if {".metadata", "common.pt"} <= set(names) and "metadata.json" not in names:
         yield "no metadata.json"
     folders = {n: set(inside.list(n)) - {"optim.pt"} for n in names if re.fullmatch(_OF_MEGATRON, n)}
@@ -582,7 +609,8 @@ def _gaps(names: Iterable[str]) -> Iterator[str]:
 
 
 def newest(path: str | os.PathLike[str]) -> str:
-    """The path of the newest complete checkpoint below a folder, from which a job can resume; the folder itself where it is a checkpoint.
+    """The path of the newest complete checkpoint below a folder, from which a job can resume; the folder itself where
+    it is a checkpoint.
 
     Folders are looked into two levels down.
 
@@ -612,7 +640,8 @@ def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
         return os.fspath(path), ""
     if len(answer) > 1:
         raise NotRecognised(
-            f"Several runs lie below {found.path}, so that none of their checkpoints is the newest. Give the folder of one:",
+            f"Several runs lie below {found.path}, so that none of their checkpoints is the newest. Give the folder of "
+            "one:",
             listing=str(found),
         )
     if found.checkpoints:

@@ -1,7 +1,7 @@
 """What to do next with a checkpoint: the last line of `inspect`.
 
-A claim that a trainer resumes at any world size stands here only where that was run and gave the losses of a job that was never
-stopped (docs/how-to/trainers.md has the table); of anything else the line names the command that makes it so.
+A claim that a trainer resumes at any world size stands here only where that was run and gave the losses of a job that
+was never stopped (docs/how-to/trainers.md has the table); of anything else the line names the command that makes it so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
     """One line: whether its trainer resumes from it as it is, and the command for what it does not do."""
     out = f"ckpttool convert {shlex.quote(path)} OUT"
     if any(isinstance(note, MixupNote) for note in ckpt.notes):
-        return f"no job should resume from it, since a rank's file is in another's place: fetch that file again; ckpttool doctor {shlex.quote(path)}"
+        return (
+            "no job should resume from it, since a rank's file is in another's place: fetch that file again; ckpttool "
+            f"doctor {shlex.quote(path)}"
+        )
     parts = {str(t.path[0]) for t in ckpt.tensors.values()}
     if "model" not in parts:
         both = (
@@ -63,26 +66,26 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
     if ckpt.layout == "torch_checkpointing":
         if "metadata.pkl" in ckpt.files:
             return (
-                f"torch_checkpointing's CheckpointManager loads it on up to {_ranks(ckpt)} with DefaultResharder, nothing to convert; on more: "
-                f"{out} --to torch_checkpointing -n RANKS"
+                f"torch_checkpointing's CheckpointManager loads it on up to {_ranks(ckpt)} with DefaultResharder, "
+                f"nothing to convert; on more: {out} --to torch_checkpointing -n RANKS"
             )
         return f"resumes in its job at {_ranks(ckpt)}; at another world size: {out} --to torch_checkpointing -n RANKS"
     if ckpt.layout == "universal":
         return f"resumes in DeepSpeed with load_universal; without it: {out} --to zero3 -n RANKS"
     if ckpt.layout == "hf" and (changed := _sparse(ckpt)):
         return (
-            f"an update of {changed} weight{'s'[: changed > 1]} (.values at .indices) and no model: apply it to the weights that it was made from, with "
-            "the program that made it, and give those"
+            f"an update of {changed} weight{'s'[: changed > 1]} (.values at .indices) and no model: apply it to the "
+            "weights that it was made from, with the program that made it, and give those"
         )
     if ckpt.layout == "hf" and (odd := _contradicted(ckpt)) is not None:
         return (
-            f"config.json is of another model than the weights ({odd}): from_pretrained would fill what is missing with random numbers. With the "
-            f"config of this very model: {out} --to hf --config MODEL"
+            f"config.json is of another model than the weights ({odd}): from_pretrained would fill what is missing "
+            f"with random numbers. With the config of this very model: {out} --to hf --config MODEL"
         )
     if ckpt.layout == "hf" and any(_SHARD.fullmatch(f.rpartition("/")[2]) for f in ckpt.files) and "optim" not in parts:
         return (
-            "from_pretrained reads it; if save_optimizer_distributed wrote an optimizer, move both folders into one and give that; weights alone "
-            f"for a training job: {out} --to dcp -n RANKS"
+            "from_pretrained reads it; if save_optimizer_distributed wrote an optimizer, move both folders into one "
+            f"and give that; weights alone for a training job: {out} --to dcp -n RANKS"
         )
     if ckpt.layout == "hf":
         reads = "reads it" if ckpt.config is not None else "needs a config.json beside it"
@@ -128,7 +131,10 @@ def _directory(name: str, trainer: str) -> Callable[[Checkpoint, str, bool], str
             return any(re.match(pattern, n) for n in ckpt.files)
 
         if any(_OF_DEEPSPEED.fullmatch(n) for n in ckpt.files):
-            return f"resumes in {trainer} with DeepSpeed at {_ranks(ckpt)}; at another world size: {out} --for deepspeed -n RANKS"
+            return (
+                f"resumes in {trainer} with DeepSpeed at {_ranks(ckpt)}; at another world size: {out} --for deepspeed "
+                "-n RANKS"
+            )
         if not optimizer:
             return f"{trainer} starts with a new optimizer from these weights; {_for_hf(ckpt, out)}"
         if has(r"pytorch_model_fsdp_rank\d+\.bin"):
@@ -174,17 +180,30 @@ def _torchtune(ckpt: Checkpoint, out: str, optimizer: bool) -> str:
 
 
 _OF_TRAINER: dict[str, Callable[[Checkpoint, str, bool], str]] = {
-    "trainer": _directory("trainer", "Trainer"), "accelerate": _directory("accelerate", "Accelerate"), "lightning": _lightning,
+    "trainer": _directory("trainer", "Trainer"),
+    "accelerate": _directory("accelerate", "Accelerate"),
+    "lightning": _lightning,
     "transformers_sharded": lambda ckpt, out, optimizer: (
-        "resumes at any world size with from_pretrained(distributed_config=...) and load_optimizer_distributed; nothing to convert"
+        "resumes at any world size with from_pretrained(distributed_config=...) and load_optimizer_distributed; "
+        "nothing to convert"
     ),
     "megatron": lambda ckpt, out, optimizer: (
-        f"resumes in Megatron-Core; at any other TP and PP size: {out} --to megatron -n FILES; for torch's own, under Megatron's names: {out} --to dcp -n RANKS"
+        f"resumes in Megatron-Core; at any other TP and PP size: {out} --to megatron -n FILES; for torch's own, under "
+        f"Megatron's names: {out} --to dcp -n RANKS"
     ),
     "nanotron": lambda ckpt, out, optimizer: f"resumes in nanotron; for a job of torch's own: {out} --to dcp -n RANKS",
-    "veomni": lambda ckpt, out, optimizer: f"resumes in VeOmni at {_ranks(ckpt)}; for torch's own: {out} --to dcp -n RANKS",
-    "olmo": lambda ckpt, out, optimizer: f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {out} --to dcp -n RANKS)",
-    "automodel": lambda ckpt, out, optimizer: f"resumes in NeMo AutoModel at {_ranks(ckpt)}; for torch's own: {out} --to dcp -n RANKS",
-    "script": lambda ckpt, out, optimizer: f"for a job of several ranks: {out} --to dcp -n RANKS; for transformers: {out} --to hf",
-    "torchtune": _torchtune, "verl": lambda ckpt, out, optimizer: f"resumes in verl at {_ranks(ckpt)}; for transformers: {out} --to hf",
-}  # fmt: skip
+    "veomni": lambda ckpt, out, optimizer: (
+        f"resumes in VeOmni at {_ranks(ckpt)}; for torch's own: {out} --to dcp -n RANKS"
+    ),
+    "olmo": lambda ckpt, out, optimizer: (
+        f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {out} --to dcp -n RANKS)"
+    ),
+    "automodel": lambda ckpt, out, optimizer: (
+        f"resumes in NeMo AutoModel at {_ranks(ckpt)}; for torch's own: {out} --to dcp -n RANKS"
+    ),
+    "script": lambda ckpt, out, optimizer: (
+        f"for a job of several ranks: {out} --to dcp -n RANKS; for transformers: {out} --to hf"
+    ),
+    "torchtune": _torchtune,
+    "verl": lambda ckpt, out, optimizer: f"resumes in verl at {_ranks(ckpt)}; for transformers: {out} --to hf",
+}

@@ -1,18 +1,19 @@
 """Files of a checkpoint that were not read: what trainers write next to the files of a layout.
 
-HF Trainer puts optimizer.bin next to model.safetensors, Accelerate optimizer_0/ next to pytorch_model_fsdp_0/, torchtune
-recipe_state/ next to epoch_0/, Lightning meta.pt into a DCP folder. A layout reads its own files. This module lists the
-others, so that every command can name them and a conversion does not lose them in silence.
+HF Trainer puts optimizer.bin next to model.safetensors, Accelerate optimizer_0/ next to pytorch_model_fsdp_0/,
+torchtune recipe_state/ next to epoch_0/, Lightning meta.pt into a DCP folder. A layout reads its own files. This module
+lists the others, so that every command can name them and a conversion does not lose them in silence.
 
     unread(source, file, ckpt, saves)  [Unread], after the layout has read `ckpt`
     lost(ckpt, holds, only)        those that a layout which holds such components could keep
     listed(rows)                   as text: "optimizer.bin (1.2 GB, optimizer), ..."
 
-A file was read when the source opened it. Names alone decide what a file holds, and sizes come from the directory or from the
-listing of the store. Only one under a name that no trainer uses is opened, on a disk: another whole checkpoint of the same model,
-such as ckpt.pt next to a DCP folder's files, is nothing that this one lacks. For a folder these are all files in it and, next to it, the names in
-`_NEXT_TO`. For a single file it is the names in `_NAMES` that hold state, and no others: a folder of downloads is not one
-checkpoint. State that the checkpoint already holds (a scheduler in DeepSpeed's own file) is listed, but is not a loss.
+A file was read when the source opened it. Names alone decide what a file holds, and sizes come from the directory or
+from the listing of the store. Only one under a name that no trainer uses is opened, on a disk: another whole checkpoint
+of the same model, such as ckpt.pt next to a DCP folder's files, is nothing that this one lacks. For a folder these are
+all files in it and, next to it, the names in `_NEXT_TO`. For a single file it is the names in `_NAMES` that hold state,
+and no others: a folder of downloads is not one checkpoint. State that the checkpoint already holds (a scheduler in
+DeepSpeed's own file) is listed, but is not a loss.
 
 Sources: transformers/trainer.py (_save_optimizer_and_scheduler, _save_rng_state), accelerate/checkpointing.py and
 utils/constants.py, torchtune/training/checkpointing/_checkpointer.py, lightning/pytorch/strategies/fsdp.py,
@@ -42,8 +43,9 @@ NOT_READ = "in a file that was not read"
 
 
 class _Kind(NamedTuple):
-    """Files that trainers write: a pattern of names (of folders with "/"), what they hold, which component of a state it is.
-    "adapter" is one beside the weights of a model; "" is no state: arguments, the same weights in another form."""
+    """Files that trainers write: a pattern of names (of folders with "/"), what they hold, which component of a state
+    it is. "adapter" is one beside the weights of a model; "" is no state: arguments, the same weights in another
+    form."""
 
     pattern: str
     what: str
@@ -75,16 +77,22 @@ _NAMES = (
         r"(pytorch_model|pytorch_model_fsdp|model|consolidated|diffusion_pytorch_model|openvino_model|tf_model|flax_model|"
         r"rust_model|ggml-model)([-._]\w+)*\.(bin|pt|pth|safetensors|h5|msgpack|ot)|[^/]*\.(gguf|onnx|tflite|mlmodel)|"
         r"pytorch_model_fsdp_\d+/|sharded/|original/|consolidated/",
-        "weights in another form", "",
+        "weights in another form",
+        "",
     ),
-)  # fmt: skip
+)
 _NAMED = "|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(_NAMES))
 #: What a name that no trainer is known to write suggests, in the checkpoint's own folder.
 _WORDS = (
-    ("optim", "optimizer", "optim"), ("sched", "scheduler", "scheduler"), ("rng", "RNG", "rng"), ("scaler", "scaler", "scaler"),
-    ("sampler", "data loader", "dataloader"), ("dataloader", "data loader", "dataloader"), ("train", "training state", "trainer"),
+    ("optim", "optimizer", "optim"),
+    ("sched", "scheduler", "scheduler"),
+    ("rng", "RNG", "rng"),
+    ("scaler", "scaler", "scaler"),
+    ("sampler", "data loader", "dataloader"),
+    ("dataloader", "data loader", "dataloader"),
+    ("train", "training state", "trainer"),
     ("", "unknown", "extra"),
-)  # fmt: skip
+)
 _STATE = r"(?is).*\.(bin|pt|pth|ckpt|pkl|pickle|distcp|safetensors|npz|npy|tar)"
 #: Names that need no word: indices, programs, logs, texts, pictures; what ckpttool and torch write besides.
 _PLAIN = (
@@ -101,7 +109,7 @@ _NEXT_TO = (
     (r"(epoch|step)_\d+", _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")),
     (r"model|weights", None),
     (r"actor|critic", _Kind(r"data\.pt", "data loader", "dataloader")),
-)  # fmt: skip
+)
 _ORDER = ("optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra", "adapter", "")
 _MOST = 1000  # rows; those beyond are one more
 
@@ -119,8 +127,8 @@ def human(n: float) -> str:
 
 
 def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | None) -> list[Unread]:
-    """What belongs to a checkpoint by its name and was not read, the most important first. A folder that cannot be listed
-    becomes a note of the checkpoint.
+    """What belongs to a checkpoint by its name and was not read, the most important first. A folder that cannot be
+    listed becomes a note of the checkpoint.
 
     Args:
         source, file: the place that was read; a file of None is the folder.
@@ -154,8 +162,8 @@ _OF_PEFT = "its adapter once more, by names and shapes, as PEFT saves it"
 
 
 def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
-    """Whether a file under an unknown name is a checkpoint itself, with the weights and the optimizer of the same model. Weights
-    alone may be an average, which is state of its own."""
+    """Whether a file under an unknown name is a checkpoint itself, with the weights and the optimizer of the same
+    model. Weights alone may be an average, which is state of its own."""
     model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
     large = sum(t.nbytes for t in ckpt.tensors.values() if t.path[0] == "model")
     if (row.what, row.component) != ("unknown", "extra") or not model or (row.bytes or 0) < large:
@@ -180,8 +188,8 @@ def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
 
 
 def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
-    """Whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights of DeepSpeed and of FSDP's
-    FULL_STATE_DICT, in which the adapter's name stands in the names."""
+    """Whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights of
+    DeepSpeed and of FSDP's FULL_STATE_DICT, in which the adapter's name stands in the names."""
     seen = lora.seen(ckpt) if row.component == "adapter" else None
     if seen is None:
         return False
@@ -271,7 +279,8 @@ def _number(name: str) -> int:
 
 
 def _kind(name: str) -> tuple[str, str] | None:
-    """(what, component) of a file in the checkpoint's own folder; None of one that needs no word: config, tokenizer, texts."""
+    """(what, component) of a file in the checkpoint's own folder; None of one that needs no word: config, tokenizer,
+    texts."""
     if (known := kind_of(name)) is not None:
         return known
     if name.startswith((".", "tokenizer")):
@@ -306,10 +315,12 @@ def _sum(rows: Iterable[Unread]) -> int:
 
 
 def lost(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None) -> list[Unread]:
-    """The files without which a conversion would give a checkpoint that looks complete and is not: state that was asked for
-    (`only`, all where None) and that the target holds (all components where there are none), beside the weights of a model.
+    """The files without which a conversion would give a checkpoint that looks complete and is not: state that was asked
+    for (`only`, all where None) and that the target holds (all components where there are none), beside the weights of
+    a model.
 
-    The counters in trainer_state.json alone are not enough: Trainer writes them beside weights that are to be published.
+    The counters in trainer_state.json alone are not enough: Trainer writes them beside weights that are to be
+    published.
     """
     if not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         return []

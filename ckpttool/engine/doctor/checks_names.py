@@ -1,5 +1,5 @@
-"""Checks of files that ranks have left out, and of the names and shapes of weights: prefixes of wrappers, weights without elements, tied weights, rows of
-the vocabulary, codes and their scales."""
+"""Checks of files that ranks have left out, and of the names and shapes of weights: prefixes of wrappers, weights
+without elements, tied weights, rows of the vocabulary, codes and their scales."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ __all__ = [
 
 #: Which wrapper has put a prefix there.
 _WRAPPER = {
-    "_orig_mod": "torch.compile", "module": "DistributedDataParallel", "_fsdp_wrapped_module": "FSDP",
-    "_checkpoint_wrapped_module": "activation checkpointing", "_forward_module": "Lightning",
-}  # fmt: skip
+    "_orig_mod": "torch.compile",
+    "module": "DistributedDataParallel",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "Lightning",
+}
 
 
 def _raw_names(at: Examined) -> Mapping[str, str]:
@@ -58,20 +61,24 @@ def _prefixes(raw: str, clean: str) -> list[str]:
 
 
 def wrapper_prefixes(at: Examined) -> list[Finding]:
-    """Names that begin with what a wrapper module has put in front, "_orig_mod." or "module."; the plain model refuses them."""
+    """Names that begin with what a wrapper module has put in front, "_orig_mod." or "module."; the plain model refuses
+    them."""
     found: dict[str, list[str]] = {}
     for raw, clean in _raw_names(at).items():
         for part in dict.fromkeys(_prefixes(raw, clean)):
             found.setdefault(part, []).append(raw)
     return [
         Finding(
-            "wrapper-prefix", NOTE, None, tuple(names),
-            f'{len(names):,} weights have "{part}." of {_WRAPPER[part]} in their names, first "{names[0]}": a model without that '
-            "wrapper finds missing and unexpected keys",
+            "wrapper-prefix",
+            NOTE,
+            None,
+            tuple(names),
+            f'{len(names):,} weights have "{part}." of {_WRAPPER[part]} in their names, first "{names[0]}": a model '
+            "without that wrapper finds missing and unexpected keys",
             at.copy("plain", *(["--strip-wrappers"] if at.opened.layout.own_keys else [])),
         )
         for part, names in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def lost_random_states(at: Examined) -> list[Finding]:
@@ -79,14 +86,15 @@ def lost_random_states(at: Examined) -> list[Finding]:
     if not (ranks := without_random_states(at.ckpt)):
         return []
     text = (
-        f"{len(ranks):,} rank{'s have' if len(ranks) > 1 else ' has'} no random states that can be read, first rank {ranks[0]}: the trainer stops there, "
-        "or goes on with other random numbers"
+        f"{len(ranks):,} rank{'s have' if len(ranks) > 1 else ' has'} no random states that can be read, first rank "
+        f"{ranks[0]}: the trainer stops there, or goes on with other random numbers"
     )
     return [Finding("random-states", NOTE, None, (), text)]
 
 
 def encoded_weights(at: Examined) -> list[Finding]:
-    """Weights that are codes with scales, those of which a part is not there, and a config that says what the weights are not."""
+    """Weights that are codes with scales, those of which a part is not there, and a config that says what the weights
+    are not."""
     config = encodings.stated(at.ckpt, at.source if at.opened.folder else None)
     found = encodings.of_checkpoint(at.ckpt, config)
     out = [
@@ -102,18 +110,24 @@ def encoded_weights(at: Examined) -> list[Finding]:
     if found.weights:
         out.append(Finding("encoding", NOTE, None, (), found.described()))
     if found.contradicted:
-        text = f"config.json says that the weights are quantised ({found.method}), and none is: loaders take them for codes. Remove its quantization_config"
+        text = (
+            f"config.json says that the weights are quantised ({found.method}), and none is: loaders take them for "
+            "codes. Remove its quantization_config"
+        )
         out.append(Finding("encoding", NOTE, None, (), text))
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------- empty weights
+# ---------------------------------------------------------------------------------------------------------- empty
+# weights
 
 
 def empty_weights(at: Examined) -> list[Finding]:
-    """Weights of shape [0], which `save_pretrained` writes of an engine that shards them: the values are not in this file.
+    """Weights of shape [0], which `save_pretrained` writes of an engine that shards them: the values are not in this
+    file.
 
-    A weight may have no elements in a model, so the model of config.json must have some, or nothing but such weights would be left.
+    A weight may have no elements in a model, so the model of config.json must have some, or nothing but such weights
+    would be left.
     """
     out: list[Finding] = []
     for file, shapes in _weight_files(at):
@@ -122,8 +136,9 @@ def empty_weights(at: Examined) -> list[Finding]:
             continue
         where = next(_engine_folders(at), None)
         text = (
-            f"{len(empty):,} of {len(shapes):,} weights in {file or at.path} have shape [0], first {empty[0]}: save_pretrained was "
-            "called where every rank has a part only (DeepSpeed ZeRO-3, FSDP), so their values are not in it"
+            f"{len(empty):,} of {len(shapes):,} weights in {file or at.path} have shape [0], first {empty[0]}: "
+            "save_pretrained was called where every rank has a part only (DeepSpeed ZeRO-3, FSDP), so their values are "
+            "not in it"
         )
         repair = None
         if where is not None:
@@ -133,8 +148,9 @@ def empty_weights(at: Examined) -> list[Finding]:
             text += f"; {where} has them"
         else:
             text += (
-                ". Look for the folder of the engine (global_step*/, pytorch_model_fsdp_0/, *.distcp) of the same step, and convert "
-                "that. Without one they are lost; the next time, save with accelerator.get_state_dict(model)"
+                ". Look for the folder of the engine (global_step*/, pytorch_model_fsdp_0/, *.distcp) of the same "
+                "step, and convert that. Without one they are lost; the next time, save with "
+                "accelerator.get_state_dict(model)"
             )
         out.append(Finding("empty-weights", DAMAGE, file, tuple(empty), text, repair))
     return out
@@ -185,12 +201,13 @@ def _engine_folders(at: Examined) -> Iterator[str]:
                 yield path
 
 
-# ------------------------------------------------------------------------------------------------------ tied weights, rows
+# ------------------------------------------------------------------------------------------------------ tied weights,
+# rows
 
 
 def tied_weights(at: Examined, digests: Mapping[str, str] | None = None) -> list[Finding]:
-    """An embedding and an output layer that config.json ties and that are not equal, or that it does not tie and of which one is
-    missing. `digests` {tensor: digest}, where the data was read."""
+    """An embedding and an output layer that config.json ties and that are not equal, or that it does not tie and of
+    which one is missing. `digests` {tensor: digest}, where the data was read."""
     config = at.model_config
     tie = None if config is None else config.get("tie_word_embeddings")
     model = {str(t.path[1]): t for t in at.ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
@@ -203,8 +220,9 @@ def tied_weights(at: Examined, digests: Mapping[str, str] | None = None) -> list
         if tie or not causal or any("lora_" in n or ".base_layer." in n for n in model):
             return []
         text = (
-            f'config.json does not tie the output layer to "{embedding}", and there is no lm_head.weight: from_pretrained would '
-            'fill it with random numbers. If the model was trained with tied weights, set "tie_word_embeddings": true in config.json'
+            f'config.json does not tie the output layer to "{embedding}", and there is no lm_head.weight: '
+            "from_pretrained would fill it with random numbers. If the model was trained with tied weights, set "
+            '"tie_word_embeddings": true in config.json'
         )
         return [Finding("tied-weights", DAMAGE, None, (), text)]
     if not tie:
@@ -218,8 +236,9 @@ def tied_weights(at: Examined, digests: Mapping[str, str] | None = None) -> list
     else:
         return []
     text = (
-        f'config.json ties "{embedding}" and "{head}", but they are not equal ({odd}): from_pretrained keeps the first and drops the '
-        f"second. Which of them is right cannot be known from the files; {argument('untie', True)} writes both"
+        f'config.json ties "{embedding}" and "{head}", but they are not equal ({odd}): from_pretrained keeps the first '
+        f"and drops the second. Which of them is right cannot be known from the files; {argument('untie', True)} "
+        "writes both"
     )
     command = ["ckpttool", "convert", at.path, f"{at.path.rstrip('/')}-untied", "--to", "hf", "--untie"]
     return [

@@ -1,5 +1,5 @@
-"""Checks of numbers, block by block while the tensors are read: NaN and infinity, negative second moments, weights of one number, masters of
-other numbers than the weights."""
+"""Checks of numbers, block by block while the tensors are read: NaN and infinity, negative second moments, weights of
+one number, masters of other numbers than the weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ __all__ = ["Numbers", "other_masters"]
 
 #: {dtype: the patterns that are NaN}, of dtypes without infinity.
 _NAN = {
-    "float8_e4m3fn": (0x7F, 0xFF), "float8_e4m3fnuz": (0x80,), "float8_e5m2fnuz": (0x80,), "float8_e8m0fnu": (0xFF,),
-}  # fmt: skip
+    "float8_e4m3fn": (0x7F, 0xFF),
+    "float8_e4m3fnuz": (0x80,),
+    "float8_e5m2fnuz": (0x80,),
+    "float8_e8m0fnu": (0xFF,),
+}
 _LEAST = 64  # elements of a weight that should not be one number
 
 
@@ -74,9 +77,9 @@ class Numbers:
             name, (n, first) = next(iter(bad.items()))
             t = tensors[name]
             text = (
-                f'{len(bad):,} {"tensor holds" if len(bad) == 1 else "tensors hold"} NaN or infinity. "{name}": {n:,} of {t.numel:,} elements, the first '
-                f"{masters.where(self.ckpt, t, first)}. Training diverged, or the file is damaged; nothing in the checkpoint says what the "
-                "numbers were. Take an earlier step"
+                f'{len(bad):,} {"tensor holds" if len(bad) == 1 else "tensors hold"} NaN or infinity. "{name}": {n:,} '
+                f"of {t.numel:,} elements, the first {masters.where(self.ckpt, t, first)}. Training diverged, or the "
+                "file is damaged; nothing in the checkpoint says what the numbers were. Take an earlier step"
             )
             out.append(Finding("nan", DAMAGE, None, tuple(bad), text))
         if below := self.averages.found:
@@ -101,14 +104,15 @@ class Numbers:
 
 
 def other_masters(at: Examined, progress: Progress) -> list[Finding]:
-    """Masters that are not those of their weights, reading both, block by block; `progress` is called with ("compare", ...)."""
+    """Masters that are not those of their weights, reading both, block by block; `progress` is called with ("compare",
+    ...)."""
     found = masters.differing(at.ckpt, at.source, progress)
     return [Finding("masters", DAMAGE, None, tuple(found), masters.said_of(at.ckpt, found))] if found else []
 
 
 def _is_matrix(name: str, t: TensorEntry) -> bool:
-    """Whether a tensor is a weight that training makes different everywhere: no bias, no norm, no buffer of one number, no lora_B,
-    which begins with zeros."""
+    """Whether a tensor is a weight that training makes different everywhere: no bias, no norm, no buffer of one number,
+    no lora_B, which begins with zeros."""
     return (
         t.path[0] == "model"
         and len(t.shape) > 1

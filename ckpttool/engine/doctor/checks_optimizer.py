@@ -1,5 +1,5 @@
-"""Checks of the optimizer: state that fits no weights or was lost at the save, steps of two saves, and param groups that the job would
-refuse."""
+"""Checks of the optimizer: state that fits no weights or was lost at the save, steps of two saves, and param groups
+that the job would refuse."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def orphaned_state(at: Examined) -> list[Finding]:
     if not odd:
         return []
     text = (
-        f'the optimizer has state for {len(odd):,} parameters that the model does not have, first "{odd[0]}": are the two of '
-        "one training run?"
+        f'the optimizer has state for {len(odd):,} parameters that the model does not have, first "{odd[0]}": are the '
+        "two of one training run?"
     )
     return [Finding("orphaned-state", NOTE, None, tuple(odd), text)]
 
@@ -118,8 +118,8 @@ def other_copies(at: Examined) -> list[Finding]:
     if own := [o for o in at.ckpt.others if o not in set(weights)]:
         names = tuple(dict.fromkeys(o.name for o in own))
         text = (
-            f'each rank has its own numbers in {len(names):,} buffers or values, first "{names[0]}"; those of the lowest rank are read, and a '
-            "conversion lists the others as left behind"
+            f'each rank has its own numbers in {len(names):,} buffers or values, first "{names[0]}"; those of the '
+            "lowest rank are read, and a conversion lists the others as left behind"
         )
         out.append(Finding("own-copies", NOTE, None, names, text))
     return out
@@ -184,8 +184,8 @@ def _trainer_state(at: Examined) -> int | None:
 
 
 def _tag(at: Examined) -> int | None:
-    """The step in the name of the folder, where the program that wrote the checkpoint has named it: Trainer's checkpoint-N,
-    DeepSpeed's global_stepN, torchtitan's step-N."""
+    """The step in the name of the folder, where the program that wrote the checkpoint has named it: Trainer's
+    checkpoint-N, DeepSpeed's global_stepN, torchtitan's step-N."""
     ckpt = at.ckpt
     if ckpt.layout == "trainer" or (at.opened.folder and at.source.exists("trainer_state.json")):
         name, word = os.path.basename(os.path.abspath(at.source.root)), "checkpoint"

@@ -1,7 +1,7 @@
 """What is wrong with a checkpoint, what of it is whole, and which command helps: `doctor`.
 
-Errors that other commands raise are findings here. Nothing is written, no pickle is executed, and without `read_data` only headers
-and pickles are read.
+Errors that other commands raise are findings here. Nothing is written, no pickle is executed, and without `read_data`
+only headers and pickles are read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,16 @@ from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding, copy_command
 
 #: What is looked at in every checkpoint that opens.
 CHECKS = (
-    checks_names.wrapper_prefixes, checks_names.empty_weights, checks_names.vocabulary_rows, checks_names.lost_random_states, checks_names.encoded_weights, checks_optimizer.per_rank_state,
-    checks_optimizer.other_copies, checks_optimizer.mixed_ranks, checks_optimizer.mixed_steps,
-)  # fmt: skip
+    checks_names.wrapper_prefixes,
+    checks_names.empty_weights,
+    checks_names.vocabulary_rows,
+    checks_names.lost_random_states,
+    checks_names.encoded_weights,
+    checks_optimizer.per_rank_state,
+    checks_optimizer.other_copies,
+    checks_optimizer.mixed_ranks,
+    checks_optimizer.mixed_steps,
+)
 #: And in one that is whole.
 CHECKS_OF_WHOLE = (checks_optimizer.orphaned_state, checks_optimizer.leftover_files)
 
@@ -109,11 +116,13 @@ def doctor(
     """What is wrong with a checkpoint, what of it is whole, and what to type next.
 
     Args:
-        read_data: also read every byte of the tensors that seem whole, and compare it with the CRC32s that the files carry.
-        like: a checkpoint of the job that refuses to load this one; its param groups are compared with those here. It also says
+        read_data: also read every byte of the tensors that seem whole, and compare it with the CRC32s that the files
+        carry.
+        like: a checkpoint of the job that refuses to load this one; its param groups are compared with those here. It
+        also says
             what this one does not about its parameters, as in `open`, where nothing else does.
-        progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
-        (the others): as `open`.
+        progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until
+        they are read. (the others): as `open`.
 
     Raises:
         NotRecognised: there is nothing, or nothing that looks like a checkpoint. Damage is a finding, not an error.
@@ -166,9 +175,12 @@ class _Asked(NamedTuple):
 def _given(options: OpenOptions) -> tuple[str, ...]:
     """The options of the command line that say how to read a checkpoint."""
     flags = {
-        "--from": options.source_layout, "--config": options.config, "--flat-layout": options.flat_layout, "--tag": options.tag,
+        "--from": options.source_layout,
+        "--config": options.config,
+        "--flat-layout": options.flat_layout,
+        "--tag": options.tag,
         "--wrap": None if options.wrap is None else ",".join(options.wrap),
-    }  # fmt: skip
+    }
     return tuple(os.fspath(word) for flag, value in flags.items() if value is not None for word in (flag, value))
 
 
@@ -180,8 +192,8 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
         out.missing, out.rebuilt = before["missing"], before["rebuilt"]
         out.exact -= len(out.rebuilt)
         text = (
-            f"this is a salvaged copy: {before['exact']:,} of its tensors are exact, {len(out.rebuilt):,} were rebuilt, "
-            f"{len(out.missing):,} are missing"
+            f"this is a salvaged copy: {before['exact']:,} of its tensors are exact, {len(out.rebuilt):,} were "
+            f"rebuilt, {len(out.missing):,} are missing"
         )
         out.findings.append(Finding("salvaged", "note", None, (), text))
     at = Examined(opened, asked.path, asked.config, asked.given)
@@ -209,8 +221,8 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
 
 
 def _with_less(path: CheckpointPath, options: OpenOptions, out: Diagnosis, refused: Unsupported, asked: _Asked) -> None:
-    """Fill in what can be seen of a checkpoint that is not damaged but cannot be read as it is: with the help of `like`, the
-    weights alone, or the safetensors files that a folder has beside another layout.
+    """Fill in what can be seen of a checkpoint that is not damaged but cannot be read as it is: with the help of
+    `like`, the weights alone, or the safetensors files that a folder has beside another layout.
 
     Raises:
         Unsupported: not even those.

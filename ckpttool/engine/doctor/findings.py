@@ -1,7 +1,7 @@
 """`Finding`: one thing that is wrong with a checkpoint; `Examined`: what the checks of checks_*.py look at.
 
-A check is a function of an `Examined` that returns findings. The index is open and sound when it is called, so a check never
-opens the checkpoint again.
+A check is a function of an `Examined` that returns findings. The index is open and sound when it is called, so a check
+never opens the checkpoint again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Finding:
 class Examined:
     """A checkpoint that is open, and what was asked.
 
-    `path` is how the user gave it, `config` what `--config` named, `given` all options of the command line that say how to read it.
+    `path` is how the user gave it, `config` what `--config` named, `given` all options of the command line that say how
+    to read it.
     """
 
     opened: OpenCheckpoint
@@ -86,8 +87,8 @@ class Examined:
 def copy_command(
     opened: OpenCheckpoint, path: str, ending: str, options: tuple[str, ...], *, whole: bool = False
 ) -> str:
-    """The command that writes a copy of a checkpoint named PATH-ENDING: in the same layout, or in dcp if that is only read; with
-    `whole`, also components that were not opened."""
+    """The command that writes a copy of a checkpoint named PATH-ENDING: in the same layout, or in dcp if that is only
+    read; with `whole`, also components that were not opened."""
     layout = opened.layout
     plain = path.rstrip("/")
     stem, dot = os.path.splitext(plain)

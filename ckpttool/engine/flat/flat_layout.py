@@ -46,10 +46,28 @@ from ...index.checkpoint import ITEMSIZE, MAX_NUMEL
 from ...storage.source import Source
 
 __all__ = [
-    "FLAT", "OTHER", "RECORD", "Flat", "FlatLayout", "Part", "aligned", "as_json", "assigned", "blocks", 
-    "fitting", "flat_key", "from_json", "lay_out", "listed", "matching", "module_paths", 
-    "pieces", "read_file", "refuse_alphabet", "slice_of",
-]  # fmt: skip
+    "FLAT",
+    "OTHER",
+    "RECORD",
+    "Flat",
+    "FlatLayout",
+    "Part",
+    "aligned",
+    "as_json",
+    "assigned",
+    "blocks",
+    "fitting",
+    "flat_key",
+    "from_json",
+    "lay_out",
+    "listed",
+    "matching",
+    "module_paths",
+    "pieces",
+    "read_file",
+    "refuse_alphabet",
+    "slice_of",
+]
 
 #: The name FSDP1 gives a flat parameter; its key is the path of the wrapped module and this.
 FLAT = "_flat_param"
@@ -108,8 +126,8 @@ class FlatLayout(NamedTuple):
 
 
 def members(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
-    """FQNs of the parameters that an optimizer trains whose param group has `listed` (keys of flat parameters, or FQNs with
-    use_orig_params), in the order of the model."""
+    """FQNs of the parameters that an optimizer trains whose param group has `listed` (keys of flat parameters, or FQNs
+    with use_orig_params), in the order of the model."""
     parts = {f.key: [p.name for p in f.parts] for f in layout.flats}
     copies = dict(layout.copies)
     place = {n: k for k, n in enumerate(layout.names or ())}
@@ -162,7 +180,8 @@ def lay_out(
 
 
 def pieces(part: Part, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | None, int]]:
-    """What elements [a, b) of the flat parameter hold of a part: (start, shape, strides, element of the flat parameter).
+    """What elements [a, b) of the flat parameter hold of a part: (start, shape, strides, element of the flat
+    parameter).
 
     Every piece is contiguous in the flat parameter; strides are None where it is row-major.
     """
@@ -179,9 +198,11 @@ def pieces(part: Part, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | N
         back = [order.index(d) for d in range(len(order))]
         steps = boxes.strides(size)
         yield (
-            tuple(start[k] for k in back), tuple(size[k] for k in back), tuple(steps[k] for k in back),
+            tuple(start[k] for k in back),
+            tuple(size[k] for k in back),
+            tuple(steps[k] for k in back),
             part.first + boxes.flat_start(stored, start),
-        )  # fmt: skip
+        )
 
 
 def storage_order(shape: Sequence[int], steps: Sequence[int]) -> list[int]:
@@ -322,9 +343,13 @@ def _without(
 ) -> Flat:
     gone = set(left_out)
     return lay_out(
-        module, [(n, s) for n, s in params if n not in gone], align, shards, dtype,
+        module,
+        [(n, s) for n, s in params if n not in gone],
+        align,
+        shards,
+        dtype,
         [(n, lookalikes[n]) for n, _ in params if n in gone and n in lookalikes],
-    )  # fmt: skip
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- JSON
@@ -344,9 +369,12 @@ def as_json(layout: FlatLayout) -> dict[str, Any]:
             {"module": f.module, "dtype": f.dtype, "numel": f.numel, "params": parts, "shared": dict(f.shared)}
         )
     out: dict[str, Any] = {
-        "format": _FORMAT, "version": 1, "use_orig_params": layout.use_orig_params, "shards": layout.shards,
+        "format": _FORMAT,
+        "version": 1,
+        "use_orig_params": layout.use_orig_params,
+        "shards": layout.shards,
         "flat_params": flats,
-    }  # fmt: skip
+    }
     if layout.names is not None:
         out["names"] = list(layout.names)
     if layout.optimizer is not None:
@@ -392,12 +420,17 @@ def _from_json(tree: Any, what: str) -> FlatLayout:
             end = part.first + part.numel
             parts.append(part)
         flat = Flat(
-            _text(f["module"]), tuple(parts), _size(f["numel"]), None if f["dtype"] is None else _text(f["dtype"]),
+            _text(f["module"]),
+            tuple(parts),
+            _size(f["numel"]),
+            None if f["dtype"] is None else _text(f["dtype"]),
             tuple((_text(a), _text(b)) for a, b in f["shared"].items()),
-        )  # fmt: skip
+        )
         if flat.numel < end or (flat.dtype is not None and flat.dtype not in ITEMSIZE):
-            raise Corrupt(f'{what}: the flat parameter of module "{flat.module}" has {flat.numel} elements, its '
-                          f"parameters end at {end}.")  # fmt: skip
+            raise Corrupt(
+                f'{what}: the flat parameter of module "{flat.module}" has {flat.numel} elements, its '
+                f"parameters end at {end}."
+            )
         if any(b not in {p.name for p in parts} for _, b in flat.shared):
             raise Corrupt(f'{what}: module "{flat.module}" shares parameters that it does not hold.')
         flats.append(flat)
@@ -405,10 +438,13 @@ def _from_json(tree: Any, what: str) -> FlatLayout:
         raise Corrupt(f"{what}: two flat parameters of one module.")
     names, groups = tree.get("names"), tree.get("optimizer")
     return FlatLayout(
-        uop, shards, tuple(flats), None if names is None else tuple(map(_text, names)),
+        uop,
+        shards,
+        tuple(flats),
+        None if names is None else tuple(map(_text, names)),
         None if groups is None else tuple(tuple(map(_text, g)) for g in groups),
         tuple((_text(a), _text(b)) for a, b in tree.get("copies", {}).items()),
-    )  # fmt: skip
+    )
 
 
 def _size(x: Any) -> int:
@@ -443,9 +479,9 @@ def refuse_alphabet(names: list[str], where: str) -> None:
     """
     if len(names) > 7 and names == sorted(names):
         raise Unsupported(
-            f"the {len(names)} names of {where} stand in the order of the alphabet, so the order of the model is lost, in "
-            f"which FSDP1 flattens parameters. Take a checkpoint that torch saved (.pt, or DCP) for {argument('like')}, or "
-            f"give {argument('config')}."
+            f"the {len(names)} names of {where} stand in the order of the alphabet, so the order of the model is lost, "
+            "in which FSDP1 flattens parameters. Take a checkpoint that torch saved (.pt, or DCP) for "
+            f"{argument('like')}, or give {argument('config')}."
         )
 
 

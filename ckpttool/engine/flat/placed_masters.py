@@ -1,9 +1,10 @@
-"""fp32 masters in the place of the weights that a model computes with, for engines whose weights they are (DeepSpeed, FSDP1).
+"""fp32 masters in the place of the weights that a model computes with, for engines whose weights they are (DeepSpeed,
+FSDP1).
 
     model.w bfloat16, extra.master.w float32     ->     model.w float32, `rounded` bfloat16
 
-Megatron-Core and nanotron save both. The engine gets the masters, and the weights follow from them by rounding, bit for bit: that is
-proved here, reading both. So nothing is lost where only the masters are written.
+Megatron-Core and nanotron save both. The engine gets the masters, and the weights follow from them by rounding, bit for
+bit: that is proved here, reading both. So nothing is lost where only the masters are written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _HALF = ("bfloat16", "float16")
 
 
 def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """The same state with the masters of trained bf16 and fp16 weights as the weights; what they replace is in `rounded`.
+    """The same state with the masters of trained bf16 and fp16 weights as the weights; what they replace is in
+    `rounded`.
 
     Raises:
         Unsupported: a master does not round to its weight.
@@ -31,16 +33,21 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
     trained = {str(p[2]) for p in paths if p[:2] == ("optim", "state") and len(p) > 2}
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     found = {
-        n: (m, w) for n, w in model.items()
+        n: (m, w)
+        for n, w in model.items()
         if (m := ckpt.tensors.get(joined(("extra", "master", n)))) is not None
-        and n in trained and m.dtype == "float32" and w.dtype in _HALF and m.shape == w.shape
-    }  # fmt: skip
+        and n in trained
+        and m.dtype == "float32"
+        and w.dtype in _HALF
+        and m.shape == w.shape
+    }
     if not found:
         return ckpt
     if odd := masters.differing(ckpt, source, silent):
         raise Unsupported(
-            f"{masters.said_of(ckpt, odd)}. An engine computes with its rounded masters, so the result would be another model than the source: "
-            f"{argument('only', ['model'])} converts the weights alone, and dcp and full carry both."
+            f"{masters.said_of(ckpt, odd)}. An engine computes with its rounded masters, so the result would be "
+            f"another model than the source: {argument('only', ['model'])} converts the weights alone, and dcp and "
+            "full carry both."
         )
     owners = {alias: owner for alias, owner in tied_weights(model).items() if owner in found}
     placed = {n: m for n, (m, _) in found.items()} | {a: found[o][0] for a, o in owners.items() if a not in found}
@@ -61,7 +68,7 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
         recorded.pop(joined(("extra", "master", n)), None)
     dtypes = " and ".join(sorted({w.dtype for _, w in found.values()}))
     note = (
-        f"{len(found):,} fp32 masters (extra.master) are the weights of the result, as its engine keeps them; the {dtypes} weights of the source are "
-        "these, rounded, bit for bit, and are what the engine computes with"
+        f"{len(found):,} fp32 masters (extra.master) are the weights of the result, as its engine keeps them; the "
+        f"{dtypes} weights of the source are these, rounded, bit for bit, and are what the engine computes with"
     )
     return replace(ckpt, tensors=tensors, rounded=rounded, recorded=recorded, notes=[*ckpt.notes, note])

@@ -242,8 +242,8 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[s
     listed = set(counts)
     if missing := sorted(listed - out.tensors.keys()):
         raise Unsupported(
-            f'the optimizer has {len(missing)} parameters that the model does not have, first "{missing[0]}"; an engine '
-            "would not find their weights. Are the two of one training run?"
+            f'the optimizer has {len(missing)} parameters that the model does not have, first "{missing[0]}"; an '
+            "engine would not find their weights. Are the two of one training run?"
         )
     stateful = out.slots.keys() | out.scalars.keys()
     idle = [n for g in out.groups for n in g.params if n not in stateful | told] if stateful else []
@@ -339,7 +339,7 @@ def _equal(ckpt: Checkpoint, source: Source, out: Training, trained: set[str], k
     wanted = {n for n, others in candidates.items() if others for n in (n, *others)}
     digests = tensor_digests(
         {n: out.tensors[n] for n in wanted}, source, ckpt.files, ckpt.records, lambda *_: None, "compare"
-    )  # fmt: skip
+    )
     found = {}
     for n, others in candidates.items():
         same = next((o for o in others if digests[n] == digests[o]), None)

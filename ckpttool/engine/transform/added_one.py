@@ -1,8 +1,10 @@
-"""Tensors that one program stores less one: the gamma of a norm that multiplies by 1 + gamma (Megatron-Core's apply_layernorm_1p).
+"""Tensors that one program stores less one: the gamma of a norm that multiplies by 1 + gamma (Megatron-Core's
+apply_layernorm_1p).
 
-The sum is rounded once, to the dtype of the tensor, as Megatron-Core's norms do (`weight + 1`, transformer/torch_norm.py and
-fusions/fused_layer_norm.py of 0.16). An fp32 master gets the same, and rounds to its weight where it did before. These tensors are small, so
-they are read when the conversion is planned, and their new bytes are kept in memory.
+The sum is rounded once, to the dtype of the tensor, as Megatron-Core's norms do (`weight + 1`,
+transformer/torch_norm.py and fusions/fused_layer_norm.py of 0.16). An fp32 master gets the same, and rounds to its
+weight where it did before. These tensors are small, so they are read when the conversion is planned, and their new
+bytes are kept in memory.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 def with_one_added(
     ckpt: Checkpoint, source: Source, tensors: Mapping[str, TensorEntry], patterns: Iterable[str], by: int
 ) -> tuple[dict[str, TensorEntry], bytes, str]:
-    """(what stands for some of the tensors, the bytes of the file `FILE`, which is the next one of `ckpt`, and a note): weights whose names
-    match, and their masters, plus `by`, which is 1 or -1.
+    """(what stands for some of the tensors, the bytes of the file `FILE`, which is the next one of `ckpt`, and a note):
+    weights whose names match, and their masters, plus `by`, which is 1 or -1.
 
     Raises:
         Unsupported: such a weight is no floating-point tensor.
@@ -38,9 +40,10 @@ def with_one_added(
 
     globs = list(patterns)
     weights = {
-        joined(t.path[1:]): t for t in tensors.values()
+        joined(t.path[1:]): t
+        for t in tensors.values()
         if t.path[0] == "model" and any(fnmatch.fnmatchcase(joined(t.path[1:]), g) for g in globs)
-    }  # fmt: skip
+    }
     if odd := next((n for n, t in weights.items() if t.dtype not in _FLOATING), None):
         raise Unsupported(f'"{odd}" is {weights[odd].dtype}, to which no 1 can be added. Dequantise it first.')
     masters = {n: m for n in weights if (m := tensors.get(joined(("extra", "master", n)))) is not None}
@@ -68,7 +71,8 @@ def with_one_added(
         if (m := masters.get(n)) is not None:
             before = numbers(m)
             after = before + np.asarray(by, before.dtype)
-            # of a master that rounded to its weight, a number that does so still, the nearest to the sum that is at hand
+            # of a master that rounded to its weight, a number that does so still, the nearest to the sum that is at
+            # hand
             wanted = best = new.astype(before.dtype)
             edge = (wanted + after.astype(old.dtype).astype(before.dtype)) / 2
             for x in (np.nextafter(edge, wanted), edge, after):
@@ -77,7 +81,8 @@ def with_one_added(
     count = sum(t.numel for t in weights.values())
     dtypes = " and ".join(sorted({t.dtype for t in weights.values()}))
     note = (
-        f'{len(weights):,} weights of norms, first "{next(iter(weights), "")}", are {"one more" if by > 0 else "one less"} than in the source: '
-        f"the job stores them less one and multiplies with the sum, which {dtypes} rounds in {rounded:,} of {count:,} elements"
+        f'{len(weights):,} weights of norms, first "{next(iter(weights), "")}", are '
+        f"{'one more' if by > 0 else 'one less'} than in the source: the job stores them less one and multiplies with "
+        f"the sum, which {dtypes} rounds in {rounded:,} of {count:,} elements"
     )
     return made, bytes(out), note if weights else ""

@@ -2,8 +2,9 @@
 
     optim.state.w.exp_avg.codes, .scale, .qmap, .__class__     ->     optim.state.w.exp_avg, float32
 
-The numbers are those of torchao's own `dequantize()`, bit for bit: one multiplication in float32 for each element. They are computed
-when they are read, a part of the source at a time: one rank's part of a tensor is in memory, as it was in the job that saved it.
+The numbers are those of torchao's own `dequantize()`, bit for bit: one multiplication in float32 for each element. They
+are computed when they are read, a part of the source at a time: one rank's part of a tensor is in memory, as it was in
+the job that saved it.
 
 Sources: torchao 0.18, optim/quant_utils.py (dequant_with_qmap), optim/subclass_{8bit,4bit,fp8}.py.
 """
@@ -57,8 +58,9 @@ def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> t
             compute = _FORMULAS.get(str(found.about["class"][1]))
             if compute is None or not str(found.about["class"][0]).startswith("torchao."):
                 raise Unsupported(
-                    f'"{of}" is a {class_of(found.about)}, whose numbers ckpttool does not compute. It knows {", ".join(_FORMULAS)}. '
-                    f"Leave it out of {argument('dequantize')}."
+                    f'"{of}" is a {class_of(found.about)}, whose numbers ckpttool does not compute. It knows '
+                    f"{', '.join(_FORMULAS)}. Leave it out of "
+                    f"{argument('dequantize')}."
                 )
             chunks = Chunks(len(found.shape))
             for row, shape, parts in _parts(found):
@@ -74,14 +76,20 @@ def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> t
     kinds = ", ".join(dict.fromkeys(class_of(c.about) for c in chosen.values()))
     note = f"{len(chosen):,} tensors ({kinds}) are float32 now, the exact value of each code"
     out = replace(
-        ckpt, tensors=tensors, values=values, files=files, sizes=sizes, notes=[*ckpt.notes, note],
+        ckpt,
+        tensors=tensors,
+        values=values,
+        files=files,
+        sizes=sizes,
+        notes=[*ckpt.notes, note],
         recorded={n: d for n, d in ckpt.recorded.items() if n in tensors},
-    )  # fmt: skip
+    )
     return out, ComputedSource(source, made, (), 4 * largest)
 
 
 def _parts(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, TensorEntry]]]:
-    """(first row, shape, the tensors inside) of the parts in which an object is stored; of one part where they do not fit."""
+    """(first row, shape, the tensors inside) of the parts in which an object is stored; of one part where they do not
+    fit."""
     if "parts" in found.about:
         return _parts_of_mixed(found)
     main = next(iter(found.tensors.values()))
@@ -120,7 +128,8 @@ def _parts_of_mixed(found: Composite) -> list[tuple[int, tuple[int, ...], dict[s
         parts = {n: t for n, t in inside.items() if t is not None}
         if len(parts) < len(inside):
             raise Unsupported(
-                f'"{joined(found.path)}" is not stored in the parts in which it was saved. Convert the original checkpoint.'
+                f'"{joined(found.path)}" is not stored in the parts in which it was saved. Convert the original '
+                "checkpoint."
             )
         out.append((first, (rows, *found.shape[1:]), parts))
     return out

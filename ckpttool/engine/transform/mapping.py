@@ -1,9 +1,11 @@
-"""A checkpoint under the names of another program, by a name map (index/name_maps.py): weights, optimizer state, param groups.
+"""A checkpoint under the names of another program, by a name map (index/name_maps.py): weights, optimizer state, param
+groups.
 
-Every tensor of the result is chunks of the source, so nothing is computed and nothing is read, but for rows of padding that are
-cut, which are looked at, and norms that one side stores less one (added_one.py). The state of a parameter goes through the map of its weight where it has the weight's shape; a number of steps is
-copied to the parts of its parameter, or must be the same in all parts that are joined; a slot of another shape, such as the factors of
-Adafactor, only goes along where its parameter is renamed as it is.
+Every tensor of the result is chunks of the source, so nothing is computed and nothing is read, but for rows of padding
+that are cut, which are looked at, and norms that one side stores less one (added_one.py). The state of a parameter goes
+through the map of its weight where it has the weight's shape; a number of steps is copied to the parts of its
+parameter, or must be the same in all parts that are joined; a slot of another shape, such as the factors of Adafactor,
+only goes along where its parameter is renamed as it is.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def mapped(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str
         config: what config.json says of the text model, for the sizes of axes that shapes do not tell.
 
     Raises:
-        Unsupported: names of weights or of the optimizer that the map is not about, a shape is not what it says, a size is not
+        Unsupported: names of weights or of the optimizer that the map is not about, a shape is not what it says, a size
+        is not
             known, or a slot of the optimizer cannot be cut as its parameter is.
     """
     of = _Mapping(ckpt, source, found, config)
@@ -56,8 +59,8 @@ def mapped(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str
 
 
 def _with_optimizer(ckpt: Checkpoint) -> Checkpoint:
-    """The same state with the optimizer where others have it, if it is data since its names are not those of the weights
-    (torchtune)."""
+    """The same state with the optimizer where others have it, if it is data since its names are not those of the
+    weights (torchtune)."""
     head = next(
         (t.path[:3] for t in ckpt.tensors.values() if t.path[0] == "extra" and t.path[2:4] == ("optimizer", "state")),
         None,
@@ -108,8 +111,8 @@ class _Mapping:
         return list(out)
 
     def _ways(self) -> dict[str, bool | None]:
-        """{component: whether its names are those on the left; None where they are what they shall be}. Weights and optimizer may be on
-        two sides, as torchtune saves them: then both become those on the right.
+        """{component: whether its names are those on the left; None where they are what they shall be}. Weights and
+        optimizer may be on two sides, as torchtune saves them: then both become those on the right.
 
         Raises:
             Unsupported: they are those of neither side.
@@ -140,8 +143,8 @@ class _Mapping:
         shown = ", ".join(f'"{n}"' for n in unmatched[:_SHOWN])
         total = sum(map(len, names.values()))
         raise Unsupported(
-            f"the map {self.map.name} is between {self.map.sides[0]} and {self.map.sides[1]}, and {len(unmatched):,} of {total:,} names are "
-            f"not names of {self.map.sides[not forward]}: {shown}{more}. "
+            f"the map {self.map.name} is between {self.map.sides[0]} and {self.map.sides[1]}, and {len(unmatched):,} "
+            f"of {total:,} names are not names of {self.map.sides[not forward]}: {shown}{more}. "
             + (
                 f"Write a map with lines for them; `ckpttool maps {self.map.name}` prints this one to start from."
                 if self.map.name in maps.names()
@@ -175,15 +178,24 @@ class _Mapping:
         kept = len([n for n in ckpt.tensors if joined(ckpt.tensors[n].path) in ckpt.recorded])
         if kept > len(self.recorded):
             self.notes.append(
-                f"the recorded digests of {kept - len(self.recorded)} tensors were not compared, since the map cuts, joins or permutes them"
+                f"the recorded digests of {kept - len(self.recorded)} tensors were not compared, since the map cuts, "
+                "joins or permutes them"
             )
         here, there = self.map.sides if True in self.ways.values() else self.map.sides[::-1]
         changed = sum(n not in ckpt.tensors for n in self.tensors)
-        said = f"names and order of {here} became those of {there} by the map {self.map.name}: {changed:,} of {len(self.tensors):,} tensors have other names"
+        said = (
+            f"names and order of {here} became those of {there} by the map {self.map.name}: {changed:,} of "
+            f"{len(self.tensors):,} tensors have other names"
+        )
         return replace(
-            ckpt, tensors=self.tensors, values=self.values, recorded=self.recorded, origin={}, trainer=None,
+            ckpt,
+            tensors=self.tensors,
+            values=self.values,
+            recorded=self.recorded,
+            origin={},
+            trainer=None,
             notes=[*ckpt.notes, said, *dict.fromkeys(self.notes)],
-        )  # fmt: skip
+        )
 
     def _with_one_added(self, tensors: Mapping[str, TensorEntry], by: int) -> dict[str, TensorEntry]:
         """What stands for the norms that the left side stores less one: their tensors and masters plus `by`."""
@@ -202,8 +214,8 @@ class _Mapping:
                 decay = self.ckpt.value(joined((*v.path[:3], "weight_decay")))
                 if decay and (few := names.intersection(n for n in v.data if isinstance(n, str))):
                     return [
-                        f"{len(few)} of these have a weight decay of {decay}: it draws what {self.map.sides[0]} stores to 0, and so the weight of "
-                        f"{self.map.sides[1]} to 1; the next job would draw its own to 0"
+                        f"{len(few)} of these have a weight decay of {decay}: it draws what {self.map.sides[0]} stores "
+                        f"to 0, and so the weight of {self.map.sides[1]} to 1; the next job would draw its own to 0"
                     ]
         return []
 
@@ -278,7 +290,8 @@ class _Mapping:
                         e if isinstance(e, AxesError) else f"the size of {e} does not follow; add a line size {e} = ..."
                     )
                     raise Unsupported(
-                        f'"{joined(t.path[1:])}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: {why}.'
+                        f'"{joined(t.path[1:])}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: '
+                        f"{why}."
                     ) from None
                 path = ("model", row.tensor.named({v: int(n) for v, n in m.groupdict().items()}))
                 chunks = Chunks(len(shape))
@@ -328,9 +341,12 @@ class _Mapping:
         weight = self.weights[fqn]
         unlike, _ = odd_rows(self.ckpt, self.source, cut(weight))
         moments = [
-            t for t in self.ckpt.tensors.values()
-            if t.path[:3] == ("optim", "state", fqn) and t.shape == weight.shape and str(t.path[-1]).startswith("exp_avg")
-        ]  # fmt: skip
+            t
+            for t in self.ckpt.tensors.values()
+            if t.path[:3] == ("optim", "state", fqn)
+            and t.shape == weight.shape
+            and str(t.path[-1]).startswith("exp_avg")
+        ]
         moved = {row for t in moments for row in odd_rows(self.ckpt, self.source, cut(t))[1]}
         if not unlike:
             what = "all equal, so nothing was learned in them"
@@ -358,7 +374,8 @@ class _Mapping:
             if len(have) < len(group.names):
                 none = next(n for n in group.names.values() if n not in slots)
                 raise Unsupported(
-                    f'the optimizer has state for "{group.first}" and none for "{none}", which the map joins to one parameter.'
+                    f'the optimizer has state for "{group.first}" and none for "{none}", which the map joins to one '
+                    "parameter."
                 )
             result = resolved(group, self._shapes(group, have), self.sizes, self.map)
             self.renamed[group.first] = tuple(result.names.values())
@@ -366,7 +383,8 @@ class _Mapping:
                 of_tail = {key: found.get(tail) for key, found in have.items()}
                 if lost := [key for key, leaf in of_tail.items() if leaf is None]:
                     raise Unsupported(
-                        f'"{group.names[lost[0]]}" has no {joined(tail)}, and the parameters that the map joins it with have.'
+                        f'"{group.names[lost[0]]}" has no {joined(tail)}, and the parameters that the map joins it '
+                        "with have."
                     )
                 self._slot(result, tail, {key: leaf for key, leaf in of_tail.items() if leaf is not None})
 
@@ -394,8 +412,9 @@ class _Mapping:
                 return
             if odd := [t for t in tensors.values() if t.numel != 1]:
                 raise Unsupported(
-                    f'"{joined(odd[0].path)}" is {list(odd[0].shape)}, and its parameter is not: the map {self.map.name} cuts, joins or permutes '
-                    f"that parameter, and what becomes of this slot is not known. Leave the optimizer out with {argument('only', ['model'])}."
+                    f'"{joined(odd[0].path)}" is {list(odd[0].shape)}, and its parameter is not: the map '
+                    f"{self.map.name} cuts, joins or permutes that parameter, and what becomes of this slot is not "
+                    f"known. Leave the optimizer out with {argument('only', ['model'])}."
                 )
             self._same(small(self.ckpt, self.source, [joined(t.path) for t in tensors.values()]))
             first: TensorEntry | Value = next(iter(tensors.values()))
@@ -438,7 +457,8 @@ class _Mapping:
             for n in v.data:
                 if isinstance(n, str) and (apart := [o for o in together[n].names.values() if o not in here]):
                     raise Unsupported(
-                        f'"{n}" and "{apart[0]}" are in different param groups, and the map joins them to one parameter.'
+                        f'"{n}" and "{apart[0]}" are in different param groups, and the map joins them to one '
+                        "parameter."
                     )
 
     def _groups(self) -> None:

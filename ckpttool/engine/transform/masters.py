@@ -1,9 +1,11 @@
-"""fp32 masters beside the weights that a model computes with: each rounds to its weight, bit for bit, and is equal to one in float32.
+"""fp32 masters beside the weights that a model computes with: each rounds to its weight, bit for bit, and is equal to
+one in float32.
 
-Trainers with masters update them and round the result into the weights (`Tensor.copy_`), so the two differ only where they are of
-different steps, or where the save itself went wrong (Megatron-Core's `fully_reshardable` with tied embeddings and pipeline parallelism).
-Megatron-Core and nanotron load both again; of DeepSpeed's, the index has the masters as the weights, and what its engine computes with in
-`Checkpoint.rounded`. Trainers that round at random (torchao's bf16_stochastic_round) keep no masters.
+Trainers with masters update them and round the result into the weights (`Tensor.copy_`), so the two differ only where
+they are of different steps, or where the save itself went wrong (Megatron-Core's `fully_reshardable` with tied
+embeddings and pipeline parallelism). Megatron-Core and nanotron load both again; of DeepSpeed's, the index has the
+masters as the weights, and what its engine computes with in `Checkpoint.rounded`. Trainers that round at random
+(torchao's bf16_stochastic_round) keep no masters.
 
     differing(...)              all elements of all pairs, reading both
     refuse_other_masters(...)   a sample of every pair, before anything else is read
@@ -41,7 +43,8 @@ _Pair = tuple[TensorEntry, TensorEntry]
 
 @dataclass
 class _Odd:
-    """Elements of a master that are not those of the weight: how many of how many, and the first with its flat index and its numbers."""
+    """Elements of a master that are not those of the weight: how many of how many, and the first with its flat index
+    and its numbers."""
 
     count: int
     first: int
@@ -69,8 +72,8 @@ def pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
 
 
 def differing(ckpt: Checkpoint, source: Source, progress: Progress) -> dict[str, _Odd]:
-    """{weight: what of its master is not that of it}, reading all masters and their weights, block by block; `progress` is called with
-    ("compare", bytes of masters done, bytes in all)."""
+    """{weight: what of its master is not that of it}, reading all masters and their weights, block by block; `progress`
+    is called with ("compare", bytes of masters done, bytes in all)."""
     of = pairs(ckpt)
     found: dict[str, _Odd] = {}
     passed, total = 0, sum(t.nbytes for t, _ in of.values())
@@ -81,8 +84,8 @@ def differing(ckpt: Checkpoint, source: Source, progress: Progress) -> dict[str,
 
 
 def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse masters that are not those of the weights beside them, judging by a few places of each, or one where every read is a
-    request. Compressed chunks are left to whoever reads all of them.
+    """Refuse masters that are not those of the weights beside them, judging by a few places of each, or one where every
+    read is a request. Compressed chunks are left to whoever reads all of them.
 
     Raises:
         Corrupt: with counts, the first tensors, their numbers, and what may have happened.
@@ -107,7 +110,8 @@ def _extents(t: TensorEntry) -> Iterator[Any]:
 
 
 def _places(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes spread over a tensor, each a flat range of at most `_ELEMENTS`, as (start, shape); all of a small tensor."""
+    """Boxes spread over a tensor, each a flat range of at most `_ELEMENTS`, as (start, shape); all of a small
+    tensor."""
     if prod(shape) <= _ELEMENTS * most:
         return [((0,) * len(shape), shape)]
     split = next(
@@ -128,7 +132,8 @@ def _cut(t: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor
 def _compared(
     ckpt: Checkpoint, source: Source, rows: Sequence[tuple[str, int, _Pair]], found: dict[str, _Odd], budget: IOBudget
 ) -> Iterator[int]:
-    """Compare (name, its first element, parts of a master and a weight) and put into `found` what differs; bytes of the masters."""
+    """Compare (name, its first element, parts of a master and a weight) and put into `found` what differs; bytes of the
+    masters."""
     streams = [
         Reader(source, ckpt.files, (), budget).blocks([StreamJob(n, both[k]) for n, _, both in rows]) for k in range(2)
     ]
@@ -151,21 +156,23 @@ def said_of(ckpt: Checkpoint, found: Mapping[str, _Odd]) -> str:
     """What differing masters mean, for people."""
     of = pairs(ckpt)
     rows = [
-        f'"{n}": {o.count:,} of {o.looked_at:,} elements{" that were looked at" if o.looked_at < of[n][0].numel else ""}, the first '
+        f'"{n}": {o.count:,} of {o.looked_at:,} '
+        f"elements{' that were looked at' if o.looked_at < of[n][0].numel else ''}, the first "
         f"{where(ckpt, of[n][0], o.first)}: {_numbers(o)}"
         for n, o in list(found.items())[:_SHOWN]
     ]
     more = f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
     megatron = (
-        ". Megatron-Core itself saves such masters in fully_reshardable where embeddings are tied and the pipeline has several stages, "
-        "or with overlapped gradient reduction"
+        ". Megatron-Core itself saves such masters in fully_reshardable where embeddings are tied and the pipeline has "
+        "several stages, or with overlapped gradient reduction"
         if ckpt.layout == "megatron"
         else ""
     )
     return (
-        f"{len(found):,} of {len(of):,} fp32 masters do not round to the weights beside them. {'; '.join(rows)}{more}. The model computes with the "
-        "weights, and training goes on from the masters, so they are from different steps, or one of the two was changed or restored in part. Take "
-        f"another copy of this step, or an earlier step{megatron}"
+        f"{len(found):,} of {len(of):,} fp32 masters do not round to the weights beside them. {'; '.join(rows)}{more}. "
+        "The model computes with the weights, and training goes on from the masters, so they are from different steps, "
+        "or one of the two was changed or restored in part. Take another copy of this step, or an earlier "
+        f"step{megatron}"
     )
 
 
@@ -191,7 +198,8 @@ def where(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
 
 
 def _differing(wide: memoryview, low: memoryview, dtype: str) -> _Odd | None:
-    """What differs in a piece; `first` is relative to it. Weights may have been cast since: from one half to the other, or to float32."""
+    """What differs in a piece; `first` is relative to it. Weights may have been cast since: from one half to the other,
+    or to float32."""
     import numpy as np
 
     f, w = np.frombuffer(wide, "<f4"), np.frombuffer(low, numpy_dtype(dtype))

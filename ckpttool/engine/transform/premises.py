@@ -1,7 +1,8 @@
-"""The premises of a name map: the job's own arguments, where the checkpoint has them, compared with config.json and with what the map is
-right for.
+"""The premises of a name map: the job's own arguments, where the checkpoint has them, compared with config.json and
+with what the map is right for.
 
-Arguments are Megatron-LM's `args` (extra.args), the model's config that NeMo 2 saves in context/model.yaml, and Meta's params.json.
+Arguments are Megatron-LM's `args` (extra.args), the model's config that NeMo 2 saves in context/model.yaml, and Meta's
+params.json.
 """
 
 from __future__ import annotations
@@ -80,19 +81,20 @@ def compare(
     arguments, where = job
     theirs = f"config.json ({argument('config', given)})" if given is not None else "config.json beside the source"
     wrong = [
-        f"{_said(p.job, arguments, where)}, and {_said(p.config, config, theirs)}" for p in found.premises
+        f"{_said(p.job, arguments, where)}, and {_said(p.config, config, theirs)}"
+        for p in found.premises
         if _contradicted(p, arguments, config)
-    ]  # fmt: skip
+    ]
     kind = config.get("model_type")
     if found.models and isinstance(kind, str) and kind not in found.models:
         wrong.append(f"it is for model_type {', '.join(found.models)}, and {theirs} says {kind!r}")
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise Unsupported(
-            f"the map {found.name} is not right for this model: {'; '.join(wrong[:_SHOWN])}{more}. The result would be another "
-            f"model. Give {argument('config')} the config.json of the model that this job trained. If a premise is wrong for your model code, "
-            f"give {argument('map')} a map of your own without it, or with lines for it"
-            + (f": `ckpttool maps {found.name}` prints this one." if found.name in maps.names() else ".")
+            f"the map {found.name} is not right for this model: {'; '.join(wrong[:_SHOWN])}{more}. The result would be "
+            f"another model. Give {argument('config')} the config.json of the model that this job trained. If a "
+            f"premise is wrong for your model code, give {argument('map')} a map of your own without it, or with lines "
+            "for it" + (f": `ckpttool maps {found.name}` prints this one." if found.name in maps.names() else ".")
         )
     asked = found.arguments
     missing = [k for k in asked if value_of(k, arguments) is None] if not arguments else _unknown(found, arguments)

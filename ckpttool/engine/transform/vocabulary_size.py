@@ -1,7 +1,8 @@
 """`--vocab-size`: more or fewer rows of the embedding, of the output layer, and of their optimizer state.
 
-New rows are zeros. Rows are only taken away if nothing was learned in them: they are all equal (padding that was made once and got the
-same gradient ever since), or their moments are all zero. That is read from the data; otherwise it is refused, with numbers.
+New rows are zeros. Rows are only taken away if nothing was learned in them: they are all equal (padding that was made
+once and got the same gradient ever since), or their moments are all zero. That is read from the data; otherwise it is
+refused, with numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def resized(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, S
     """The same state, (index, files), with `size` rows in everything that has a row for each token.
 
     Raises:
-        Unsupported: there is no embedding, something was learned in the rows to take away, or a slot of the optimizer has a shape
+        Unsupported: there is no embedding, something was learned in the rows to take away, or a slot of the optimizer
+        has a shape
             that does not tell its rows.
         UsageError: it has that size.
     """
@@ -36,8 +38,8 @@ def resized(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, S
     weights = vocabulary_of(ckpt)
     if not weights:
         raise Unsupported(
-            f"{argument('vocab_size', size)}: no weight is named like an embedding (embed_tokens, wte, word_embeddings, tok_embeddings, "
-            "embed_in)."
+            f"{argument('vocab_size', size)}: no weight is named like an embedding (embed_tokens, wte, "
+            "word_embeddings, tok_embeddings, embed_in)."
         )
     if all(t.shape[0] == size for t in weights.values()):
         raise UsageError(f"{argument('vocab_size', size)}: it has that many rows already. Leave it out.")
@@ -66,9 +68,13 @@ def resized(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, S
         f"{len(changed) - sum(t.shape[0] != size for t in weights.values())} tensors of the optimizer"
     )
     new = replace(
-        ckpt, tensors={n: changed.get(n, t) for n, t in ckpt.tensors.items()}, files=[*ckpt.files, ZEROS], sizes=[*ckpt.sizes, ENDLESS],
-        recorded={n: d for n, d in ckpt.recorded.items() if n not in changed}, notes=[*ckpt.notes, note],
-    )  # fmt: skip
+        ckpt,
+        tensors={n: changed.get(n, t) for n, t in ckpt.tensors.items()},
+        files=[*ckpt.files, ZEROS],
+        sizes=[*ckpt.sizes, ENDLESS],
+        recorded={n: d for n, d in ckpt.recorded.items() if n not in changed},
+        notes=[*ckpt.notes, note],
+    )
     return new, JoinedSource(source)
 
 
@@ -87,8 +93,8 @@ def _slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[st
             out.append(name)
         elif t.shape not in (rest, (1, *rest)):
             raise Unsupported(
-                f'"{name}" is {list(t.shape)}, and its parameter {list(weight.shape)}: what belongs to a row of it is not known. '
-                f"Leave the optimizer out with {argument('only', ['model'])}."
+                f'"{name}" is {list(t.shape)}, and its parameter {list(weight.shape)}: what belongs to a row of it is '
+                f"not known. Leave the optimizer out with {argument('only', ['model'])}."
             )
     return out
 
@@ -158,9 +164,9 @@ def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str]
         f"; {len(set(moved)):,} of them have moments that are not 0, first row {size + min(moved):,}" if moved else ""
     )
     raise Unsupported(
-        f'{argument("vocab_size", size)}: of the last {total:,} rows of "{fqn}", {len(unlike):,} are not equal to the first of them, '
-        f"first row {size + unlike[0]:,}{also}. They were trained, so they are not padding, and cutting them would lose what was "
-        "learned. Give the number of rows that the tokenizer needs."
+        f'{argument("vocab_size", size)}: of the last {total:,} rows of "{fqn}", {len(unlike):,} are not equal to the '
+        f"first of them, first row {size + unlike[0]:,}{also}. They were trained, so they are not padding, and cutting "
+        "them would lose what was learned. Give the number of rows that the tokenizer needs."
     )
 
 

@@ -1,8 +1,8 @@
 """Send single cells of objects (storage/shared_objects.py): those that no part fills alone.
 
-A part fills a run of tensors, and sends the cells that lie within its bytes. The others, which two parts meet in, or in which bytes lie
-that need the CRCs of other parts, are sent when all parts are done: the rows of tensors that they need are read from the source once
-more, and the coordinator gives the bytes between chunks.
+A part fills a run of tensors, and sends the cells that lie within its bytes. The others, which two parts meet in, or in
+which bytes lie that need the CRCs of other parts, are sent when all parts are done: the rows of tensors that they need
+are read from the source once more, and the coordinator gives the bytes between chunks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def send_cells(
     """Fill and send some cells; what was sent (`SharedObjects.sent`), as plain data.
 
     Args:
-        cells: (file, cell, bytes of it, [(tensor, chunk)] that meet it, [(offset in the file, base64)] of what lies between), where
+        cells: (file, cell, bytes of it, [(tensor, chunk)] that meet it, [(offset in the file, base64)] of what lies
+        between), where
             file, tensor and chunk are numbers.
 
     Raises:
@@ -92,7 +93,8 @@ def send_cells(
 
 
 def _rows(entry: TensorEntry, source: TensorEntry, row: int, begin: int, end: int) -> tuple[TensorEntry, int]:
-    """(the rows of a chunk that meet bytes [begin, end) of its file, as a tensor of the source; where they begin in the file)."""
+    """(the rows of a chunk that meet bytes [begin, end) of its file, as a tensor of the source; where they begin in the
+    file)."""
     chunk = entry.chunks[row]
     start, shape, offset = chunk.start, chunk.shape, chunk.extent.offset
     if not shape:

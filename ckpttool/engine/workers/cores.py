@@ -1,4 +1,5 @@
-"""How many cores, and how much memory, this process may use: its affinity mask, and the cgroups of its container or job."""
+"""How many cores, and how much memory, this process may use: its affinity mask, and the cgroups of its container or
+job."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def cores() -> int:
 
 
 def memory() -> int | None:
-    """Bytes that the machine has available, or the least limit of the cgroups that this process is in; None if nothing says so."""
+    """Bytes that the machine has available, or the least limit of the cgroups that this process is in; None if nothing
+    says so."""
     found = [
         int(m[1]) << 10 for line in _lines("/proc/meminfo") if (m := re.fullmatch(r"MemAvailable: +(\d+) kB", line))
     ]

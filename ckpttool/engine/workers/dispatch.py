@@ -1,7 +1,8 @@
 """Hand parts to workers, each of which may be done twice: the loop that submits, waits, and submits again.
 
-What fails because its worker died, or because a system call failed, is submitted again, three times in all. When nothing is left to be
-submitted, what takes three times as long as the others did is given to a second worker; the first answer counts.
+What fails because its worker died, or because a system call failed, is submitted again, three times in all. When
+nothing is left to be submitted, what takes three times as long as the others did is given to a second worker; the first
+answer counts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def run_all(
     progress: Callable[[int, int], None],
     run: Callable[[str], str] = part_worker.run,
 ) -> int:
-    """Have every part done that `results` {number: answer} has not, and add the answers; how often a part was submitted again.
+    """Have every part done that `results` {number: answer} has not, and add the answers; how often a part was submitted
+    again.
 
     Args:
         request: what to ask of a worker for a number.
@@ -107,7 +109,8 @@ def run_all(
     return submitted - len(seconds)
 
 
-#: Errors of ours after which another try may succeed: a failed system call, a store, a worker that plans something else.
+#: Errors of ours after which another try may succeed: a failed system call, a store, a worker that plans something
+#: else.
 _PASSING = (CkpttoolError, Unreadable, RemoteError)
 
 
@@ -123,8 +126,8 @@ def _again(flight: _Flight, e: Exception, submit: Any) -> None:
         if isinstance(e, CkpttoolError):
             raise e
         raise CkpttoolError(
-            f"a part was given to {_TRIES} workers, and none of them finished it: {str(e) or type(e).__name__}. What the others did is kept: run "
-            "the same command again."
+            f"a part was given to {_TRIES} workers, and none of them finished it: {str(e) or type(e).__name__}. What "
+            "the others did is kept: run the same command again."
         ) from e
     flight.tries += 1
     flight.began = time.monotonic()

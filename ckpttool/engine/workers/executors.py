@@ -1,10 +1,12 @@
 """Who does the work: what `--workers` and `workers=` name, as one `concurrent.futures.Executor`.
 
-Scheduling, restarts and transport are the engine's own (dask, Ray, MPI). The only Executor written here is `local_processes`. To
-every Executor, the caller submits one function of ckpttool with one text, and gets one text back. What dask, Ray and MPI use
-between their processes is pickle, so a cluster is trusted like the account that runs it; no pickle comes from a checkpoint.
+Scheduling, restarts and transport are the engine's own (dask, Ray, MPI). The only Executor written here is
+`local_processes`. To every Executor, the caller submits one function of ckpttool with one text, and gets one text back.
+What dask, Ray and MPI use between their processes is pickle, so a cluster is trusted like the account that runs it; no
+pickle comes from a checkpoint.
 
-Under `mpiexec` each rank runs the command. `serve_if_worker` turns all ranks but 0 into workers before they do anything else.
+Under `mpiexec` each rank runs the command. `serve_if_worker` turns all ranks but 0 into workers before they do anything
+else.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Workers:
     recount: Callable[[], int | None] | None = None
 
     def prepare(self, fn: Callable[[str], str], text: str) -> None:
-        """Call `fn(text)` once for all workers, where they are several processes of this machine. Otherwise each begins by itself."""
+        """Call `fn(text)` once for all workers, where they are several processes of this machine. Otherwise each begins
+        by itself."""
         if isinstance(self.executor, LocalProcesses) and (self.count or 0) > 1:
             self.executor.prepare(fn, text)
 
@@ -96,10 +99,12 @@ class Workers:
 
 @contextmanager
 def workers_of(spec: WorkersSpec, nbytes: int = 0) -> Iterator[Workers]:
-    """The workers that `spec` names. At the end, requests that are not done are cancelled, and processes started here end.
+    """The workers that `spec` names. At the end, requests that are not done are cancelled, and processes started here
+    end.
 
     Args:
-        spec: a number of local processes, as int or text; `dask:ADDRESS` or `dask:FILE.json`; `ray:auto` or `ray:ADDRESS`; `mpi`;
+        spec: a number of local processes, as int or text; `dask:ADDRESS` or `dask:FILE.json`; `ray:auto` or
+        `ray:ADDRESS`; `mpi`;
             `package.module:factory`, a function that returns an Executor; an Executor, which stays open; None for
             `default_count(nbytes)` local processes.
 
@@ -127,8 +132,9 @@ def _engine(spec: WorkersSpec, nbytes: int) -> AbstractContextManager[Workers]:
     if re.fullmatch(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*", text) and engine not in ("dask", "ray", "mpi"):
         return _factory(engine, where)
     raise UsageError(
-        f"{argument('workers', spec)}: give a number of local processes from 1 to 9999, dask:tcp://HOST:8786, dask:FILE.json, ray:auto, "
-        "ray:ADDRESS, mpi, or MODULE:FACTORY, a function that returns a concurrent.futures.Executor."
+        f"{argument('workers', spec)}: give a number of local processes from 1 to 9999, dask:tcp://HOST:8786, "
+        "dask:FILE.json, ray:auto, ray:ADDRESS, mpi, or MODULE:FACTORY, a function that returns a "
+        "concurrent.futures.Executor."
     )
 
 
@@ -149,8 +155,8 @@ def _processes(count: int) -> str:
 
 
 def default_count(nbytes: int) -> int:
-    """How many local processes copy `nbytes`: half of the cores, at most 8, and at most one for each 512 MiB of memory; one for less
-    than 4 GB, or on fewer than 4 cores.
+    """How many local processes copy `nbytes`: half of the cores, at most 8, and at most one for each 512 MiB of memory;
+    one for less than 4 GB, or on fewer than 4 cores.
 
     Half, since each process also has threads that read and write. More than 8 wait for most disks.
     """
@@ -162,7 +168,8 @@ def default_count(nbytes: int) -> int:
 
 
 def named(spec: WorkersSpec, nbytes: int) -> tuple[str, int | None, bool]:
-    """(name, number, whether they may be on other machines) of the workers that `spec` names, as `Workers` has them; none is started.
+    """(name, number, whether they may be on other machines) of the workers that `spec` names, as `Workers` has them;
+    none is started.
 
     Raises:
         UsageError: it names nothing that can be used.
@@ -196,7 +203,8 @@ class _Shared(Executor):
             future = self._inner.submit(fn, *args, **kwargs)
         except Exception as e:
             raise RemoteError(
-                f"{self._said} takes no more work ({type(e).__name__}: {str(e)[:300]}). Run the same command again: what is done is kept."
+                f"{self._said} takes no more work ({type(e).__name__}: {str(e)[:300]}). Run the same command again: "
+                "what is done is kept."
             ) from e
         self._futures.add(future)
         return future
@@ -270,14 +278,16 @@ def _ask(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
         ) from None
     except Exception as e:
         raise UsageError(
-            f"{said}: a worker cannot run ckpttool ({type(e).__name__}: {str(e)[:300]}). Install ckpttool=={__version__} where the workers run."
+            f"{said}: a worker cannot run ckpttool ({type(e).__name__}: {str(e)[:300]}). Install "
+            f"ckpttool=={__version__} where the workers run."
         ) from e
 
 
 def _refuse_other_version(said: str, who: str, found: str | None) -> None:
     if found != __version__:
         raise UsageError(
-            f"{said}: {who} has {f'ckpttool {found}' if found else 'no ckpttool'}, this is {__version__}. Install the same version everywhere."
+            f"{said}: {who} has {f'ckpttool {found}' if found else 'no ckpttool'}, this is {__version__}. Install the "
+            "same version everywhere."
         )
 
 
@@ -295,7 +305,8 @@ def _dask(where: str) -> Iterator[Workers]:
     while file and not os.path.exists(where):  # dask would wait for it for ever
         if time.monotonic() > deadline:
             raise RemoteError(
-                f"{where}: no scheduler file after {WAIT:.0f} seconds. Start one: dask scheduler --scheduler-file {where}"
+                f"{where}: no scheduler file after {WAIT:.0f} seconds. Start one: dask scheduler --scheduler-file "
+                f"{where}"
             )
         time.sleep(0.1)
     try:
@@ -327,7 +338,8 @@ def _dask(where: str) -> Iterator[Workers]:
                 seen = time.monotonic()
             elif time.monotonic() - seen > GONE:
                 raise RemoteError(
-                    f"{said} has had no worker for {GONE:.0f} seconds. Start workers, then run the same command again: what is done is kept."
+                    f"{said} has had no worker for {GONE:.0f} seconds. Start workers, then run the same command again: "
+                    "what is done is kept."
                 )
             return n or None
 
@@ -399,7 +411,8 @@ def _ray(where: str) -> Iterator[Workers]:
     except Exception as e:
         ray.shutdown()
         raise RemoteError(
-            f"{said}: no Ray cluster answers ({type(e).__name__}: {str(e)[:300]}). Start one with `ray start --head`, or correct the address."
+            f"{said}: no Ray cluster answers ({type(e).__name__}: {str(e)[:300]}). Start one with `ray start --head`, "
+            "or correct the address."
         ) from e
     finally:
         if main and handler is not None:
@@ -422,7 +435,8 @@ def _ray(where: str) -> Iterator[Workers]:
 
 # ----------------------------------------------------------------------------------------------------------------- MPI
 
-#: (executor, ranks that work) of this process. It lasts until the process ends, since ranks that have left cannot come back.
+#: (executor, ranks that work) of this process. It lasts until the process ends, since ranks that have left cannot come
+#: back.
 _mpi_pool: tuple[Executor, int | None] | None = None
 
 
@@ -437,12 +451,14 @@ def _mpi() -> Iterator[Workers]:
 
 
 def serve_if_worker(spec: WorkersSpec) -> None:
-    """For `mpi` under `mpiexec` or `srun`: does not return in ranks other than 0, which serve until rank 0 ends and then exit with 0.
+    """For `mpi` under `mpiexec` or `srun`: does not return in ranks other than 0, which serve until rank 0 ends and
+    then exit with 0.
 
     To be called before anything that only one process may do. In rank 0, and with all other specs, it returns at once.
 
     Raises:
-        SystemExit: in ranks other than 0, with code 0. UsageError: the launcher and mpi4py do not belong to the same MPI.
+        SystemExit: in ranks other than 0, with code 0. UsageError: the launcher and mpi4py do not belong to the same
+        MPI.
         MissingPackage: mpi4py or MPI itself is not installed.
     """
     if isinstance(spec, str) and spec.strip() == "mpi":
@@ -466,8 +482,9 @@ def _mpi_executor() -> tuple[Executor, int | None]:
     )
     if world.size == 1 and launched > 1:
         raise UsageError(
-            f"{said}: {launched} processes were started, but for mpi4py each is alone: the launcher belongs to another MPI than "
-            f"mpi4py ({MPI.Get_library_version().splitlines()[0].split(',')[0].strip()}). Use the mpiexec of that MPI, or another `srun --mpi=` (srun --mpi=list)."
+            f"{said}: {launched} processes were started, but for mpi4py each is alone: the launcher belongs to another "
+            f"MPI than mpi4py ({MPI.Get_library_version().splitlines()[0].split(',')[0].strip()}). Use the mpiexec of "
+            "that MPI, or another `srun --mpi=` (srun --mpi=list)."
         )
     if world.size == 1:
         if not (os.environ.get("MPI4PY_FUTURES_MAX_WORKERS") or (world.Get_attr(MPI.UNIVERSE_SIZE) or 1) > 1):

@@ -1,9 +1,9 @@
 """An Executor of processes on this machine, for functions that take one text and return one.
 
-`concurrent.futures.ProcessPoolExecutor` has three faults here: its workers import the caller's `__main__` again, one worker that
-dies fails all futures, and workers outlive a parent that was killed. Here each worker is a new interpreter that runs
-`local_worker`, and a thread waits for its answers. When the worker dies, that thread fails the one future that the worker had
-with WorkerDied, and starts another process for the next request.
+`concurrent.futures.ProcessPoolExecutor` has three faults here: its workers import the caller's `__main__` again, one
+worker that dies fails all futures, and workers outlive a parent that was killed. Here each worker is a new interpreter
+that runs `local_worker`, and a thread waits for its answers. When the worker dies, that thread fails the one future
+that the worker had with WorkerDied, and starts another process for the next request.
 
 After `prepare`, workers are copies of one process that has done what all of them need, such as reading a large index.
 """
@@ -29,7 +29,8 @@ from .local_worker import FORK, RAISED, REQUEST, RETURNED, WAIT, header, main, m
 
 __all__ = ["LocalProcesses", "WorkerDied"]
 
-#: sys.path comes first, so that workers import what this process would: an editable install, PYTHONPATH, what a program added. The
+#: sys.path comes first, so that workers import what this process would: an editable install, PYTHONPATH, what a program
+#: added. The
 #: current folder, which `python -c`, a prompt or a notebook has on it, is left out: it may be that of a checkpoint.
 _CODE = """
 import os, sys
@@ -64,8 +65,9 @@ class LocalProcesses(Executor):
     def prepare(self, fn: Callable[[str], str], text: str) -> None:
         """Call `fn(text)` once, for all workers that are started from now on.
 
-        Where it fails, or leaves a thread or a connection, each worker begins with nothing. Workers that hold what an earlier call has prepared
-        end here, so no request may be at work. The thread that calls this must not end before the workers do.
+        Where it fails, or leaves a thread or a connection, each worker begins with nothing. Workers that hold what an
+        earlier call has prepared end here, so no request may be at work. The thread that calls this must not end before
+        the workers do.
         """
         made = _Template()
         try:
@@ -88,8 +90,8 @@ class LocalProcesses(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """The future of `fn(text)`, where `fn` is a function of a module and both texts are str.
 
-        The future fails with WorkerDied if the process ends, with the same class if `fn` raised an error of ckpttool, and with
-        RuntimeError if it raised anything else.
+        The future fails with WorkerDied if the process ends, with the same class if `fn` raised an error of ckpttool,
+        and with RuntimeError if it raised anything else.
         """
         if kwargs or len(args) != 1 or fn.__module__ == "__main__" or "." in fn.__qualname__:
             raise ValueError(f"{fn.__module__}.{fn.__qualname__}{args}: only functions of modules, with one text.")
@@ -191,10 +193,24 @@ def _spawned(serve: Callable[..., None], theirs: socket.socket, stderr: BinaryIO
     """A new interpreter that runs a function of `local_worker`, and what it is to be sent first."""
     path = "\0".join(map(str, sys.path)).encode("utf-8", "surrogateescape")
     process = subprocess.Popen(
-        [sys.executable, "-P", "-X", "faulthandler", "-c", _CODE,
-         str(theirs.fileno()), str(len(path)), serve.__name__, str(os.getpid()), "ckpttool-worker"],
-        stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, pass_fds=[theirs.fileno()],
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            "-X",
+            "faulthandler",
+            "-c",
+            _CODE,
+            str(theirs.fileno()),
+            str(len(path)),
+            serve.__name__,
+            str(os.getpid()),
+            "ckpttool-worker",
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=stderr,
+        stderr=stderr,
+        pass_fds=[theirs.fileno()],
+    )
     return process, path
 
 

@@ -1,11 +1,13 @@
 """What a worker process of `local_processes` runs: it takes requests from a socket pair, and puts answers into it.
 
-A message is a kind (one byte), a length (eight bytes, little-endian) and that many bytes of UTF-8. A request is two messages: the
-name of a function, `module:name`, and its argument. The answer is one: R and what the function returned, or E and what it raised.
-Nothing is pickled. Standard input and output are not used, since libraries and child processes may use them.
+A message is a kind (one byte), a length (eight bytes, little-endian) and that many bytes of UTF-8. A request is two
+messages: the name of a function, `module:name`, and its argument. The answer is one: R and what the function returned,
+or E and what it raised. Nothing is pickled. Standard input and output are not used, since libraries and child processes
+may use them.
 
-A template is such a process that answers one request, which prepares what all workers need, and then makes workers by fork: they
-have it at once, and share its memory. It never has a second thread, so a fork finds no lock that another thread holds.
+A template is such a process that answers one request, which prepares what all workers need, and then makes workers by
+fork: they have it at once, and share its memory. It never has a second thread, so a fork finds no lock that another
+thread holds.
 """
 
 from __future__ import annotations
@@ -21,8 +23,18 @@ from importlib import import_module
 from typing import BinaryIO
 
 __all__ = [
-    "FORK", "RAISED", "REQUEST", "RETURNED", "WAIT", "end_with", "header", "main", "message", "read_message", "template",
-]  # fmt: skip
+    "FORK",
+    "RAISED",
+    "REQUEST",
+    "RETURNED",
+    "WAIT",
+    "end_with",
+    "header",
+    "main",
+    "message",
+    "read_message",
+    "template",
+]
 
 REQUEST, RETURNED, RAISED = b"Q", b"R", b"E"
 FORK, WAIT = b"F", b"W"  # to a template: with two descriptors, make a worker; say how the worker of this number ended
@@ -67,7 +79,8 @@ def main(file: BinaryIO, parent: int) -> None:
 def template(file: BinaryIO, parent: int) -> None:
     """Answer one request, then make workers, until the other end of the pair is closed or `parent` ends.
 
-    The answer is empty if workers cannot be copies, because there is another thread or a connection that all of them would use.
+    The answer is empty if workers cannot be copies, because there is another thread or a connection that all of them
+    would use.
     """
     _begin(file, parent)
     name, argument = read_message(file, REQUEST), read_message(file, REQUEST)

@@ -1,4 +1,5 @@
-"""Fill objects of a store with any number of workers: the cells that no part filled, and the proof that all have arrived.
+"""Fill objects of a store with any number of workers: the cells that no part filled, and the proof that all have
+arrived.
 
 cells = those of every object that no part has sent
 have them sent (cell_fill.py), with the bytes between chunks, which are known by now
@@ -50,7 +51,8 @@ def send_rest(
     workers: Workers,
     progress: Progress,
 ) -> int:
-    """Send every cell that is not in `sent`, {file: {cell: ETag}}, and every file without chunks; how often something was sent again.
+    """Send every cell that is not in `sent`, {file: {cell: ETag}}, and every file without chunks; how often something
+    was sent again.
 
     Args:
         asked: what all requests have in common.
@@ -74,8 +76,8 @@ def send_rest(
             sent[name].pop(number, None)
         again += len(lost)
     raise RemoteError(
-        f"{destination.place}: parts that were sent have been replaced or lost. Another run sends to the same place; run the "
-        "command again when it has ended."
+        f"{destination.place}: parts that were sent have been replaced or lost. Another run sends to the same place; "
+        "run the command again when it has ended."
     )
 
 

@@ -25,7 +25,8 @@ __all__ = ["digests_of", "for_reading"]
 
 @contextmanager
 def for_reading(spec: WorkersSpec, path: object, nbytes: int) -> Iterator[Workers | None]:
-    """The workers to read a checkpoint of so many bytes, which they open by its path; None where this process reads it alone."""
+    """The workers to read a checkpoint of so many bytes, which they open by its path; None where this process reads it
+    alone."""
     if spec in (1, "1") or (spec is None and default_count(nbytes) == 1) or not isinstance(path, (str, os.PathLike)):
         yield None
     else:
@@ -58,9 +59,14 @@ def digests_of(
         return tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, what, None, budget, seen)
     parts = cut_tensors(ckpt.tensors)
     same = {
-        "open": {"path": absolute_path(os.fspath(path)), "options": asdict(absolute(options)), "index": index_id(ckpt, opened.source)}, "threads": budget.threads,
+        "open": {
+            "path": absolute_path(os.fspath(path)),
+            "options": asdict(absolute(options)),
+            "index": index_id(ckpt, opened.source),
+        },
+        "threads": budget.threads,
         "buffer_bytes": budget.buffer_bytes,
-    }  # fmt: skip
+    }
 
     def request(number: int) -> str:
         return json.dumps({"digest": {**same, "first": parts[number].first, "stop": parts[number].stop}})

@@ -2,11 +2,12 @@
 
     cut the draft into parts; create the files
     have the parts filled by the workers of an executor (dispatch.py, part_worker.py)
-    write what lies between the chunks of different workers: heads, tails, frames that need several CRCs (parallel_cells.py in a store)
+    write what lies between the chunks of different workers: heads, tails, frames that need several CRCs
+    (parallel_cells.py in a store)
 
-A part that is filled twice gets the same bytes twice. What was filled stands in `parts/` of the destination's folder, durably; a store
-lists what was sent to it. When the coordinator dies, the same command goes on with what is missing, with any engine and any number of
-workers.
+A part that is filled twice gets the same bytes twice. What was filled stands in `parts/` of the destination's folder,
+durably; a store lists what was sent to it. When the coordinator dies, the same command goes on with what is missing,
+with any engine and any number of workers.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ def fill_with_workers(
     progress: Progress,
     budget: IOBudget,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Write every file of a draft; returns ({tensor: BLAKE3 hex digest of its bytes there}, as `fill.fill`, and facts of the run).
+    """Write every file of a draft; returns ({tensor: BLAKE3 hex digest of its bytes there}, as `fill.fill`, and facts
+    of the run).
 
-    The facts: "name" and "count" of the workers, "parts", how many of them an earlier run had "filled_before", how many were submitted
-    "again", and the bytes that each machine filled, by name, in "nodes".
+    The facts: "name" and "count" of the workers, "parts", how many of them an earlier run had "filled_before", how many
+    were submitted "again", and the bytes that each machine filled, by name, in "nodes".
 
     Args:
         job: `part_requests.job_of` this conversion.
@@ -107,8 +109,13 @@ def fill_with_workers(
     for found in results.values():
         nodes[found["node"]] = nodes.get(found["node"], 0) + found["bytes"]
     facts = {
-        "name": workers.name, "count": workers.count, "parts": len(parts), "filled_before": before, "again": again, "nodes": nodes,
-    }  # fmt: skip
+        "name": workers.name,
+        "count": workers.count,
+        "parts": len(parts),
+        "filled_before": before,
+        "again": again,
+        "nodes": nodes,
+    }
     return digests, facts
 
 

@@ -1,7 +1,8 @@
-"""Fill one part of a draft: its tensors' bytes, into files that the coordinator has created, or into parts of objects, and nothing besides.
+"""Fill one part of a draft: its tensors' bytes, into files that the coordinator has created, or into parts of objects,
+and nothing besides.
 
-Of the bytes around a chunk a worker writes those that follow from the chunk alone (`DraftFile.frames_alone`: the items of DCP). What
-needs the CRCs of other parts, and heads and tails, is the coordinator's.
+Of the bytes around a chunk a worker writes those that follow from the chunk alone (`DraftFile.frames_alone`: the items
+of DCP). What needs the CRCs of other parts, and heads and tails, is the coordinator's.
 """
 
 from __future__ import annotations
@@ -100,10 +101,19 @@ def fill_part(
         run.close()
     source.assert_unchanged()
     out = {
-        "digests": run.digests, "crcs": {str(file): rows for file, rows in run.crcs.items()}, "seen": reader.crcs.seen(),
-        "fringes": {str(file): [(at, b64encode(data).decode()) for at, data in out.fringes or ()] for file, out in run.outs.items()},
-        "lost": run.lost, "bytes": part.nbytes, "seconds": round(time.monotonic() - began, 3), "node": os.uname().nodename, **sent,
-    }  # fmt: skip
+        "digests": run.digests,
+        "crcs": {str(file): rows for file, rows in run.crcs.items()},
+        "seen": reader.crcs.seen(),
+        "fringes": {
+            str(file): [(at, b64encode(data).decode()) for at, data in out.fringes or ()]
+            for file, out in run.outs.items()
+        },
+        "lost": run.lost,
+        "bytes": part.nbytes,
+        "seconds": round(time.monotonic() - began, 3),
+        "node": os.uname().nodename,
+        **sent,
+    }
     tree.note_part(part.number, out)
     return out
 
@@ -135,8 +145,8 @@ class _PartFilling(Scatter):
         out.append(before)
 
     def _whole_record(self, file: int) -> bool:
-        """Whether all chunks of the record that the last chunk of a file lies in were written here. A cell is sent whole or not at all, so
-        that it pays to know what lies between; into a file, the coordinator writes it later."""
+        """Whether all chunks of the record that the last chunk of a file lies in were written here. A cell is sent
+        whole or not at all, so that it pays to know what lies between; into a file, the coordinator writes it later."""
         record_at, written = self.draft.files[file].record_at, self.crcs.get(file)
         if record_at is None or not written:
             return False

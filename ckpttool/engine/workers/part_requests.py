@@ -11,8 +11,8 @@
 
     {"error": {"kind", "message", "notes"}}
 
-A worker plans, or opens, for itself from what is the same in all requests, and refuses if its plan or its index is another one: another
-version, or other files.
+A worker plans, or opens, for itself from what is the same in all requests, and refuses if its plan or its index is
+another one: another version, or other files.
 """
 
 from __future__ import annotations
@@ -59,9 +59,12 @@ def job_of(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, p
     asked = {f.name: getattr(writing, f.name) for f in fields(writing)}
     options = asked.pop("options")
     return {
-        "src": absolute_path(os.fspath(src)), "dst": absolute_path(dst), "plan": plan, "reading": asdict(reading),
+        "src": absolute_path(os.fspath(src)),
+        "dst": absolute_path(dst),
+        "plan": plan,
+        "reading": asdict(reading),
         "writing": {**asked, "options": None if options is None else asdict(options)},
-    }  # fmt: skip
+    }
 
 
 def absolute_path(path: str) -> str:

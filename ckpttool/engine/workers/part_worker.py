@@ -28,8 +28,8 @@ T = TypeVar("T", bound=AbstractContextManager[Any])
 
 
 class Last(Generic[T]):
-    """What was made for the last question, open: a worker fills many parts of one plan. What was made before is closed when nobody uses it:
-    an engine may run several threads in a process, for several conversions."""
+    """What was made for the last question, open: a worker fills many parts of one plan. What was made before is closed
+    when nobody uses it: an engine may run several threads in a process, for several conversions."""
 
     def __init__(self, make: Callable[[str], T]) -> None:
         self.make: Callable[[str], T] = make
@@ -104,19 +104,28 @@ def _fill(asked: dict[str, Any]) -> dict[str, Any]:
     with _planned.of(json.dumps(asked["job"])) as planned:
         ckpt = planned.opened.checkpoint
         return fill_part(
-            planned.draft, planned.opened.source, ckpt.files, ckpt.records, Part(*asked["part"]),
+            planned.draft,
+            planned.opened.source,
+            ckpt.files,
+            ckpt.records,
+            Part(*asked["part"]),
             SharedObjects(asked["tree"]) if "objects" in asked["tree"] else SharedTree(asked["tree"]),
-            IOBudget(asked["threads"], asked["buffer_bytes"]), there=asked["there"],
-        )  # fmt: skip
+            IOBudget(asked["threads"], asked["buffer_bytes"]),
+            there=asked["there"],
+        )
 
 
 def _cells(asked: dict[str, Any]) -> dict[str, Any]:
     """Some cells of the objects of a conversion."""
     with _planned.of(json.dumps(asked["job"])) as planned:
         return send_cells(
-            planned.draft, planned.opened.source, planned.opened.checkpoint.files, asked["cells"], SharedObjects(asked["tree"]),
+            planned.draft,
+            planned.opened.source,
+            planned.opened.checkpoint.files,
+            asked["cells"],
+            SharedObjects(asked["tree"]),
             IOBudget(asked["threads"], asked["buffer_bytes"]),
-        )  # fmt: skip
+        )
 
 
 def _digest(asked: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +153,8 @@ def _open(asked: str) -> OpenCheckpoint:
     opened.locate()
     if index_id(opened.checkpoint, opened.source) != said["index"]:
         raise CkpttoolError(
-            f"this worker finds another checkpoint at {said['path']} than the process that asked: files that differ between the machines, or "
-            "another version of ckpttool."
+            f"this worker finds another checkpoint at {said['path']} than the process that asked: files that differ "
+            "between the machines, or another version of ckpttool."
         )
     return opened
 
@@ -162,8 +171,9 @@ def _plan(job: str) -> Plan:
     mine = plan_id(planned.opened.source, planned.draft, planned.target, reading, replace(writing, drop=False))
     if mine != said["plan"]:
         raise CkpttoolError(
-            f"this worker plans the conversion of {src} differently from the process that asked: it has another version of ckpttool, or "
-            "sees other files. Install the same version everywhere, on a file system that all of them see."
+            f"this worker plans the conversion of {src} differently from the process that asked: it has another "
+            "version of ckpttool, or sees other files. Install the same version everywhere, on a file system that all "
+            "of them see."
         )
     return planned
 

@@ -1,8 +1,8 @@
 """Parts of a draft: runs of consecutive tensors, each of which any worker can fill by itself.
 
-A draft lists its tensors so that every file is written front to back (index/draft.py). A run of them is therefore one range of
-bytes in each file that it touches, and the next run begins where it ends. The cut depends on the draft alone, so the bytes, the
-digests and the plan are the same for one worker and for a thousand.
+A draft lists its tensors so that every file is written front to back (index/draft.py). A run of them is therefore one
+range of bytes in each file that it touches, and the next run begins where it ends. The cut depends on the draft alone,
+so the bytes, the digests and the plan are the same for one worker and for a thousand.
 
 A tensor is never cut: its digest is a BLAKE3 of all its bytes, in order.
 """
@@ -22,7 +22,8 @@ _LEAST_BYTES = 16 << 20
 _PARTS = 64  # as many at least, where that leaves _LEAST_BYTES for each
 _LEAST_BYTES_OF_A_FILE = 8 << 20
 
-#: Of a file that is sent to a store, a part has so many cells on average, at least and at most: those at its ends are read twice.
+#: Of a file that is sent to a store, a part has so many cells on average, at least and at most: those at its ends are
+#: read twice.
 _CELLS_OF_A_FILE = 2, 8
 
 
@@ -41,8 +42,8 @@ def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[Part]:
 
 
 def cut(draft: Draft, cell_bytes: int = 0) -> list[Part]:
-    """The parts of a draft: of about 1 GiB, or a 64th of the whole, and of 8 MiB on average for each file that the next part goes on with;
-    for a store, whose objects have cells, of 2 to 8 cells there."""
+    """The parts of a draft: of about 1 GiB, or a 64th of the whole, and of 8 MiB on average for each file that the next
+    part goes on with; for a store, whose objects have cells, of 2 to 8 cells there."""
     of_a_file = _LEAST_BYTES_OF_A_FILE
     if cell_bytes:
         fewest, most = (n * cell_bytes for n in _CELLS_OF_A_FILE)

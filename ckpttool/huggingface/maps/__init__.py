@@ -1,4 +1,5 @@
-"""The name maps that come with ckpttool, NAME.map: texts in the format of index/name_maps.py, for names of transformers on the right."""
+"""The name maps that come with ckpttool, NAME.map: texts in the format of index/name_maps.py, for names of transformers
+on the right."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def load(asked: str) -> NameMap:
 
 
 def _included(name: str) -> str:
-    """The text that a line `include` stands for; never that of a file, which a worker on another machine would not have."""
+    """The text that a line `include` stands for; never that of a file, which a worker on another machine would not
+    have."""
     if name not in _every():
         raise UsageError(f"include {name}: no such map comes with ckpttool. Maps: {', '.join(names())}.")
     return text_of(name)

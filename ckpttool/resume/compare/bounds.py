@@ -9,9 +9,10 @@ What the measurements showed:
 
 * bf16 noise comes from the shape of the micro-batch, not from the world size. With the shape held (both sides know
   micro_batch and sequence, and they are equal) bf16 is as exact as fp32.
-* Where the parameters themselves are bf16, gradients are rounded and added up in it: the noise is that of bf16 whatever is
-  held, and an update is a whole number of quanta. That column was measured with the models of tests/live/herd.py, against
-  the recording of each and against each other, with 1 to 12 rows a pass (`tests/README.md` says how).
+* Where the parameters themselves are bf16, gradients are rounded and added up in it: the noise is that of bf16 whatever
+  is
+  held, and an update is a whole number of quanta. That column was measured with the models of tests/live/herd.py,
+  against the recording of each and against each other, with 1 to 12 rows a pass (`tests/README.md` says how).
 * Step 1 is nearly exact: nothing has been updated yet. Noise grows from step to step, so later bounds are wider, and
   those of steps after the tenth, which were not measured as closely, grow in proportion to the number of the step.
 
@@ -29,8 +30,19 @@ from ...errors import UsageError, argument
 from ..trace.model import Trace
 
 __all__ = [
-    "CHAOTIC", "COLUMNS", "NOISE_FLOOR", "PROFILES", "QUANTA", "SIGNALS", "Bound", "bounds", "column", "held", "low", "precision",
-]  # fmt: skip
+    "CHAOTIC",
+    "COLUMNS",
+    "NOISE_FLOOR",
+    "PROFILES",
+    "QUANTA",
+    "SIGNALS",
+    "Bound",
+    "bounds",
+    "column",
+    "held",
+    "low",
+    "precision",
+]
 
 #: The signals, as in names of checks, in the order in which they are judged.
 SIGNALS = ("loss", "grad_norm", "worst_grad", "update_norm", "worst_update")
@@ -38,48 +50,86 @@ SIGNALS = ("loss", "grad_norm", "worst_grad", "update_norm", "worst_update")
 #: {column: {signal: (step 1, later)}}; the probe is before any step.
 COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
     "fp32": {
-        "probe": (5e-6, 5e-6), "loss": (1e-6, 2e-6), "grad_norm": (1e-6, 2e-6), "update_norm": (1e-6, 1e-5),
-        "worst_grad": (2e-6, 1e-5), "worst_update": (1e-5, 5e-5),
+        "probe": (5e-6, 5e-6),
+        "loss": (1e-6, 2e-6),
+        "grad_norm": (1e-6, 2e-6),
+        "update_norm": (1e-6, 1e-5),
+        "worst_grad": (2e-6, 1e-5),
+        "worst_update": (1e-5, 5e-5),
     },
     "fp32, other kernels": {
-        "probe": (5e-5, 5e-5), "loss": (1e-5, 2e-5), "grad_norm": (1e-5, 2e-5), "update_norm": (1e-5, 1e-4),
-        "worst_grad": (2e-5, 1e-4), "worst_update": (1e-4, 5e-4),
+        "probe": (5e-5, 5e-5),
+        "loss": (1e-5, 2e-5),
+        "grad_norm": (1e-5, 2e-5),
+        "update_norm": (1e-5, 1e-4),
+        "worst_grad": (2e-5, 1e-4),
+        "worst_update": (1e-4, 5e-4),
     },
     "bf16, micro-batch held": {
-        "probe": (1e-6, 1e-6), "loss": (1e-6, 2e-6), "grad_norm": (1e-6, 2e-6), "update_norm": (1e-6, 1e-5),
-        "worst_grad": (2e-6, 1e-5), "worst_update": (1e-5, 5e-5),
+        "probe": (1e-6, 1e-6),
+        "loss": (1e-6, 2e-6),
+        "grad_norm": (1e-6, 2e-6),
+        "update_norm": (1e-6, 1e-5),
+        "worst_grad": (2e-6, 1e-5),
+        "worst_update": (1e-5, 5e-5),
     },
     "bf16": {
-        "probe": (1e-6, 1e-6), "loss": (2e-6, 1e-3), "grad_norm": (2e-3, 4e-3), "update_norm": (4e-4, 2e-3),
-        "worst_grad": (2e-2, 5e-2), "worst_update": (1e-2, 1e-1),
+        "probe": (1e-6, 1e-6),
+        "loss": (2e-6, 1e-3),
+        "grad_norm": (2e-3, 4e-3),
+        "update_norm": (4e-4, 2e-3),
+        "worst_grad": (2e-2, 5e-2),
+        "worst_update": (1e-2, 1e-1),
     },
     "bf16, other kernels": {
-        "probe": (2e-2, 2e-2), "loss": (2e-4, 1e-3), "grad_norm": (2e-3, 4e-3), "update_norm": (4e-4, 2e-3),
-        "worst_grad": (2e-2, 5e-2), "worst_update": (1e-2, 1e-1),
+        "probe": (2e-2, 2e-2),
+        "loss": (2e-4, 1e-3),
+        "grad_norm": (2e-3, 4e-3),
+        "update_norm": (4e-4, 2e-3),
+        "worst_grad": (2e-2, 5e-2),
+        "worst_update": (1e-2, 1e-1),
     },
     "bf16 parameters": {
-        "probe": (1e-6, 1e-6), "loss": (5e-5, 1e-3), "grad_norm": (4e-3, 4e-2), "update_norm": (2e-3, 5e-3),
-        "worst_grad": (5e-2, 2.5e-1), "worst_update": (5e-2, 1.5e-1),
+        "probe": (1e-6, 1e-6),
+        "loss": (5e-5, 1e-3),
+        "grad_norm": (4e-3, 4e-2),
+        "update_norm": (2e-3, 5e-3),
+        "worst_grad": (5e-2, 2.5e-1),
+        "worst_update": (5e-2, 1.5e-1),
     },
     "bf16 parameters, other kernels": {
-        "probe": (2e-2, 2e-2), "loss": (2e-4, 1e-3), "grad_norm": (4e-3, 4e-2), "update_norm": (2e-3, 5e-3),
-        "worst_grad": (5e-2, 2.5e-1), "worst_update": (5e-2, 1.5e-1),
+        "probe": (2e-2, 2e-2),
+        "loss": (2e-4, 1e-3),
+        "grad_norm": (4e-3, 4e-2),
+        "update_norm": (2e-3, 5e-3),
+        "worst_grad": (5e-2, 2.5e-1),
+        "worst_update": (5e-2, 1.5e-1),
     },
     # NeMo AutoModel's relaxed profile (tests/functional_tests/checkpoint_robustness, resume_trajectory.py): 7.5e-3
-    # relative and 1e-4 absolute in step 1, 7.5e-3 and 1e-2 after it, of the loss. The others were measured with weights, and
-    # weights and moments, rounded to bf16, in jobs of fp32 and of bf16 parameters: three to five times the largest deviation.
+    # relative and 1e-4 absolute in step 1, 7.5e-3 and 1e-2 after it, of the loss. The others were measured with
+    # weights, and weights and moments, rounded to bf16, in jobs of fp32 and of bf16 parameters: three to five times the
+    # largest deviation.
     "relaxed": {
-        "probe": (1e-1, 1e-1), "loss": (7.5e-3, 7.5e-3), "grad_norm": (1.5e-2, 4e-2),
-        "update_norm": (1e-2, 5e-2), "worst_grad": (2.5e-1, 2.5e-1), "worst_update": (4e-1, 8e-1),
+        "probe": (1e-1, 1e-1),
+        "loss": (7.5e-3, 7.5e-3),
+        "grad_norm": (1.5e-2, 4e-2),
+        "update_norm": (1e-2, 5e-2),
+        "worst_grad": (2.5e-1, 2.5e-1),
+        "worst_update": (4e-1, 8e-1),
     },
-}  # fmt: skip
+}
 
-#: Where Muon runs at another world size: it multiplies shards of a momentum in bf16 and sums them over ranks. Four to six times the
-#: deviations at 1, 2 and 3 ranks (update 2.7e-3, of a tensor 7.4e-3; a step later loss 1.2e-5, gradient 7.1e-5, of a tensor 2.6e-4).
+#: Where Muon runs at another world size: it multiplies shards of a momentum in bf16 and sums them over ranks. Four to
+#: six times the
+#: deviations at 1, 2 and 3 ranks (update 2.7e-3, of a tensor 7.4e-3; a step later loss 1.2e-5, gradient 7.1e-5, of a
+#: tensor 2.6e-4).
 _MUON: dict[str, tuple[float, float]] = {
-    "loss": (0, 6e-5), "grad_norm": (0, 4e-4), "update_norm": (1e-2, 1e-2), "worst_grad": (0, 1.5e-3),
+    "loss": (0, 6e-5),
+    "grad_norm": (0, 4e-4),
+    "update_norm": (1e-2, 1e-2),
+    "worst_grad": (0, 1.5e-3),
     "worst_update": (4e-2, 4e-2),
-}  # fmt: skip
+}
 
 #: Absolute parts of bounds, of the loss under the relaxed profile: (step 1, later).
 _ABSOLUTE = (1e-4, 1e-2)
@@ -94,8 +144,10 @@ PROFILES: dict[str, str] = {
 #: a bias of k_proj is zero but for rounding, since softmax does not see it; Adam makes an update of usual size of it).
 NOISE_FLOOR = {"fp32": 1e-6, "bf16": 1e-4, "bf16 parameters": 1e-3}
 
-#: The update of a parameter of 16 bits is a whole number of its quanta (`Trace.quanta`), and an element whose update is near
-#: half of one makes it or not as the last bit of a gradient has it. So a deviation is relative to this many quanta at least.
+#: The update of a parameter of 16 bits is a whole number of its quanta (`Trace.quanta`), and an element whose update is
+#: near
+#: half of one makes it or not as the last bit of a gradient has it. So a deviation is relative to this many quanta at
+#: least.
 QUANTA = 4.0
 
 #: If two runs of one job differ by more than this, staying within such a bound proves nothing.
@@ -106,8 +158,8 @@ _OF_ANOTHER_PROGRAM = 2.0
 
 
 class Bound(NamedTuple):
-    """What passes: a deviation of at most `relative` + `absolute` / |reference|; `source` as in `Check`. If two runs of the job made the bound, it is
-    `times` what they differed by."""
+    """What passes: a deviation of at most `relative` + `absolute` / |reference|; `source` as in `Check`. If two runs of
+    the job made the bound, it is `times` what they differed by."""
 
     relative: float
     source: str = "measured"
@@ -125,15 +177,15 @@ class Bound(NamedTuple):
         if not self.chaotic:
             return None
         return (
-            f"two runs of this very job differ by {self.relative / self.times:.2g}, and a bound of {self.times:g} times that "
-            "would prove nothing: turn off what is random, or compute deterministically; what amplifies every rounding has its first "
-            "step to be judged by"
+            f"two runs of this very job differ by {self.relative / self.times:.2g}, and a bound of {self.times:g} "
+            "times that would prove nothing: turn off what is random, or compute deterministically; what amplifies "
+            "every rounding has its first step to be judged by"
         )
 
 
 def precision(reference: Trace | None, got: Trace) -> str:
-    """ "fp32" or "bf16": the dtype of the computation. A side that did not record it is taken to be like the other; if both did
-    not, bf16. fp16 is more precise than bf16 and uses its bounds.
+    """ "fp32" or "bf16": the dtype of the computation. A side that did not record it is taken to be like the other; if
+    both did not, bf16. fp16 is more precise than bf16 and uses its bounds.
     """
     words = [t.dtype for t in (got, reference) if t is not None and t.dtype]
     if low(got):
@@ -149,10 +201,10 @@ def low(trace: Trace) -> bool:
 def held(reference: Trace, got: Trace) -> bool:
     """Whether every forward pass is known to have had the same shape on both sides, and gradients the same rounding.
 
-    The runner divides the loss of a micro-batch by the tokens of the global batch before the backward pass; a loop with a
-    recorder by those of the micro-batch, and the rest afterwards. In bfloat16 the digits of the gradients are the same
-    only if the ratio of the two, the number of micro-batches of a step, is a power of two (three micro-batches: the grad
-    norm was off by 1.2e-4, measured).
+    The runner divides the loss of a micro-batch by the tokens of the global batch before the backward pass; a loop with
+    a recorder by those of the micro-batch, and the rest afterwards. In bfloat16 the digits of the gradients are the
+    same only if the ratio of the two, the number of micro-batches of a step, is a power of two (three micro-batches:
+    the grad norm was off by 1.2e-4, measured).
     """
     if None in (got.micro_batch, got.sequence) or got.sequence != reference.sequence:
         return False
@@ -189,9 +241,9 @@ def bounds(profile: str, reference: Trace, got: Trace, noise: Mapping[str, float
     """{name of a check: Bound} for "probe.logits", "step1.<signal>" and "steps.<signal>".
 
     `noise` {name of a check: deviation between two runs of the same job} widens a bound to five times what was found;
-    it never narrows one. A bound that is beyond `CHAOTIC` because of that is marked. A recorded job is another program, whose
-    gradients are rounded otherwise in the first step already: there, bounds are ten times the noise, and those of the first step's updates
-    come from the later ones too.
+    it never narrows one. A bound that is beyond `CHAOTIC` because of that is marked. A recorded job is another program,
+    whose gradients are rounded otherwise in the first step already: there, bounds are ten times the noise, and those of
+    the first step's updates come from the later ones too.
     """
     chosen = column(profile, reference, got)
     table = COLUMNS[chosen]

@@ -1,7 +1,7 @@
 """The differences of two traces, as data: `judge` turns them into checks, `diagnosis` looks for causes in them.
 
-Comparisons use full-precision values, not the rounded values shown. Equal numbers have the deviation 0; NaN never equals
-NaN. A tied parameter is found under any of its names. What one side did not record is not a difference.
+Comparisons use full-precision values, not the rounded values shown. Equal numbers have the deviation 0; NaN never
+equals NaN. A tied parameter is found under any of its names. What one side did not record is not a difference.
 """
 
 from __future__ import annotations
@@ -16,28 +16,94 @@ from ..trace.model import Step, Trace
 from .bounds import QUANTA
 
 __all__ = [
-    "MISSING", "alike", "config_aside", "config_differences", "copies_differ", "deviation", "differing", "first_pair",
-    "in_stored_dtypes", "judged", "missing_and_extra", "not_as_stored", "not_finite", "option_differences", "options", "options_aside",
-    "other_job", "pairs", "rates_by_group", "shape_differences", "state_obstacle", "steps_of", "tensor_deviations", "ties",
-]  # fmt: skip
+    "MISSING",
+    "alike",
+    "config_aside",
+    "config_differences",
+    "copies_differ",
+    "deviation",
+    "differing",
+    "first_pair",
+    "in_stored_dtypes",
+    "judged",
+    "missing_and_extra",
+    "not_as_stored",
+    "not_finite",
+    "option_differences",
+    "options",
+    "options_aside",
+    "other_job",
+    "pairs",
+    "rates_by_group",
+    "shape_differences",
+    "state_obstacle",
+    "steps_of",
+    "tensor_deviations",
+    "ties",
+]
 
 #: Options that change how the optimizer computes, but not the result.
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable", "params", "param_names"))
 
 #: Options that torch's own optimizers write, some versions of them.
-_TORCHS = frozenset((
-    "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay", "momentum", "dampening", "nesterov",
-    "rho", "alpha", "centered", "lambd", "t0", "lr_decay", "initial_accumulator_value", "momentum_decay", "etas", "step_sizes",
-))  # fmt: skip
+_TORCHS = frozenset(
+    (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "amsgrad",
+        "maximize",
+        "decoupled_weight_decay",
+        "momentum",
+        "dampening",
+        "nesterov",
+        "rho",
+        "alpha",
+        "centered",
+        "lambd",
+        "t0",
+        "lr_decay",
+        "initial_accumulator_value",
+        "momentum_decay",
+        "etas",
+        "step_sizes",
+    )
+)
 
 #: Keys of a model's configuration about its file, its use or its writer, which do not affect the computation.
-_SILENT = frozenset((
-    "torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "_name_or_path", "name_or_path",
-    "_commit_hash", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "auto_map", "id2label",
-    "label2id", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "is_decoder",
-    "use_bfloat16", "problem_type", "tokenizer_class", "prefix", "task_specific_params", "generation_config",
-    "bos_token_id", "eos_token_id", "chunk_size_feed_forward",
-))  # fmt: skip
+_SILENT = frozenset(
+    (
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "architectures",
+        "use_cache",
+        "_name_or_path",
+        "name_or_path",
+        "_commit_hash",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torchscript",
+        "auto_map",
+        "id2label",
+        "label2id",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        "is_decoder",
+        "use_bfloat16",
+        "problem_type",
+        "tokenizer_class",
+        "prefix",
+        "task_specific_params",
+        "generation_config",
+        "bos_token_id",
+        "eos_token_id",
+        "chunk_size_feed_forward",
+    )
+)
 
 
 class _Missing:
@@ -51,7 +117,8 @@ MISSING = _Missing()
 
 
 def deviation(got: float, expected: float) -> float:
-    """|got - expected| / |expected|; 0 if they are equal, NaN if one is NaN, infinite if `expected` is 0 or one is infinite."""
+    """|got - expected| / |expected|; 0 if they are equal, NaN if one is NaN, infinite if `expected` is 0 or one is
+    infinite."""
     if got == expected:
         return 0.0
     if math.isnan(got) or math.isnan(expected):
@@ -109,9 +176,10 @@ def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str
 
     def gone(have: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         return [
-            n for n in have
+            n
+            for n in have
             if n not in other and judged(n) and not any(alias in other for alias in _other_names(n, tied))
-        ]  # fmt: skip
+        ]
 
     return gone(reference.state, got.state), gone(got.state, reference.state)
 
@@ -127,9 +195,9 @@ def not_as_stored(got: Trace) -> list[str]:
 
 
 def in_stored_dtypes(reference: Trace, got: Trace) -> tuple[Trace, Trace]:
-    """Both traces as a comparison sees them that allows rounding: a tensor that the files of `got` have in another dtype than
-    the reference is on both sides what it is in that dtype, and those that the reference has no rounded fingerprint of
-    have none. `environment["as_stored"]` and `["not_rounded"]` of the second list them.
+    """Both traces as a comparison sees them that allows rounding: a tensor that the files of `got` have in another
+    dtype than the reference is on both sides what it is in that dtype, and those that the reference has no rounded
+    fingerprint of have none. `environment["as_stored"]` and `["not_rounded"]` of the second list them.
     """
     theirs, ours, files = dict(reference.state), dict(got.state), dict(got.stored)
     as_stored: list[str] = []
@@ -238,8 +306,8 @@ def _same_version(reference: Trace, got: Trace, package: str) -> bool:
 def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{key: (expected, found)} of two configurations of a model, with dots where they are nested.
 
-    Keys that do not affect the computation are left out. A key that one side lacks is MISSING there, unless its value is
-    None, False or empty, or `config_aside` has it. rope_theta is the same at the top and in rope_parameters, where
+    Keys that do not affect the computation are left out. A key that one side lacks is MISSING there, unless its value
+    is None, False or empty, or `config_aside` has it. rope_theta is the same at the top and in rope_parameters, where
     transformers 5 has it.
     """
     a, b, aside = _leaves(reference), _leaves(got), set(config_aside(reference, got))
@@ -251,7 +319,8 @@ def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> 
 
 
 def config_aside(reference: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """Keys that one side lacks and that are not compared: versions of transformers differ in which defaults they write."""
+    """Keys that one side lacks and that are not compared: versions of transformers differ in which defaults they
+    write."""
     if reference.get("transformers_version") == got.get("transformers_version"):
         return []
     a, b = _leaves(reference), _leaves(got)
@@ -319,10 +388,10 @@ def tensor_deviations(
 ) -> tuple[dict[str, tuple[float, float, float]], int]:
     """({FQN: (deviation, expected, found)}, number left out) of the gradients or updates of single tensors.
 
-    Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all, if that is larger;
-    of updates to some quanta of the parameter (`bounds.QUANTA`), if that is.
-    Gradients below that on both sides are rounding noise; they are left out, and so are the updates of such tensors, which
-    Adam makes from the noise. A tensor that one side lacks counts as zero there, unless it is tied and has another name.
+    Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all, if that is
+    larger; of updates to some quanta of the parameter (`bounds.QUANTA`), if that is. Gradients below that on both sides
+    are rounding noise; they are left out, and so are the updates of such tensors, which Adam makes from the noise. A
+    tensor that one side lacks counts as zero there, unless it is tied and has another name.
     """
     theirs, ours = (expected.updates, found.updates) if updates else (expected.grads, found.grads)
     whole = math.sqrt(sum(v * v for v in theirs.values() if math.isfinite(v)))
@@ -364,8 +433,8 @@ def _norm_of(name: str, norms: Mapping[str, float], tied: Sequence[Sequence[str]
 def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple[str, float, float]]:
     """(group, expected, found) of the learning rates of a step.
 
-    Groups are matched by their parameters if both sides list them, since their order may differ; else by position. Lists of
-    different lengths are compared as sets of values: a missing value is NaN.
+    Groups are matched by their parameters if both sides list them, since their order may differ; else by position.
+    Lists of different lengths are compared as sets of values: a missing value is NaN.
     """
     x, y = a.learning_rates or [], b.learning_rates or []
     sides = []

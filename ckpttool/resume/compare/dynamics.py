@@ -2,11 +2,11 @@
 
     Dynamics(reference, got, "strict", limits).checks()
 
-Steps are matched by number, and the first one after loading ("step1") is judged separately from the later ones ("steps").
-First comes the question whether the two are meant to compute the same: batches, precision, random numbers. Then every
-signal (the loss, norms, the worst single tensor) is measured in every common step, relative to the reference; the check of a
-stage reports the step that uses most of its bound. Batches and learning rates are compared exactly, even if numbers cannot
-be compared.
+Steps are matched by number, and the first one after loading ("step1") is judged separately from the later ones
+("steps"). First comes the question whether the two are meant to compute the same: batches, precision, random numbers.
+Then every signal (the loss, norms, the worst single tensor) is measured in every common step, relative to the
+reference; the check of a stage reports the step that uses most of its bound. Batches and learning rates are compared
+exactly, even if numbers cannot be compared.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ __all__ = ["Dynamics"]
 
 #: Signals in messages, and what to pass to a Recorder so that it records them.
 _WORDS = {
-    "loss": "the loss", "grad_norm": "the grad norm", "worst_grad": "the gradient of a tensor",
-    "update_norm": "the norm of the update", "worst_update": "the update of a tensor", "batch": "the batch",
+    "loss": "the loss",
+    "grad_norm": "the grad norm",
+    "worst_grad": "the gradient of a tensor",
+    "update_norm": "the norm of the update",
+    "worst_update": "the update of a tensor",
+    "batch": "the batch",
     "learning_rates": "the learning rates",
-}  # fmt: skip
+}
 _HINTS = {
     "grad_norm": "pass grad_norm to Recorder.step, or give Recorder the model and the optimizer",
     "worst_grad": "give Recorder the model and the optimizer, with norms=True",
@@ -55,7 +59,8 @@ class _Worst:
 
 
 def _other_data(reference: Trace, got: Trace) -> str | None:
-    """Why the batches are not expected to be the same, or None. If the first batches are equal, file names do not matter."""
+    """Why the batches are not expected to be the same, or None. If the first batches are equal, file names do not
+    matter."""
     both = pairs(reference, got)
     if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
         return None
@@ -83,12 +88,12 @@ def _random(reference: Trace, got: Trace) -> str | None:
         if drawn == "seeded" == reference.environment.get("random") and same:
             return None
         return (
-            "the forward pass draws random numbers, such as noise or a dropout that is not a module, and they are not those of the "
-            "reference: switch them off in both, or restore the random states at the same world size"
+            "the forward pass draws random numbers, such as noise or a dropout that is not a module, and they are not "
+            "those of the reference: switch them off in both, or restore the random states at the same world size"
         )
     return (
-        "dropout is on, and the random states are not those of the reference: switch dropout off in both, or restore the "
-        "states at the same world size"
+        "dropout is on, and the random states are not those of the reference: switch dropout off in both, or restore "
+        "the states at the same world size"
     )
 
 

@@ -2,10 +2,10 @@
 
     checks, envelope = judge(reference, got, "strict")
 
-Checks come in the order of `ORDER`; earlier ones cost less and say more exactly what is wrong. First the state in the job
-and its configuration, then the probe before any step, the first step (nothing has been updated yet, so numbers are nearly
-exact), the later steps, the checks that need no reference, and the save and load. Without a reference, only the last two
-kinds are run, and those checks of the state that need none.
+Checks come in the order of `ORDER`; earlier ones cost less and say more exactly what is wrong. First the state in the
+job and its configuration, then the probe before any step, the first step (nothing has been updated yet, so numbers are
+nearly exact), the later steps, the checks that need no reference, and the save and load. Without a reference, only the
+last two kinds are run, and those checks of the state that need none.
 
 `state_checks` and `run_checks` have the checks, `dynamics` those of steps, `differences` finds what differs.
 """
@@ -27,14 +27,34 @@ __all__ = ["ORDER", "judge", "noise"]
 
 #: The names of all checks.
 ORDER = (
-    "state.loaded", "state.plausible", "state.names", "state.shapes", "state.digests", "state.scalars",
-    "config.groups", "config.scheduler", "config.rng", "config.dataloader", "config.scaler", "config.values", "config.tied",
+    "state.loaded",
+    "state.plausible",
+    "state.names",
+    "state.shapes",
+    "state.digests",
+    "state.scalars",
+    "config.groups",
+    "config.scheduler",
+    "config.rng",
+    "config.dataloader",
+    "config.scaler",
+    "config.values",
+    "config.tied",
     "config.model",
-    "probe.logits", "probe.ranks",
-    "step1.batch", "step1.learning_rates", *(f"step1.{s}" for s in SIGNALS),
-    "steps.batch", "steps.learning_rates", *(f"steps.{s}" for s in SIGNALS),
-    "run.ranks", "run.finite", "run.spike", "run.dead", "roundtrip.state",
-)  # fmt: skip
+    "probe.logits",
+    "probe.ranks",
+    "step1.batch",
+    "step1.learning_rates",
+    *(f"step1.{s}" for s in SIGNALS),
+    "steps.batch",
+    "steps.learning_rates",
+    *(f"steps.{s}" for s in SIGNALS),
+    "run.ranks",
+    "run.finite",
+    "run.spike",
+    "run.dead",
+    "roundtrip.state",
+)
 
 
 def judge(

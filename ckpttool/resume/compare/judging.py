@@ -1,4 +1,5 @@
-"""What the runs of one plan say, and whether that is enough: `judge` on their traces, with the noise of the job if it was measured."""
+"""What the runs of one plan say, and whether that is enough: `judge` on their traces, with the noise of the job if it
+was measured."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _UPDATES = ("step1.update_norm", "step1.worst_update")
 
 
 class Judged(NamedTuple):
-    """What `judge` gave, with the noise if that was measured; `random` if the job's numbers depend on its micro-batches."""
+    """What `judge` gave, with the noise if that was measured; `random` if the job's numbers depend on its
+    micro-batches."""
 
     checks: list[Check]
     envelope: dict[str, list[float]]
@@ -30,7 +32,8 @@ class Judged(NamedTuple):
 
     @property
     def unsure(self) -> bool:
-        """Whether nothing fails but numbers of later steps or the first update, as they also do in a job that amplifies every
+        """Whether nothing fails but numbers of later steps or the first update, as they also do in a job that amplifies
+        every
         rounding: Muon orthogonalises its updates in bf16, and Adagrad makes full-size updates of rounding noise."""
         failed = self.failed
         numbers = (c.source in ("measured", "given") and (c.stage == "steps" or c.name in _UPDATES) for c in failed)
@@ -38,7 +41,8 @@ class Judged(NamedTuple):
 
 
 def judged_runs(traces: Mapping[str, Trace], recorded: Trace | None, profile: str) -> Judged:
-    """The verdict on the run "candidate", compared with the run "reference" or the recorded one. "noise" is a second run of the reference."""
+    """The verdict on the run "candidate", compared with the run "reference" or the recorded one. "noise" is a second
+    run of the reference."""
     from .judge import judge, noise
 
     got, reference = traces["candidate"], traces.get("reference") or recorded

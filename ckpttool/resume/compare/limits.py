@@ -4,9 +4,9 @@
     gates(trace, numbers, min_mfu=0.40, ...)            a Check for each limit
 
 MFU is 6 x parameters x tokens of a step / (seconds of a step x ranks x peak of a device): the arithmetic of a dense
-model's matrices, forward and backward, without attention and without what activation checkpointing recomputes (as in PaLM,
-arXiv 2204.02311, without its term for attention). The peak is that of dense bf16. If it is neither known nor given, there is
-no MFU; it is never guessed.
+model's matrices, forward and backward, without attention and without what activation checkpointing recomputes (as in
+PaLM, arXiv 2204.02311, without its term for attention). The peak is that of dense bf16. If it is neither known nor
+given, there is no MFU; it is never guessed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .verdict import Check
 __all__ = ["PEAKS", "gates", "metrics", "peak_flops"]
 
 #: (pattern of the name that CUDA gives a device, dense bf16 FLOP/s, where the number is published). First match counts.
-#: Numbers with sparsity are halved. Not listed: devices without bf16 (V100, T4), H20 (no data sheet was found), and H100 NVL
+#: Numbers with sparsity are halved. Not listed: devices without bf16 (V100, T4), H20 (no data sheet was found), and
+#: H100 NVL
 #: (its data sheets disagree: 1671 TFLOPS, and before that 3958 for two).
 PEAKS: tuple[tuple[str, float, str], ...] = (
     (r"\bGB200\b", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5 PFLOPS a GPU with sparsity"),
@@ -146,9 +147,11 @@ def gates(
 
 
 _WHAT = {
-    "mfu": "MFU", "reserved_gib": "peak reserved memory", "step_seconds": "the time of a step",
+    "mfu": "MFU",
+    "reserved_gib": "peak reserved memory",
+    "step_seconds": "the time of a step",
     "load_seconds": "the time of loading",
-}  # fmt: skip
+}
 
 
 def _missing(trace: Trace, key: str) -> str:
@@ -160,8 +163,14 @@ def _missing(trace: Trace, key: str) -> str:
     if not any(s.seconds for s in trace.steps[1:]):
         return f"the first step warms up; run at least two steps ({argument('steps', 2)})"
     if not _tokens(trace):
-        return f"the run does not say how many tokens a step has; give {argument('global_batch')} and {argument('sequence')}"
+        return (
+            f"the run does not say how many tokens a step has; give {argument('global_batch')} and "
+            f"{argument('sequence')}"
+        )
     if not trace.parameters or not trace.world_size:
         return "the run does not say how many parameters and ranks it has"
     device = _name(trace) or "no device"
-    return f"the peak of {device} in {trace.dtype or 'an unknown dtype'} is not in the list; give {argument('peak_tflops')}"
+    return (
+        f"the peak of {device} in {trace.dtype or 'an unknown dtype'} is not in the list; give "
+        f"{argument('peak_tflops')}"
+    )

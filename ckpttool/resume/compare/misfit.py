@@ -3,8 +3,9 @@
     found = compared({"net.w": (8, 4)}, {"w": (8, 4)}, tied)     # {"prefix": "net.", ...}, on a rank
     does_not_fit(reference, trace), advice(trace)                # where the runs are judged
 
-A checkpoint of another model, or under other names, is no damaged one: the job is to blame as likely as the checkpoint. But
-if the original fits the same job, or if a recorded job held tensors that this checkpoint lacks, then something was lost.
+A checkpoint of another model, or under other names, is no damaged one: the job is to blame as likely as the checkpoint.
+But if the original fits the same job, or if a recorded job held tensors that this checkpoint lacks, then something was
+lost.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def compared(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """How the model's names in a checkpoint and in a job differ: {"missing", "surplus", "shapes", "prefix", "job_prefix", "rows"}.
+    """How the model's names in a checkpoint and in a job differ: {"missing", "surplus", "shapes", "prefix",
+    "job_prefix", "rows"}.
 
     Args:
         stored, live: {FQN: shape} of the checkpoint's model and of the job's.
         tied: the names of each parameter of the job that has several.
 
     `prefix` is what all names of the checkpoint begin with, if without it they and their shapes are those of the job;
-    `job_prefix` the same the other way round. `rows` is [found, wanted] if that many rows are all that differs. `adapter` says what LoRA the
-    checkpoint holds, if it holds no other weights.
+    `job_prefix` the same the other way round. `rows` is [found, wanted] if that many rows are all that differs.
+    `adapter` says what LoRA the checkpoint holds, if it holds no other weights.
     """
     missing = [n for n in live if n not in stored]
     surplus = [n for n in stored if n not in live]
@@ -55,7 +57,15 @@ def _prefixes(names: Iterable[str]) -> list[str]:
     parts: list[str] | None = None
     for n in names:
         mine = n.split(".")[:-1]
-        parts = mine if parts is None else parts[: next((i for i, (a, b) in enumerate(zip(parts, mine, strict=False)) if a != b), min(len(parts), len(mine)))]  # fmt: skip
+        parts = (
+            mine
+            if parts is None
+            else parts[
+                : next(
+                    (i for i, (a, b) in enumerate(zip(parts, mine, strict=False)) if a != b), min(len(parts), len(mine))
+                )
+            ]
+        )
     return [".".join((parts or [])[:k]) + "." for k in range(len(parts or []), 0, -1)]
 
 
@@ -71,7 +81,8 @@ def _fits(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> bool:
 
 
 def does_not_fit(reference: Trace | None, got: Trace) -> bool:
-    """Whether loading failed because checkpoint and job are of different models, and nothing of the reference was lost."""
+    """Whether loading failed because checkpoint and job are of different models, and nothing of the reference was
+    lost."""
     if got.failed is None or got.misfit is None:
         return False
     if reference is None or reference.failed is not None:
@@ -90,8 +101,9 @@ def advice(got: Trace) -> str:
     how = got.misfit or {}
     if adapter := how.get("adapter"):
         return (
-            f"the checkpoint holds an adapter ({adapter}) and none of the {plural(len(how['missing']), 'tensor')} of the base model. Merge it into that "
-            "with `ckpttool adapter merge BASE ADAPTER DST`, and verify the result, or give a checkpoint that holds both"
+            f"the checkpoint holds an adapter ({adapter}) and none of the {plural(len(how['missing']), 'tensor')} of "
+            "the base model. Merge it into that with `ckpttool adapter merge BASE ADAPTER DST`, and verify the result, "
+            "or give a checkpoint that holds both"
         )
     if prefix := how.get("prefix"):
         return (
@@ -100,19 +112,25 @@ def advice(got: Trace) -> str:
         )
     if prefix := how.get("job_prefix"):
         return (
-            f'every name of the job begins with "{prefix}", and is otherwise that of the checkpoint. Let the job be the module '
-            f'below "{prefix[:-1]}"'
+            f'every name of the job begins with "{prefix}", and is otherwise that of the checkpoint. Let the job be '
+            f'the module below "{prefix[:-1]}"'
         )
     if rows := how.get("rows"):
         return (
-            f"{listed(how['shapes'])} have {rows[0]} rows in the checkpoint and {rows[1]} in the job. Take the configuration that "
-            f"the checkpoint was trained with, or convert it with {argument('vocab_size', rows[1])}"
+            f"{listed(how['shapes'])} have {rows[0]} rows in the checkpoint and {rows[1]} in the job. Take the "
+            f"configuration that the checkpoint was trained with, or convert it with {argument('vocab_size', rows[1])}"
         )
     parts = [
-        f"the checkpoint lacks {plural(len(how['missing']), 'tensor')} of the job, first {how['missing'][0]}" if how.get("missing") else "",
-        f"it has {plural(len(how['surplus']), 'tensor')} that the job lacks, first {how['surplus'][0]}" if how.get("surplus") else "",
-        f"{plural(len(how['shapes']), 'tensor')} have another shape, first {next(iter(how['shapes']))}" if how.get("shapes") else "",
-    ]  # fmt: skip
+        f"the checkpoint lacks {plural(len(how['missing']), 'tensor')} of the job, first {how['missing'][0]}"
+        if how.get("missing")
+        else "",
+        f"it has {plural(len(how['surplus']), 'tensor')} that the job lacks, first {how['surplus'][0]}"
+        if how.get("surplus")
+        else "",
+        f"{plural(len(how['shapes']), 'tensor')} have another shape, first {next(iter(how['shapes']))}"
+        if how.get("shapes")
+        else "",
+    ]
     found = "; ".join(p for p in parts if p)
     if not found:
         why = (got.failed or "").partition("does not fit the job: ")[2].rstrip(".")

@@ -1,6 +1,8 @@
-"""What a run of resume-verify did not verify, in short sentences: what no check could see, and what could not be compared.
+"""What a run of resume-verify did not verify, in short sentences: what no check could see, and what could not be
+compared.
 
-    unverified(reference, got, checks) -> ["faults of job, data, loss or model configuration: both runs were built from llama", ...]
+    unverified(reference, got, checks) -> ["faults of job, data, loss or model configuration: both runs were built from
+    llama", ...]
 
 Every form of the report lists them, since a pass says nothing of what nobody looked at.
 """
@@ -19,9 +21,13 @@ __all__ = ["unverified"]
 
 #: Components beside model and optimizer, in words.
 _BESIDE = {
-    "rng": "random states", "dataloader": "dataloader", "scaler": "grad scaler", "extra": "other values",
-    "model": "extra states of modules", "optim": "optimizer state of parameters that this job does not train",
-}  # fmt: skip
+    "rng": "random states",
+    "dataloader": "dataloader",
+    "scaler": "grad scaler",
+    "extra": "other values",
+    "model": "extra states of modules",
+    "optim": "optimizer state of parameters that this job does not train",
+}
 
 
 def unverified(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> list[str]:
@@ -57,13 +63,16 @@ def _switched_off(got: Trace) -> Iterator[str]:
     if got.dropout_off:
         yield f"dropout (probability up to {got.dropout_off:g}): it was switched off"
     if got.environment.get("random") == "seeded":
-        yield "the random numbers that the forward pass draws: they were seeded, and not continued from the checkpoint's"
+        yield (
+            "the random numbers that the forward pass draws: they were seeded, and not continued from the checkpoint's"
+        )
 
 
 def _apart(got: Trace) -> Iterator[str]:
     if apart := got.roundtrip.get("apart"):
         yield (
-            f"whether a save keeps every rank's own copy of {plural(len(apart), 'tensor')}, first {clean(apart[0])}: torch saves one copy"
+            f"whether a save keeps every rank's own copy of {plural(len(apart), 'tensor')}, first {clean(apart[0])}: "
+            "torch saves one copy"
         )
 
 
@@ -86,8 +95,8 @@ def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) 
         yield from (_aside(c.name, c.text) for c in checks if c.name == "config.rng" and c.verdict == "not comparable")
     if not holds(got, "trainer") and not beside_differences(reference, got, "trainer").missing:
         yield (
-            "counters of the trainer, such as step and epoch: the checkpoint holds none (HF Trainer keeps them in trainer_state.json), "
-            "and the reference did not record those of its step"
+            "counters of the trainer, such as step and epoch: the checkpoint holds none (HF Trainer keeps them in "
+            "trainer_state.json), and the reference did not record those of its step"
         )
 
 
@@ -115,7 +124,10 @@ def _not_used(reference: Trace | None, got: Trace) -> Iterator[str]:
 
 def _unread(got: Trace) -> Iterator[str]:
     if got.unread:
-        yield f"files beside the checkpoint that were not read: {clean(listed([f'{n} ({what})' for n, what in got.unread]))}"
+        yield (
+            "files beside the checkpoint that were not read: "
+            f"{clean(listed([f'{n} ({what})' for n, what in got.unread]))}"
+        )
 
 
 def _partly(reference: Trace | None, got: Trace) -> Iterator[str]:
@@ -123,7 +135,10 @@ def _partly(reference: Trace | None, got: Trace) -> Iterator[str]:
         tied = {n for group in got.tied for n in group}
         rest = [n for n in got.state if n not in got.stored and fqn_of(n) not in tied]
         if rest:
-            yield f"{plural(len(rest), 'tensor')} of another dtype in the files, so not compared with them: {clean(listed(rest))}"
+            yield (
+                f"{plural(len(rest), 'tensor')} of another dtype in the files, so not compared with them: "
+                f"{clean(listed(rest))}"
+            )
     if reference is None:
         return
     if reference.config is not None and got.config is not None and (keys := config_aside(reference.config, got.config)):

@@ -3,8 +3,9 @@
     overlap(expected, got)                      (rows of both, rows of `got`)
     explained(reference, pairs)                 what happened to the rows: (kind, sentence), or None
 
-A row is looked up in all steps of the other side. If data is k samples ahead, the rows of a step are those of the reference's step and of
-the next ones, and the distances of its rows from their own step add up to k, however large the global batch is.
+A row is looked up in all steps of the other side. If data is k samples ahead, the rows of a step are those of the
+reference's step and of the next ones, and the distances of its rows from their own step add up to k, however large the
+global batch is.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ def _twice(expected: Step, got: Step) -> str | None:
         return None
     if len(copies) == 1 and len(next(iter(copies.values()))) == len(ours) - 1 > 1:
         return f"all {len(ours)} ranks have the same rows"
-    whose = [f"{listed([f'rank {r}' for r in ranks])} {'has' if len(ranks) == 1 else 'have'} the rows of rank {first}" for first, ranks in copies.items()]  # fmt: skip
+    whose = [
+        f"{listed([f'rank {r}' for r in ranks])} {'has' if len(ranks) == 1 else 'have'} the rows of rank {first}"
+        for first, ranks in copies.items()
+    ]
     return listed(whose)
 
 
@@ -86,8 +90,9 @@ def _steps_of(steps: Sequence[Step]) -> dict[str, list[int]]:
 
 
 def _shift(batches: Sequence[tuple[Step, int]], others: Sequence[Step]) -> int | None:
-    """By how many samples these batches, of (step, the step that the other side calls it), run ahead of the other side's steps;
-    None if their rows are not those of one step or of two in turn, by the same number in every batch that is all there."""
+    """By how many samples these batches, of (step, the step that the other side calls it), run ahead of the other
+    side's steps; None if their rows are not those of one step or of two in turn, by the same number in every batch that
+    is all there."""
     steps = _steps_of(others)
     shifts = set()
     for step, at in batches:

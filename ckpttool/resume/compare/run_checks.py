@@ -28,8 +28,8 @@ SPIKE = 10.0
 
 
 def logits(reference: Trace, got: Trace) -> tuple[float, float | None, float | None] | str:
-    """(relative L2, largest absolute difference, mean KL divergence), or why the logits cannot be compared. Of a recorded sketch, only
-    the first is known, and the others are None."""
+    """(relative L2, largest absolute difference, mean KL divergence), or why the logits cannot be compared. Of a
+    recorded sketch, only the first is known, and the others are None."""
     import numpy as np
 
     if reference.probe.get("sketch"):
@@ -76,7 +76,10 @@ def _sketched(reference: Trace, got: Trace) -> tuple[float, None, None] | str:
     theirs = reference.probe
     for n in reference.variants.keys() & reference.state.keys() & got.state.keys():
         if got.state[n][2] != reference.state[n][2]:
-            return f"the ranks of the recorded job held different copies of {n}, and the checkpoint has that of another rank than the probe"
+            return (
+                f"the ranks of the recorded job held different copies of {n}, and the checkpoint has that of another "
+                "rank than the probe"
+            )
     if list(theirs["shape"]) != list(ours["shape"]):
         return f"the logits have shape {ours['shape']}, those of the reference {theirs['shape']}"
     if theirs["not_finite"] != ours["not_finite"]:

@@ -1,7 +1,8 @@
-"""How state beside model and optimizer differs: random states, dataloader, scaler, scheduler, counters, what a user added.
+"""How state beside model and optimizer differs: random states, dataloader, scaler, scheduler, counters, what a user
+added.
 
-Compared are the checkpoints' entries, not live objects: a conversion to another world size keeps the random states of the
-ranks that saved, and so must its result.
+Compared are the checkpoints' entries, not live objects: a conversion to another world size keeps the random states of
+the ranks that saved, and so must its result.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def holds(trace: Trace, component: str) -> dict[str, Any]:
 def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:
     """What differs in a component beside model and optimizer.
 
-    Nothing is compared if a recording has none of it, or has it of another step. Random states are compared with those of the recorded
-    ranks, under whatever names the checkpoint has them, unless the recording has them by name.
+    Nothing is compared if a recording has none of it, or has it of another step. Random states are compared with those
+    of the recorded ranks, under whatever names the checkpoint has them, unless the recording has them by name.
     """
     theirs, ours = holds(reference, component), holds(got, component)
     out = Beside()
@@ -120,7 +121,8 @@ def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:
 
 
 def _of_ranks(reference: Trace, name: str) -> list[Any]:
-    """What ranks of a recorded job held under one name, if they did not agree; a checkpoint has what one of them saved."""
+    """What ranks of a recorded job held under one name, if they did not agree; a checkpoint has what one of them
+    saved."""
     found = reference.variants.get(name, [])
     return [Marked(*x) for x in found] if name in reference.others else found
 
@@ -128,9 +130,9 @@ def _of_ranks(reference: Trace, name: str) -> list[Any]:
 def _random_states(reference: Trace, ours: dict[str, Any], every: bool) -> Beside:
     """The random states of a checkpoint against those of the recorded ranks.
 
-    A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's. More
-    than the recorded generators (one of the data, say) may be there. `every`: the trainer saves those of all ranks, so one that is
-    there alone is what was left.
+    A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's.
+    More than the recorded generators (one of the data, say) may be there. `every`: the trainer saves those of all
+    ranks, so one that is there alone is what was left.
     """
     out = Beside()
     for kind in ("torch", "cuda", "numpy", "python"):
@@ -159,7 +161,8 @@ def _random_states(reference: Trace, ours: dict[str, Any], every: bool) -> Besid
 
 
 def _rank_in(name: str, kind: str) -> int | None:
-    """The first number in a name, but for the place of an array within the tuple that is a state of numpy's or Python's."""
+    """The first number in a name, but for the place of an array within the tuple that is a state of numpy's or
+    Python's."""
     numbers = re.findall(r"\d+", name.removesuffix(".1") if kind in ("numpy", "python") else name)
     return int(numbers[0]) if numbers else None
 

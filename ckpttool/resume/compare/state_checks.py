@@ -1,7 +1,7 @@
 """Checks of what the job holds after loading, before it computes anything: its state and its configuration.
 
-Each function gets the traces and returns a `Check`, or the checks of a stage: what differs, how much of it, and the first
-difference by name. `loaded`, `plausible` and `own_tied` need no reference.
+Each function gets the traces and returns a `Check`, or the checks of a stage: what differs, how much of it, and the
+first difference by name. `loaded`, `plausible` and `own_tied` need no reference.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def loaded(got: Trace, profile: str) -> Check:
 
 
 def plausible(got: Trace, reference: Trace | None = None) -> Check:
-    """Faults that a state shows by itself. What the reference holds as well, at the same step, is none: parts of a module may have been
-    frozen for some steps."""
+    """Faults that a state shows by itself. What the reference holds as well, at the same step, is none: parts of a
+    module may have been frozen for some steps."""
     name = "state.plausible"
     if got.failed is not None or (not got.state and not got.scalars):
         return Check.unknown(name, "the run did not record what the job held")
@@ -71,8 +71,8 @@ def plausible(got: Trace, reference: Trace | None = None) -> Check:
 
 
 def _implausible(got: Trace) -> list[str]:
-    """What no training produces. Parameters that never got a gradient have no optimizer state, and those that got fewer gradients have
-    smaller steps."""
+    """What no training produces. Parameters that never got a gradient have no optimizer state, and those that got fewer
+    gradients have smaller steps."""
     problems = [f"{n} is {v}" for n, v in got.scalars.items() if n.startswith("optim.") and not math.isfinite(v)]
     trained = _trained(got)
     steps = {n: v for n, v in steps_of(got).items() if math.isfinite(v)}
@@ -149,7 +149,10 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     good = f"the same shapes and dtypes in all {len(common)} tensors"
     if rounded or unknown:
         what = plural(len(rounded) + len(unknown), "tensor")
-        good = f"the same shapes; {what} of another dtype in the files, as the profile allows: {listed([*rounded, *unknown])}"
+        good = (
+            f"the same shapes; {what} of another dtype in the files, as the profile allows: "
+            f"{listed([*rounded, *unknown])}"
+        )
     if not common:
         out.append(Check.unknown(names[1], "run and reference have no tensor in common"))
     else:
@@ -258,7 +261,10 @@ def _absent(reference: Trace, got: Trace, component: str, what: str) -> str:
         if reference.start != got.start:
             return f"the reference recorded {what} at step {reference.start}"
         if component == "rng" and reference.generators:
-            return "the checkpoint holds no random states, so that a job resumed from it draws other numbers than the recorded one"
+            return (
+                "the checkpoint holds no random states, so that a job resumed from it draws other numbers than the "
+                "recorded one"
+            )
         why = reference.unrecorded.get(component)
         return f"the reference did not record {what}" + (f" ({why})" if why else "")
     theirs, ours = holds(reference, component), holds(got, component)

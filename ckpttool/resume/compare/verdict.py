@@ -19,9 +19,15 @@ Word = Literal["pass", "fail", "not comparable"]
 
 #: {first part of a check's name: its stage}
 _STAGES = {
-    "state": "state", "config": "configuration", "probe": "probe", "step1": "step 1", "steps": "steps", "run": "run",
-    "roundtrip": "round trip", "gate": "gate",
-}  # fmt: skip
+    "state": "state",
+    "config": "configuration",
+    "probe": "probe",
+    "step1": "step 1",
+    "steps": "steps",
+    "run": "run",
+    "roundtrip": "round trip",
+    "gate": "gate",
+}
 
 
 @dataclass
@@ -79,8 +85,8 @@ class Cause:
     """What is likely wrong, in words, most likely first.
 
     `kind` is a short name of the fault ("optimizer-missing", "step-reset"). `evidence` are the observations behind
-    it, `tensors` the affected tensors, the first differing one first; `place` is where its bytes are: file, byte range and the
-    rank whose shard that is, if known.
+    it, `tensors` the affected tensors, the first differing one first; `place` is where its bytes are: file, byte range
+    and the rank whose shard that is, if known.
     """
 
     kind: str
@@ -112,8 +118,8 @@ class Report:
 
     @property
     def word(self) -> str:
-        """ "pass", "fail", "does not fit", "gate failed", "not comparable", or "no reference" if only the checks without one
-        were run."""
+        """ "pass", "fail", "does not fit", "gate failed", "not comparable", or "no reference" if only the checks
+        without one were run."""
         if does_not_fit(self.reference, self.candidate):
             return "does not fit"
         if any(c.verdict == "fail" and c.stage != "gate" for c in self.checks):
@@ -130,18 +136,27 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0; 10 if continuity failed, or could not be judged despite a reference; 11 if a gate failed; 12 if the checkpoint does
-        not fit the job."""
+        """0; 10 if continuity failed, or could not be judged despite a reference; 11 if a gate failed; 12 if the
+        checkpoint does not fit the job."""
         return {"fail": 10, "not comparable": 10, "gate failed": 11, "does not fit": 12}.get(self.word, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, as in --json and report.json; NaN and infinities are strings, as in a trace."""
         data = {
-            "ckpttool": SCHEMA, "verdict": self.word, "exit_code": self.exit_code, "profile": self.profile,
-            "calibrated": self.calibrated, "checks": [asdict(c) for c in self.checks],
-            "causes": [asdict(c) for c in self.causes], "not_verified": self.not_verified, "envelope": self.envelope, "metrics": self.metrics,
-            "versions": self.versions, "time": self.time, "candidate": to_json(self.candidate),
+            "ckpttool": SCHEMA,
+            "verdict": self.word,
+            "exit_code": self.exit_code,
+            "profile": self.profile,
+            "calibrated": self.calibrated,
+            "checks": [asdict(c) for c in self.checks],
+            "causes": [asdict(c) for c in self.causes],
+            "not_verified": self.not_verified,
+            "envelope": self.envelope,
+            "metrics": self.metrics,
+            "versions": self.versions,
+            "time": self.time,
+            "candidate": to_json(self.candidate),
             "reference": None if self.reference is None else to_json(self.reference),
-        }  # fmt: skip
+        }
         out: dict[str, Any] = spelled(data)
         return out

@@ -3,10 +3,10 @@
     causes(reference, got, checks, opened)
 
 Exact evidence comes first: a missing tensor, a fingerprint that is another tensor's (`diagnosis_state`), an option, a
-learning rate, a batch that the reference had in another step (`diagnosis_config`). Numerical evidence (`diagnosis_numbers`) is
-used only if nothing exact explains the failure. With both checkpoints open, some of the differing tensors are read, and the
-cause says how they differ, with the file, bytes and rank of the first difference. A cause is never made up: if nothing fits,
-it is "unknown", with the observations.
+learning rate, a batch that the reference had in another step (`diagnosis_config`). Numerical evidence
+(`diagnosis_numbers`) is used only if nothing exact explains the failure. With both checkpoints open, some of the
+differing tensors are read, and the cause says how they differ, with the file, bytes and rank of the first difference. A
+cause is never made up: if nothing fits, it is "unknown", with the observations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One failed comparison and the causes found so far: what every rule of the diagnosis gets.
 
-A rule reads `reference`, `got` and `failed`, and calls `add` for each cause, with what that explains: "weights", "optimizer",
-"gradients", "data", "rates". Later rules say nothing about what is already `explained`, so the order in which `diagnosis`
-calls them is the order of likelihood.
+A rule reads `reference`, `got` and `failed`, and calls `add` for each cause, with what that explains: "weights",
+"optimizer", "gradients", "data", "rates". Later rules say nothing about what is already `explained`, so the order in
+which `diagnosis` calls them is the order of likelihood.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How differing tensors differ in the files of two open checkpoints, and where.
 
-Some tensors are read, one at a time, and compared with those of the reference (`tensor_diff`), and where that says little with
-other tensors of it (`companions`). The place of an element follows from the index; the rank that wrote it, from the file names
-that engines use.
+Some tensors are read, one at a time, and compared with those of the reference (`tensor_diff`), and where that says
+little with other tensors of it (`companions`). The place of an element follows from the index; the rank that wrote it,
+from the file names that engines use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _PART = 2 / 3
 
 @dataclass(frozen=True)
 class Inspected:
-    """How one tensor differs, None if the files are equal, and in which files: indices of the reference's, of the other's."""
+    """How one tensor differs, None if the files are equal, and in which files: indices of the reference's, of the
+    other's."""
 
     diff: TensorDiff | None
     files: tuple[frozenset[int], frozenset[int]]
@@ -55,7 +56,8 @@ class Apart:
 
 
 def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Inspected]:
-    """How these tensors differ in the files: the first of every slot, then the first ones, then as many as are soon read."""
+    """How these tensors differ in the files: the first of every slot, then the first ones, then as many as are soon
+    read."""
     left, right = (o.locate() for o in opened)
 
     def readable(n: str, m: str) -> bool:
@@ -105,7 +107,8 @@ def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str])
 def apart(
     opened: tuple[OpenCheckpoint, OpenCheckpoint], looked: Mapping[str, Inspected], wrong: Sequence[str]
 ) -> Apart | None:
-    """The one or two files that have every difference, if most of what they hold differs and nothing of any other file does.
+    """The one or two files that have every difference, if most of what they hold differs and nothing of any other file
+    does.
 
     `looked` is what `inspect` gave, and `wrong` are all tensors that differ.
     """

@@ -1,7 +1,7 @@
 """Values that come from other tensors of the checkpoint, where a tensor resembles nothing in its own reference.
 
-Another moment of the same parameter; a tensor outside model and optimizer with the parameter's name, such as an average (EMA);
-adapters (LoRA) that were added to the weight they belong to.
+Another moment of the same parameter; a tensor outside model and optimizer with the parameter's name, such as an average
+(EMA); adapters (LoRA) that were added to the weight they belong to.
 """
 
 from __future__ import annotations
@@ -91,13 +91,17 @@ def _merged(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any
             scale = float(np.vdot(product, change)) / size**2 if size else 0.0
             rest = float(np.linalg.norm(change - scale * product))
             if rest <= 1e-3 * abs(scale) * size + rounding and rest < 0.1 * float(np.linalg.norm(change)):
-                text = f"holds the reference's values plus {scale:.4g} times {words}: its adapter was merged, though it is kept"
+                text = (
+                    f"holds the reference's values plus {scale:.4g} times {words}: its adapter was merged, though it "
+                    "is kept"
+                )
                 return replace(found, kind="lora-merged", text=text, plain=text)
     return None
 
 
 def _adapters(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], str]]:
-    """((name of the factor that is applied first, of the other), their product in words) of the adapters of a weight."""
+    """((name of the factor that is applied first, of the other), their product in words) of the adapters of a
+    weight."""
     of = fqn_of(name).removesuffix(".weight").removesuffix(".base_layer").removesuffix(".base") + "."
     for one in ckpt.tensors:
         if not one.startswith("model." + of):

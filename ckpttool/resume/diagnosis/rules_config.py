@@ -19,9 +19,15 @@ from .context import Context
 
 #: Checks that fail if one of the two runs clips gradients.
 _TRAINED = (
-    "step1.grad_norm", "step1.update_norm", "step1.worst_update", "steps.loss", "steps.grad_norm", "steps.worst_grad",
-    "steps.update_norm", "steps.worst_update",
-)  # fmt: skip
+    "step1.grad_norm",
+    "step1.update_norm",
+    "step1.worst_update",
+    "steps.loss",
+    "steps.grad_norm",
+    "steps.worst_grad",
+    "steps.update_norm",
+    "steps.worst_update",
+)
 
 __all__ = ["data", "groups", "model", "scheduler", "scheduler_gone", "tied", "values"]
 
@@ -32,9 +38,12 @@ def tied(context: Context) -> None:
     if check is not None:
         names = [check.where] if check.where else []
         context.add(
-            "untied", f"{check.text}: they get separate gradients and updates", context.seen("config.tied"), names,
+            "untied",
+            f"{check.text}: they get separate gradients and updates",
+            context.seen("config.tied"),
+            names,
             explains=("weights", "optimizer"),
-        )  # fmt: skip
+        )
 
 
 def model(context: Context, reference: Trace) -> None:
@@ -88,9 +97,11 @@ def scheduler_gone(context: Context, reference: Trace) -> None:
         and not holds(context.got, "scheduler")
     ):
         context.add(
-            "scheduler-missing", "the checkpoint has lost the scheduler's state, which the reference holds",
-            context.seen("state.loaded"), explains=("rates",),
-        )  # fmt: skip
+            "scheduler-missing",
+            "the checkpoint has lost the scheduler's state, which the reference holds",
+            context.seen("state.loaded"),
+            explains=("rates",),
+        )
 
 
 def scheduler(context: Context, reference: Trace) -> None:
@@ -140,10 +151,13 @@ def values(context: Context, reference: Trace) -> None:
         text = f"gradient clipping is {now} and was at {reference.clip!r}; it matters once the grad norm exceeds that"
         context.add("clipping", text, seen, explains=("optimizer",))
     for component, kind, what in (
-        ("trainer", "counters", "the trainer's counters"), ("rng", "rng", "random states"),
-        ("dataloader", "dataloader", "the dataloader's state"), ("scaler", "scaler", "the grad scaler's state"),
-        ("extra", "values", "other values"), ("model", "values", "extra states of the model's modules"),
-    ):  # fmt: skip
+        ("trainer", "counters", "the trainer's counters"),
+        ("rng", "rng", "random states"),
+        ("dataloader", "dataloader", "the dataloader's state"),
+        ("scaler", "scaler", "the grad scaler's state"),
+        ("extra", "values", "other values"),
+        ("model", "values", "extra states of the model's modules"),
+    ):
         check = f"config.{component}" if component in ("rng", "dataloader", "scaler") else "config.values"
         found = beside_differences(reference, context.got, component)
         if check not in context.failed or not found.problems:
@@ -229,7 +243,10 @@ def data(context: Context, reference: Trace) -> None:
         first = wrong[0][1].step if wrong else b.start + 1
         text = f"the data differs from step {first} on: none of these batches is in the reference"
         if b.data == "synthetic" != a.data:
-            text += f". This run made its rows itself; pass {argument('data')} with the rows of the recorded job, in their order"
+            text += (
+                f". This run made its rows itself; pass {argument('data')} with the rows of the recorded job, in their "
+                "order"
+            )
         context.add("data-other", text, evidence, explains=("data",))
         return
     gap, times = gaps.most_common(1)[0]

@@ -1,8 +1,8 @@
 """Rules about numbers: of the state itself, of steps, of ranks, of the round trip.
 
-Each rule gets a `Context`. What differs first in a step narrows down the cause: logits and loss depend on the weights and the
-batch, gradients also on how ranks are reduced, updates on the optimizer, later steps on the rest. So a rule says nothing if
-an earlier part of the step is already wrong. Norms of single tensors tell which tensors are affected.
+Each rule gets a `Context`. What differs first in a step narrows down the cause: logits and loss depend on the weights
+and the batch, gradients also on how ranks are reduced, updates on the optimizer, later steps on the rest. So a rule
+says nothing if an earlier part of the step is already wrong. Norms of single tensors tell which tensors are affected.
 """
 
 from __future__ import annotations
@@ -114,14 +114,15 @@ def steps(context: Context, reference: Trace) -> None:
             _dropout(context, reference, evidence)
         elif same and context.passed("step1.batch") and (apart := _small(context)):
             text = (
-                f"weights and batch are equal, the logits deviate by {apart:.2g}, which is within their bound, and the loss "
-                "deviates about as much: the model's configuration (eps of the norms, rope theta), or other kernels"
+                f"weights and batch are equal, the logits deviate by {apart:.2g}, which is within their bound, and the "
+                "loss deviates about as much: the model's configuration (eps of the norms, rope theta), or other "
+                "kernels"
             )
             context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
         elif context.passed("probe.logits") and context.passed("step1.batch"):
             text = (
-                "logits and batch are equal and the loss is not: its labels or masks, a term such as label smoothing or "
-                "z-loss, or how tokens are counted over ranks"
+                "logits and batch are equal and the loss is not: its labels or masks, a term such as label smoothing "
+                "or z-loss, or how tokens are counted over ranks"
             )
             context.add("loss-computation", text, evidence)
         elif context.passed("probe.logits"):
@@ -182,8 +183,8 @@ def _dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
         return
     else:
         text = (
-            "dropout is on, and its random numbers are not the reference's: random states of another step, another order "
-            "of calls, or another probability"
+            "dropout is on, and its random numbers are not the reference's: random states of another step, another "
+            "order of calls, or another probability"
         )
     context.add("dropout", text, evidence)
 

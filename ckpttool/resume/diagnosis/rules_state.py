@@ -1,9 +1,9 @@
 """Rules about the state in the job, from fingerprints, names, shapes and optimizer steps.
 
-Each rule gets a `Context`. Every tensor is explained once: by the load, by its name or shape, by another tensor's bytes (a
-fingerprint recognises them anywhere: moments, layers or parameters of a module exchanged, single tensors, averages loaded as
-weights), by the one file that has all differences, or by the optimizer's step, if the state is from another step. Any other
-tensor has values of its own (`diagnosis_values`).
+Each rule gets a `Context`. Every tensor is explained once: by the load, by its name or shape, by another tensor's bytes
+(a fingerprint recognises them anywhere: moments, layers or parameters of a module exchanged, single tensors, averages
+loaded as weights), by the one file that has all differences, or by the optimizer's step, if the state is from another
+step. Any other tensor has values of its own (`diagnosis_values`).
 """
 
 from __future__ import annotations
@@ -45,18 +45,23 @@ def load(context: Context) -> None:
         return
     if copies := copies_differ(got):
         context.add(
-            "copies-differ", f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first "
-            f"{spoken(copies[0])}", context.seen("state.loaded"), copies, explains=("weights", "optimizer"),
-        )  # fmt: skip
+            "copies-differ",
+            f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first {spoken(copies[0])}",
+            context.seen("state.loaded"),
+            copies,
+            explains=("weights", "optimizer"),
+        )
         return
     rounded: list[str] = got.environment.get("rounded") or []
     if rounded and "state.loaded" in context.failed:
         context.add(
-            "rounded-on-load", f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first "
-            f"{spoken(rounded[0])}: an optimizer keeps its moments in the dtype of the parameter. The files may well be "
-            "right (compare them with ckpttool diff), but this job begins with rounded ones",
-            context.seen("state.loaded"), rounded,
-        )  # fmt: skip
+            "rounded-on-load",
+            f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first {spoken(rounded[0])}: "
+            "an optimizer keeps its moments in the dtype of the parameter. The files may well be right (compare them "
+            "with ckpttool diff), but this job begins with rounded ones",
+            context.seen("state.loaded"),
+            rounded,
+        )
         return
     wrong = not_as_stored(got)
     if not wrong:
@@ -89,9 +94,12 @@ def absent(context: Context, reference: Trace) -> None:
     gone = [n for n in gone if not members or fqn_of(n) in members or fqn_of(n) not in known]
     if theirs and not ours:
         context.add(
-            "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would start from zero",
-            evidence, gone, explains=("optimizer",),
-        )  # fmt: skip
+            "optimizer-missing",
+            "the checkpoint has no optimizer state: moments and steps would start from zero",
+            evidence,
+            gone,
+            explains=("optimizer",),
+        )
         gone = []
     weights = [n for n in missing if not n.startswith("optim.")]
     if weights:
@@ -205,7 +213,8 @@ def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
 
 
 def _outside(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
-    """Weights that hold what the checkpoint has outside model and optimizer, such as averages; the others are given back."""
+    """Weights that hold what the checkpoint has outside model and optimizer, such as averages; the others are given
+    back."""
     holders: dict[str, dict[str, None]] = {}
     for trace in (reference, context.got):
         for n, (_, shape, mark) in trace.others.items():
@@ -349,9 +358,13 @@ def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, 
     far = f"{plural(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
     if len(moments & set(steps)) * 10 < len(steps) * 9:
         context.add(
-            "step-offset", f"the optimizer's step is {abs(gap)} {'less' if gap < 0 else 'more'} {where}; the "
-            "moments are those of the reference", evidence, names, explains=("optimizer",),
-        )  # fmt: skip
+            "step-offset",
+            f"the optimizer's step is {abs(gap)} {'less' if gap < 0 else 'more'} {where}; the "
+            "moments are those of the reference",
+            evidence,
+            names,
+            explains=("optimizer",),
+        )
         return rest
     # a frozen weight, or a buffer, is the same in every step
     trained = steps_of(reference)

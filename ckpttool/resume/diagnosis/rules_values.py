@@ -1,8 +1,9 @@
-"""Rules about tensors that have values of their own: what `inspection` found in the files, put into as few causes as are true.
+"""Rules about tensors that have values of their own: what `inspection` found in the files, put into as few causes as
+are true.
 
-Tensors that differ in the same way are one cause. Ways that only one thing explains come before rounding, then come single
-elements, and last values of which nothing is known but a distance. Factors of moments tell what left them there: a loss scale,
-a sum over ranks, bias correction.
+Tensors that differ in the same way are one cause. Ways that only one thing explains come before rounding, then come
+single elements, and last values of which nothing is known but a distance. Factors of moments tell what left them there:
+a loss scale, a sum over ranks, bias correction.
 """
 
 from __future__ import annotations
@@ -167,21 +168,27 @@ def _general(kind: str, text: str) -> str:
     """What is true of several tensors of one kind whose texts are not the same."""
     return {
         "close": "is close to the reference's: from another step, or computed differently",
-        "unrelated": "has values unrelated to the reference's", "scaled": "holds the reference's values times a factor",
-        "zero-rows": "has zeros in some rows", "zero-range": "has zeros in a range",
-        "constant": "is one value throughout", "offset": "holds the reference's values plus a number",
-        "elements": "differs in a few elements", "not-finite": "has elements that are NaN or infinite",
+        "unrelated": "has values unrelated to the reference's",
+        "scaled": "holds the reference's values times a factor",
+        "zero-rows": "has zeros in some rows",
+        "zero-range": "has zeros in a range",
+        "constant": "is one value throughout",
+        "offset": "holds the reference's values plus a number",
+        "elements": "differs in a few elements",
+        "not-finite": "has elements that are NaN or infinite",
         "shifted": "holds the reference's elements some places on",
         "permuted-rows": "has the reference's rows in another order",
         "permuted-columns": "has the reference's columns in another order",
-        "exchanged-rows": "has two ranges of rows exchanged", "copied-rows": "has some rows twice",
-        "exchanged-columns": "has two ranges of columns exchanged", "copied-columns": "has some columns twice",
+        "exchanged-rows": "has two ranges of rows exchanged",
+        "copied-rows": "has some rows twice",
+        "exchanged-columns": "has two ranges of columns exchanged",
+        "copied-columns": "has some columns twice",
         "interleaved-rows": "has the rows of a fused weight's parts in another order",
         "interleaved-columns": "has the columns of a fused weight's parts in another order",
         "rope": "has its rows reordered as between the two ways to compute rope",
         "quantised": "holds the reference's values quantised to 8 bits",
         "lora-merged": "holds the reference's values plus the product of its adapter: merged, though it is kept",
-    }.get(kind, text)  # fmt: skip
+    }.get(kind, text)
 
 
 # -------------------------------------------------------------------------------------------------------------- factors
@@ -244,7 +251,10 @@ def _of_gradients(context: Context, reference: Trace, by: Mapping[str, float]) -
     if factor < 1:
         whole = round(1 / factor)
         if whole > 1 and _equal(factor, 1 / whole):
-            return f"their gradients were divided by {whole} once too often (the number of ranks, or of accumulation steps)"
+            return (
+                f"their gradients were divided by {whole} once too often (the number of ranks, or of accumulation "
+                "steps)"
+            )
         return None
     if not _equal(factor, whole):
         return None

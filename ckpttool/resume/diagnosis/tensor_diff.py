@@ -1,19 +1,20 @@
 """How two tensors of one shape differ, in a word that says what went wrong.
 
-    tensor_diff(reference, got) -> TensorDiff("rounded-bfloat16", "holds the reference's values rounded to bfloat16", ...)
+    tensor_diff(reference, got) -> TensorDiff("rounded-bfloat16", "holds the reference's values rounded to bfloat16",
+    ...)
 
 The most specific kind that is true of every differing element is the one that is given:
 
-    dtype, rounded-bfloat16 (or another dtype), truncated-bfloat16, stochastic-bfloat16, zero, zero-rows, zero-range, constant, elements, byte-order, not-finite,
-    negated, absolute, transposed, shifted,
-    rope, exchanged-rows, copied-rows, interleaved-rows, permuted-rows, and the last four of columns (`tensor_order`),
-    scaled, offset, root, square, quantised, close, unrelated (`tensor_values`)
+    dtype, rounded-bfloat16 (or another dtype), truncated-bfloat16, stochastic-bfloat16, zero, zero-rows, zero-range,
+    constant, elements, byte-order, not-finite, negated, absolute, transposed, shifted, rope, exchanged-rows,
+    copied-rows, interleaved-rows, permuted-rows, and the last four of columns (`tensor_order`), scaled, offset, root,
+    square, quantised, close, unrelated (`tensor_values`)
 
-Comparisons are of bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. A tensor of a narrower dtype, or whose
-values were all rounded to one, is compared with the reference rounded to that dtype, so that what was done to it besides is
-still recognised. Tensors are looked through in blocks. Of one with more than `LIMIT` elements the kind is inferred from LIMIT
-elements, from the first differing row on, and the result says so; where it differs and in how many elements is always of all of
-it.
+Comparisons are of bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. A tensor of a narrower dtype, or
+whose values were all rounded to one, is compared with the reference rounded to that dtype, so that what was done to it
+besides is still recognised. Tensors are looked through in blocks. Of one with more than `LIMIT` elements the kind is
+inferred from LIMIT elements, from the first differing row on, and the result says so; where it differs and in how many
+elements is always of all of it.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class TensorDiff:
     """How a tensor differs from its reference.
 
     `first` and `last` are flat indices of differing elements, `count` how many there are of `elements`. `rows` is the
-    range of indices of dim 0 that they lie in. `text` completes "the tensor ...", and `plain` is the same without what is
-    true of this tensor alone (its rows). `detail` has what the kind is about: {"factor": 2.0}, {"shift": 1}, {"from": (16, 32),
-    "to": (0, 16)}. `sampled` says that a part was looked at.
+    range of indices of dim 0 that they lie in. `text` completes "the tensor ...", and `plain` is the same without what
+    is true of this tensor alone (its rows). `detail` has what the kind is about: {"factor": 2.0}, {"shift": 1},
+    {"from": (16, 32), "to": (0, 16)}. `sampled` says that a part was looked at.
     """
 
     kind: str
@@ -124,11 +125,24 @@ def _described(a: Any, b: Any, extent: tuple[int, int, int], note: str = "") -> 
 
 
 #: Kinds whose text says where.
-_PLACED = frozenset((
-    "zero", "zero-rows", "zero-range", "elements", "rope", "transposed", "exchanged-rows", "copied-rows",
-    "interleaved-rows", "permuted-rows", "exchanged-columns", "copied-columns", "interleaved-columns",
-    "permuted-columns",
-))  # fmt: skip
+_PLACED = frozenset(
+    (
+        "zero",
+        "zero-rows",
+        "zero-range",
+        "elements",
+        "rope",
+        "transposed",
+        "exchanged-rows",
+        "copied-rows",
+        "interleaved-rows",
+        "permuted-rows",
+        "exchanged-columns",
+        "copied-columns",
+        "interleaved-columns",
+        "permuted-columns",
+    )
+)
 
 
 def _contiguous(x: Any) -> Any:
@@ -278,9 +292,13 @@ def _elements(pair: Pair) -> Found:
 
 #: (bits of the exponent, bits of the mantissa) by name of the dtype.
 _FORMATS = {
-    "float64": (11, 52), "float32": (8, 23), "float16": (5, 10), "bfloat16": (8, 7), "float8_e4m3fn": (4, 3),
+    "float64": (11, 52),
+    "float32": (8, 23),
+    "float16": (5, 10),
+    "bfloat16": (8, 7),
+    "float8_e4m3fn": (4, 3),
     "float8_e5m2": (5, 2),
-}  # fmt: skip
+}
 
 
 def _flipped(x: Any, y: Any) -> str:

@@ -1,7 +1,8 @@
-"""Elements of a tensor in the wrong places: transposed, shifted, rows or columns exchanged, doubled, interleaved, permuted.
+"""Elements of a tensor in the wrong places: transposed, shifted, rows or columns exchanged, doubled, interleaved,
+permuted.
 
-Rows are compared by a hash of each. Columns are the rows of the transposed tensor: tensor-parallel shards of a row-parallel
-weight (o_proj, down_proj) are columns.
+Rows are compared by a hash of each. Columns are the rows of the transposed tensor: tensor-parallel shards of a
+row-parallel weight (o_proj, down_proj) are columns.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def _along(pair: Pair, axis: int) -> Found | None:
 
 
 def _order(order: list[int], wrong: list[int], what: str, kind: str, again: bool, unique: bool) -> Found | None:
-    """What an order of rows is: row k is the reference's row order[k], and `wrong` are those that are not in their place.
+    """What an order of rows is: row k is the reference's row order[k], and `wrong` are those that are not in their
+    place.
 
     `again` says that every row of the reference is still there, and `unique` that no two of them are equal, too.
     """
@@ -142,7 +144,8 @@ def _order(order: list[int], wrong: list[int], what: str, kind: str, again: bool
         where = "" if (low, high) == (0, len(order)) else f" in {what} {low}:{high} of {len(order)}"
         return (
             "rope",
-            f"has its {what} reordered within heads of {size}{where}: {toward}, as between the two ways to compute rope",
+            f"has its {what} reordered within heads of {size}{where}: {toward}, as between the two ways to compute "
+            "rope",
             {"head": size, "toward": toward},
         )
     runs = _runs(wrong, order)
@@ -158,10 +161,11 @@ def _order(order: list[int], wrong: list[int], what: str, kind: str, again: bool
         lengths, pieces, apart = parts
         sizes = " and ".join(map(str, lengths))
         text = (
-            f"holds parts of {sizes} {what} in {pieces} pieces each, piece by piece, where the reference has them part by part"
+            f"holds parts of {sizes} {what} in {pieces} pieces each, piece by piece, where the reference has them part "
+            "by part"
             if apart
-            else f"holds parts of {sizes} {what} part by part, where the reference has them in {pieces} pieces each, piece by "
-            "piece"
+            else f"holds parts of {sizes} {what} part by part, where the reference has them in {pieces} pieces each, "
+            "piece by piece"
         )
         text += f": the {what} of a fused weight merged or split without regard to its parts"
         return f"interleaved-{kind}", text, {"parts": lengths, "pieces": pieces}
@@ -184,7 +188,8 @@ def _blocks(order: list[int]) -> int:
 
 
 def _runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:
-    """(first, end, first in the reference, end there) of consecutive rows that are consecutive in the reference, too."""
+    """(first, end, first in the reference, end there) of consecutive rows that are consecutive in the reference,
+    too."""
     out: list[list[int]] = []
     for i in wrong:
         if out and out[-1][1] == i and out[-1][3] == order[i]:
@@ -220,7 +225,8 @@ def _rope(order: list[int]) -> tuple[int, int, int, str] | None:
 def _interleaved(order: list[int]) -> tuple[list[int], int, bool] | None:
     """(rows of each part, pieces, whether the parts are cut here) if 2 to 4 parts are cut into pieces on one side.
 
-    [q, k, v] of two tensor-parallel shards, one after the other, are q0 k0 v0 q1 k1 v1; part by part they are q0 q1 k0 k1 v0 v1.
+    [q, k, v] of two tensor-parallel shards, one after the other, are q0 k0 v0 q1 k1 v1; part by part they are q0 q1 k0
+    k1 v0 v1.
     """
     back = [0] * len(order)
     for k, i in enumerate(order):

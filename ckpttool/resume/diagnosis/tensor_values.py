@@ -1,4 +1,5 @@
-"""Values of a tensor that follow from the reference's, element by element: a factor, an offset, a root, 8 bits; or do not."""
+"""Values of a tensor that follow from the reference's, element by element: a factor, an offset, a root, 8 bits; or do
+not."""
 
 from __future__ import annotations
 
@@ -171,7 +172,8 @@ def _power(pair: Pair, u: Any, v: Any) -> Found | None:
 
 
 def _quantised(pair: Pair, u: Any, v: Any) -> Found | None:
-    """Relative to the largest of each block: whole parts of it (linear quantisation), or few different values (any other)."""
+    """Relative to the largest of each block: whole parts of it (linear quantisation), or few different values (any
+    other)."""
     u, v = (wide(t.reshape(-1)[:_SAMPLE]) for t in (pair.a, pair.b))  # blocks begin where the tensor does
     if not floating(pair.x) or not 0 < float(((v - u) ** 2).sum()) <= 0.25 * float((u * u).sum()):
         return None

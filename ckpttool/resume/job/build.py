@@ -1,10 +1,12 @@
-"""The live job: a model on the meta device, sharded with FSDP2, and an optimizer with the checkpoint's own param groups.
+"""The live job: a model on the meta device, sharded with FSDP2, and an optimizer with the checkpoint's own param
+groups.
 
 Two ways to a job:
 
-    --config    a Hugging Face folder. The model is transformers' AutoModelForCausalLM; parameters have the dtypes of the
-                checkpoint; those that no param group lists do not train. LoRA layers of the checkpoint are PEFT's. The class of the optimizer follows from the
-                slots that the checkpoint has, its options from the checkpoint's param groups.
+    --config    a Hugging Face folder. The model is transformers' AutoModelForCausalLM; parameters have the dtypes of
+                the checkpoint; those that no param group lists do not train. LoRA layers of the checkpoint are PEFT's.
+                The class of the optimizer follows from the slots that the checkpoint has, its options from the
+                checkpoint's param groups.
     --job       module.py:build. The user's function gives (model, optimizer, scheduler, data) or fewer, or a dict of
                 those, and "loss" if the model has another one. It may ask for `mesh` and `device` by the names of its
                 parameters. A model without DTensors is sharded here; one that is sharded already is left as it is.
@@ -64,14 +66,15 @@ class Job:
 
     @property
     def scheduler_waits(self) -> bool:
-        """Whether the scheduler's step() needs more than this runner has: a metric, as ReduceLROnPlateau, or an epoch."""
+        """Whether the scheduler's step() needs more than this runner has: a metric, as ReduceLROnPlateau, or an
+        epoch."""
         needed = () if self.scheduler is None else inspect.signature(self.scheduler.step).parameters.values()
         return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
 
 
 class Several(list[Any]):
-    """Several optimizers, each over its own parameters (Muon beside AdamW), which step together. torch's get_state_dict and
-    ckpttool.load take it as the list that it is."""
+    """Several optimizers, each over its own parameters (Muon beside AdamW), which step together. torch's get_state_dict
+    and ckpttool.load take it as the list that it is."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -146,20 +149,31 @@ def start(settings: Settings, opened: OpenCheckpoint) -> Job:
         scheduler = scheduler(optimizer)
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise UsageError(
-            f"{argument('job', settings.job)}: the scheduler is a {type(scheduler).__name__}; return one object with step, state_dict and "
-            "load_state_dict, which may hold several."
+            f"{argument('job', settings.job)}: the scheduler is a {type(scheduler).__name__}; return one object with "
+            "step, state_dict and load_state_dict, which may hold several."
         )
     scale = _sum_gradients(model, settings.world_size // settings.mesh.get("tp", 1))
     tp = settings.mesh.get("tp", 1)
     import torch.distributed as dist
 
     return Job(
-        model, optimizer, scheduler, data, _loss(loss, settings.job is None), dist.get_rank() // tp,
-        dist.get_world_size() // tp, scale, vocabulary, notes, dropout_off, loss,
-    )  # fmt: skip
+        model,
+        optimizer,
+        scheduler,
+        data,
+        _loss(loss, settings.job is None),
+        dist.get_rank() // tp,
+        dist.get_world_size() // tp,
+        scale,
+        vocabulary,
+        notes,
+        dropout_off,
+        loss,
+    )
 
 
-# ------------------------------------------------------------------------------------------------ where models come from
+# ------------------------------------------------------------------------------------------------ where models come
+# from
 
 
 def _below(model: Any, settings: Settings) -> Any:
@@ -172,8 +186,8 @@ def _below(model: Any, settings: Settings) -> Any:
 
     if settings.module_prefix and settings.mesh.get("tp", 1) > 1:
         raise Unsupported(
-            f"{argument('module_prefix', settings.module_prefix)} does not go with tensor parallelism, whose plan has the "
-            "model's own names; apply both in build()."
+            f"{argument('module_prefix', settings.module_prefix)} does not go with tensor parallelism, whose plan has "
+            "the model's own names; apply both in build()."
         )
 
     class Below(nn.Module):
@@ -206,7 +220,10 @@ _ILL = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, Runtim
 
 
 def _cannot(folder: str, e: Exception) -> str:
-    return f"{argument('config', folder)}: transformers cannot build the model that it describes ({type(e).__name__}: {e})."
+    return (
+        f"{argument('config', folder)}: transformers cannot build the model that it describes ({type(e).__name__}: "
+        f"{e})."
+    )
 
 
 def _from_config(settings: Settings) -> tuple[Any, float]:
@@ -218,7 +235,8 @@ def _from_config(settings: Settings) -> tuple[Any, float]:
     folder = settings.config
     if folder is None:
         raise UsageError(
-            f"{argument('config')} (a Hugging Face folder) or {argument('job')} (module.py:build) is needed to know the model."
+            f"{argument('config')} (a Hugging Face folder) or {argument('job')} (module.py:build) is needed to know "
+            "the model."
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -377,8 +395,8 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
     odd = sorted(set(plan.values()) - styles.keys())
     if odd:
         raise Unsupported(
-            f"the tensor-parallel plan of {type(model).__name__} has {', '.join(odd)}, which ckpttool does not apply; apply it in "
-            f"build() of {argument('job')}."
+            f"the tensor-parallel plan of {type(model).__name__} has {', '.join(odd)}, which ckpttool does not apply; "
+            f"apply it in build() of {argument('job')}."
         )
     chosen = {}
     for name, _ in model.named_modules():
@@ -389,7 +407,8 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
 
 
 def _materialise(model: Any, settings: Settings) -> None:
-    """Allocate what is on the meta device, uninitialised, and move the rest to the device. Tied parameters stay tied."""
+    """Allocate what is on the meta device, uninitialised, and move the rest to the device. Tied parameters stay
+    tied."""
     import torch
 
     lost = [n for n, b in model.named_buffers() if b.device.type == "meta"]
@@ -465,8 +484,8 @@ def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
         cls = torch.optim.SGD
     else:
         raise Unsupported(
-            f"the optimizer has slots {', '.join(sorted(slots)) or 'none'} and options {', '.join(sorted(options))}; which "
-            f"identify no optimizer class of torch. Build the job yourself, with {argument('job')}."
+            f"the optimizer has slots {', '.join(sorted(slots)) or 'none'} and options {', '.join(sorted(options))}; "
+            f"which identify no optimizer class of torch. Build the job yourself, with {argument('job')}."
         )
     params = {n: p for n, p in model.named_parameters()}
     if not groups:
@@ -520,7 +539,8 @@ def _loss(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[
         mean = getattr(out, "loss", out)
         if not isinstance(mean, torch.Tensor) or mean.dim():
             raise UsageError(
-                "the model of build() returns neither logits (rows, tokens, vocabulary) nor a loss; return a loss function, too."
+                "the model of build() returns neither logits (rows, tokens, vocabulary) nor a loss; return a loss "
+                "function, too."
             )
         return mean * count, count, None
 

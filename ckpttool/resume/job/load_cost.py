@@ -27,7 +27,8 @@ class LoadCost:
             torch.cuda.reset_peak_memory_stats()
 
     def measured(self) -> dict[str, Any]:
-        """{"seconds", "bytes", "host_bytes", "device_bytes"}: peaks of resident and of allocated memory, the latter None on CPU."""
+        """{"seconds", "bytes", "host_bytes", "device_bytes"}: peaks of resident and of allocated memory, the latter
+        None on CPU."""
         device = None
         if self._on_gpu:
             import torch

@@ -1,7 +1,8 @@
-"""A model of `--config` with the LoRA layers that a checkpoint holds: PEFT makes them, as adapter_config.json describes them.
+"""A model of `--config` with the LoRA layers that a checkpoint holds: PEFT makes them, as adapter_config.json describes
+them.
 
-Only fields of LoraConfig that say which layers there are, and what they compute, are taken from that file: others name modules to import,
-or ways to compute initial values, which the checkpoint has.
+Only fields of LoraConfig that say which layers there are, and what they compute, are taken from that file: others name
+modules to import, or ways to compute initial values, which the checkpoint has.
 """
 
 from __future__ import annotations
@@ -20,20 +21,35 @@ from ..settings import Settings
 __all__ = ["adapted"]
 
 _FIELDS = (
-    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters", "rank_pattern", "alpha_pattern",
-    "use_rslora", "use_dora", "bias", "lora_bias", "modules_to_save", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "modules_to_save",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
     "ensure_weight_tying",
-)  # fmt: skip
+)
 
 
 def adapted(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
     """The model with the LoRA layers of the checkpoint; as it is where that holds none.
 
-    adapter_config.json is looked for in the folder of `settings.config`, and where ckpttool looks for that of any checkpoint
-    (`model_files.adapter`).
+    adapter_config.json is looked for in the folder of `settings.config`, and where ckpttool looks for that of any
+    checkpoint (`model_files.adapter`).
 
     Raises:
-        Unsupported: there are several adapters, no adapter_config.json, or it asks for other layers than those of LoRA. MissingPackage: peft.
+        Unsupported: there are several adapters, no adapter_config.json, or it asks for other layers than those of LoRA.
+        MissingPackage: peft.
     """
     held = lora.seen(opened.checkpoint)
     if held is None:
@@ -45,8 +61,9 @@ def adapted(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
     found = _config(settings, opened, held.names[0])
     if found is None:
         raise Unsupported(
-            f"the checkpoint holds LoRA layers, and {model_files.ADAPTER_CONFIG}, which describes them, is neither in {settings.config} nor "
-            f"beside the checkpoint. Copy it to one of them, or give the job with {argument('job')}."
+            f"the checkpoint holds LoRA layers, and {model_files.ADAPTER_CONFIG}, which describes them, is neither in "
+            f"{settings.config} nor beside the checkpoint. Copy it to one of them, or give the job with "
+            f"{argument('job')}."
         )
     if found.get("peft_type") != "LORA":
         raise Unsupported(f"adapter_config.json is of {str(found.get('peft_type'))[:40]}, not of LORA. {instead}")
@@ -59,7 +76,8 @@ def adapted(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
             raise Unsupported(f"adapter_config.json sets {name[:60]!r}: {why}. {instead}")
     if missing := [k for k in _FIELDS if found.get(k) and k not in here]:
         raise Unsupported(
-            f"adapter_config.json sets {missing[0]!r}, which PEFT {__version__} here does not have. Install a newer one."
+            f"adapter_config.json sets {missing[0]!r}, which PEFT {__version__} here does not have. Install a newer "
+            "one."
         )
     name = held.names[0] or "default"
     try:
@@ -69,8 +87,9 @@ def adapted(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
         return inject_adapter_in_model(config, model, name)
     except (TypeError, ValueError) as e:
         raise Unsupported(
-            f"PEFT does not make the layers that adapter_config.json describes in the model of {settings.config} ({str(e).splitlines()[0].rstrip('.')}). "
-            f"See whether the two are of one model, or give the job with {argument('job')}."
+            f"PEFT does not make the layers that adapter_config.json describes in the model of {settings.config} "
+            f"({str(e).splitlines()[0].rstrip('.')}). See whether the two are of one model, or give the job with "
+            f"{argument('job')}."
         ) from None
 
 

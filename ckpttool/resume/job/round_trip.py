@@ -1,7 +1,7 @@
 """The round trip: save the job with torch's own `dcp.save`, overwrite it with garbage, load it again, compare.
 
-Tensors of which every rank has a copy of its own, such as the running statistics of BatchNorm, come back as the copy of one rank, since
-torch saves one. Each rank gets its own back afterwards, so that training goes on as it would have.
+Tensors of which every rank has a copy of its own, such as the running statistics of BatchNorm, come back as the copy of
+one rank, since torch saves one. Each rank gets its own back afterwards, so that training goes on as it would have.
 """
 
 from __future__ import annotations
@@ -84,8 +84,12 @@ def round_trip(job: Job, settings: Settings, out: Trace, status: Status) -> None
             if n in tensors:
                 fingerprint.local(tensors[n]).copy_(t)
     out.roundtrip = {
-        "save_seconds": saved, "load_seconds": loaded, "bytes": need, "differing": differing, "apart": apart,
-    }  # fmt: skip
+        "save_seconds": saved,
+        "load_seconds": loaded,
+        "bytes": need,
+        "differing": differing,
+        "apart": apart,
+    }
 
 
 def _folder(settings: Settings, need: int) -> list[str | None]:

@@ -143,14 +143,24 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return Step(
-        step, float(mine.item()), norm, root_of_squares(measure.updates), rates, seen, round(counted), seconds,
-        [float(e.item()) for e in every], measure.grads, measure.updates, marks,
-    )  # fmt: skip
+        step,
+        float(mine.item()),
+        norm,
+        root_of_squares(measure.updates),
+        rates,
+        seen,
+        round(counted),
+        seconds,
+        [float(e.item()) for e in every],
+        measure.grads,
+        measure.updates,
+        marks,
+    )
 
 
 def _seed(seed: int, row: int) -> None:
-    """Random numbers that depend on the first row of a micro-batch, and not on the rank that has it: at any world size the forward pass
-    draws the same."""
+    """Random numbers that depend on the first row of a micro-batch, and not on the rank that has it: at any world size
+    the forward pass draws the same."""
     import numpy as np
     import torch
 
@@ -171,7 +181,8 @@ def _generators(settings: Settings) -> Any:
 
 
 def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None, list[str]]:
-    """(tokens of the global batch that count in the loss, its digest, the marks of the rows of each rank). A collective."""
+    """(tokens of the global batch that count in the loss, its digest, the marks of the rows of each rank). A
+    collective."""
     import torch.distributed as dist
 
     tokens, known = 0, True
@@ -229,9 +240,10 @@ def measure_memory(settings: Settings) -> list[dict[str, int]]:
 
     if settings.device == "cuda":
         mine = {
-            "allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
             "total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-        }  # fmt: skip
+        }
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,5 @@
-"""The user's recipe, module.py:build: what can be said about it before ranks are started, its call, and whether its data fits its model.
+"""The user's recipe, module.py:build: what can be said about it before ranks are started, its call, and whether its
+data fits its model.
 
 looked_over("recipe.py:build")     before a launch: reads the file, runs nothing of it
 built(settings, mesh)              on every rank: imports it and calls the function
@@ -52,7 +53,8 @@ def refuse_no_config(config: str) -> None:
 
 
 def looked_over(job: str) -> None:
-    """Refuse a recipe that cannot work, from the text of its file. No code of it runs, nor of the packages that a module is in.
+    """Refuse a recipe that cannot work, from the text of its file. No code of it runs, nor of the packages that a
+    module is in.
 
     Raises:
         UsageError: there is no such file, module or function; it is no Python; the function requires other arguments.
@@ -101,8 +103,8 @@ def _refuse_others(job: str, name: str, others: list[str]) -> None:
 
 
 def _defined(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
-    """(name, its definition) at the top of a module, also where it is inside an if, a try or a with; "*" for `from x import *`
-    and for what may define any name."""
+    """(name, its definition) at the top of a module, also where it is inside an if, a try or a with; "*" for `from x
+    import *` and for what may define any name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name, node
@@ -136,8 +138,8 @@ def _installed(top: str) -> ModuleSpec | None:
 
 
 def _add(folder: str) -> None:
-    """Let the recipe import what lies beside it, as a script does. A rank has no other folder than this on its path that is not of its
-    Python or PYTHONPATH."""
+    """Let the recipe import what lies beside it, as a script does. A rank has no other folder than this on its path
+    that is not of its Python or PYTHONPATH."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
@@ -202,11 +204,14 @@ def fitting(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary:
 
     two = [rows(0), rows(1)]
     sample = {k: np.asarray(v) for k, v in two[0].items()}
-    how = 'A sample is a row of token ids, of shape (sequence,), or a dict of rows such as {"input_ids": row, "labels": row}.'
+    how = (
+        'A sample is a row of token ids, of shape (sequence,), or a dict of rows such as {"input_ids": row, "labels": '
+        "row}."
+    )
     if loss is None and "input_ids" not in sample:
         raise UsageError(
-            f"a sample of the data of build() has {', '.join(sample) or 'no keys'}, but not input_ids. {how} Other samples need a "
-            "loss(model, batch) of your own."
+            f"a sample of the data of build() has {', '.join(sample) or 'no keys'}, but not input_ids. {how} Other "
+            "samples need a loss(model, batch) of your own."
         )
     for key, x in sample.items():
         if loss is None and key in ("input_ids", "labels") and (x.ndim != 1 or x.dtype.kind not in "iu"):
@@ -214,8 +219,8 @@ def fitting(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary:
         if key not in two[1] or np.shape(two[1][key]) != x.shape:
             other = list(np.shape(two[1][key])) if key in two[1] else "missing"
             raise UsageError(
-                f"{key} has shape {list(x.shape)} in sample 0 of build()'s data and {other} in sample 1. Rows of a batch are "
-                "stacked, so every sample must have the same keys and shapes; pad them."
+                f"{key} has shape {list(x.shape)} in sample 0 of build()'s data and {other} in sample 1. Rows of a "
+                "batch are stacked, so every sample must have the same keys and shapes; pad them."
             )
     ids = sample.get("input_ids")
     if loss is None and vocabulary is not None and ids is not None and ids.size and int(ids.max()) >= vocabulary:
@@ -238,6 +243,6 @@ def fitting(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary:
     names = [k for k in sample if k != "labels"] + (["labels"] if takes_labels else [])
     if why := refused(model, dict.fromkeys(names)):
         raise UsageError(
-            f"{why}. Rename its parameters, return samples with the keys that it takes, or return a loss(model, batch) from "
-            "build() that calls the model as it wants."
+            f"{why}. Rename its parameters, return samples with the keys that it takes, or return a loss(model, batch) "
+            "from build() that calls the model as it wants."
         )

@@ -1,11 +1,13 @@
 """What every rank is doing, and which one holds up the others.
 
-A rank says where it is (`at`) and that it moves (`moved`). A thread of it, the pulse, publishes that as a `Beat` every few seconds,
-with the collective that it waits in and its Python stack. Whoever sees the beats of all ranks asks `Watch.stalled`: the command that
-started the ranks reads them from files; in a job that torchrun or srun started, ranks 0 and 1 read them from the store of the job.
+A rank says where it is (`at`) and that it moves (`moved`). A thread of it, the pulse, publishes that as a `Beat` every
+few seconds, with the collective that it waits in and its Python stack. Whoever sees the beats of all ranks asks
+`Watch.stalled`: the command that started the ranks reads them from files; in a job that torchrun or srun started, ranks
+0 and 1 read them from the store of the job.
 
-The rank that waits in a collective is not the one to name, so the order is: a rank whose threads do not run (it is stopped, or hangs
-in native code that holds Python's lock); then, of the ranks that are furthest behind, those that are in no collective.
+The rank that waits in a collective is not the one to name, so the order is: a rank whose threads do not run (it is
+stopped, or hangs in native code that holds Python's lock); then, of the ranks that are furthest behind, those that are
+in no collective.
 """
 
 from __future__ import annotations
@@ -24,8 +26,19 @@ from typing import IO, Any
 from ...errors import RankLost, argument
 
 __all__ = [
-    "Beat", "Stall", "Watch", "at", "beating", "moved", "parsed", "period_of", "stage", "with_stage", "write_stages_to", "written",
-]  # fmt: skip
+    "Beat",
+    "Stall",
+    "Watch",
+    "at",
+    "beating",
+    "moved",
+    "parsed",
+    "period_of",
+    "stage",
+    "with_stage",
+    "write_stages_to",
+    "written",
+]
 
 _FRAMES = 12  # of a stack, innermost first
 _MOVED_BYTES = 1 << 20  # a rank that read or wrote so many bytes since the last beat is not silent
@@ -34,8 +47,13 @@ _LINE = 240  # bytes of a stage in its file
 _MISSED = 3  # beats, after which threads do not run
 
 #: Files of torch whose frames wait for other ranks, or for a GPU that does.
-_WAITING = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py",
-            "torch/distributed/fsdp/", "torch/distributed/tensor/", "torch/cuda/")  # fmt: skip
+_WAITING = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/fsdp/",
+    "torch/distributed/tensor/",
+    "torch/cuda/",
+)
 _WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/_ops.py", "torch/utils/_contextlib.py")
 
 
@@ -43,9 +61,9 @@ _WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/_ops.py", "torch/utils/_
 class Beat:
     """What one rank published.
 
-    `count` numbers the beats of its thread, `position` the stages that it has begun; both only grow. `what` is the stage.
-    `quiet` is for how many seconds it has not moved. `waits` is the collective that it waits in, "" for none. `stack` is its
-    main thread's, innermost frame first: "file.py:12 in function".
+    `count` numbers the beats of its thread, `position` the stages that it has begun; both only grow. `what` is the
+    stage. `quiet` is for how many seconds it has not moved. `waits` is the collective that it waits in, "" for none.
+    `stack` is its main thread's, innermost frame first: "file.py:12 in function".
     """
 
     rank: int
@@ -92,8 +110,8 @@ _here = _Here()
 def at(what: str, computes: bool = False) -> None:
     """This rank begins a stage: the same stages in the same order on every rank.
 
-    `computes`: alone and on the CPU, so that its main thread makes progress while it uses that. Elsewhere it may wait for others by
-    asking again and again.
+    `computes`: alone and on the CPU, so that its main thread makes progress while it uses that. Elsewhere it may wait
+    for others by asking again and again.
     """
     _here.what, _here.computes = what, computes
     _here.position += 1
@@ -150,7 +168,8 @@ class _Pulse(threading.Thread):
             quiet = quiet + self.period if still and count else 0.0
             before, bytes_before, used_before, count = now, done, used, count + 1
             waits, stack = _stack_of(sys._current_frames().get(self.main or 0))
-            # a rank whose native code holds Python's lock does not come here in time, and its stack is written without it
+            # a rank whose native code holds Python's lock does not come here in time, and its stack is written without
+            # it
             if not isinstance(self.stacks, int):
                 self.stacks.truncate(0)
             faulthandler.dump_traceback_later(max(self.timeout - 2 * self.period, self.period), file=self.stacks)
@@ -167,7 +186,8 @@ class _Pulse(threading.Thread):
 
 @contextmanager
 def beating(rank: int, timeout: float, publish: Callable[[Beat], None], stacks: IO[str] | int) -> Iterator[None]:
-    """Publish what this rank does while the block runs. `stacks` gets its stack if Python's lock is held for so long."""
+    """Publish what this rank does while the block runs. `stacks` gets its stack if Python's lock is held for so
+    long."""
     pulse = _Pulse(rank, timeout, publish, stacks)
     pulse.start()
     try:
@@ -215,12 +235,14 @@ def _stack_of(frame: Any) -> tuple[str, list[str]]:
     return waits, stack
 
 
-# ------------------------------------------------------------------------------------------------------ who sees them all
+# ------------------------------------------------------------------------------------------------------ who sees them
+# all
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A job that does not go on: `culprits` are the ranks that the others wait for, all of them if that cannot be told."""
+    """A job that does not go on: `culprits` are the ranks that the others wait for, all of them if that cannot be
+    told."""
 
     culprits: list[int]
     frozen: set[int]
@@ -231,7 +253,10 @@ class Stall:
         """The sentence about it, with the stacks as notes."""
         first = self.beats[self.culprits[0]]
         if len(self.culprits) == len(self.beats) > 1:
-            text = f"no rank has made progress for {self.seconds:.0f} s, and none is behind the others: {_each(self.beats)}."
+            text = (
+                f"no rank has made progress for {self.seconds:.0f} s, and none is behind the others: "
+                f"{_each(self.beats)}."
+            )
         else:
             who = f"rank {first.rank}" if len(self.culprits) == 1 else f"ranks {', '.join(map(str, self.culprits))}"
             have = "has" if len(self.culprits) == 1 else "have"
@@ -254,10 +279,16 @@ class Stall:
         if letter in ("Z", "X"):
             return f"process {beat.pid} is dead (state {letter})"
         if letter == "D":
-            return f"process {beat.pid} waits in the kernel (state D, {place}), as for a disk, a network file system or a GPU driver"
+            return (
+                f"process {beat.pid} waits in the kernel (state D, {place}), as for a disk, a network file system or a "
+                "GPU driver"
+            )
         if beat.rank in self.frozen:
             known = f" (state {letter}, {place})" if letter else f" on {beat.host}" if beat.host else ""
-            return f"process {beat.pid}{known} does not run Python: stopped, gone, or hung in native code; the log has its stack if it runs"
+            return (
+                f"process {beat.pid}{known} does not run Python: stopped, gone, or hung in native code; the log has "
+                "its stack if it runs"
+            )
         if beat.waits:
             return f"it waits in {beat.waits}"
         return f"it is at {beat.stack[0]}" if beat.stack else "it has not said where it is"
@@ -277,7 +308,8 @@ def _each(beats: Mapping[int, Beat]) -> str:
 
 
 def _process(beat: Beat) -> tuple[str, str]:
-    """(state letter, function of the kernel that it waits in) of a process of this machine; ("", "") of another one's."""
+    """(state letter, function of the kernel that it waits in) of a process of this machine; ("", "") of another
+    one's."""
     if not beat.pid or beat.host not in ("", socket.gethostname()):
         return "", ""
     try:

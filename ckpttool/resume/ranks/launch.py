@@ -1,7 +1,9 @@
-"""Runs as a launch of their own: the ranks as child processes, whose traces, status, beats and errors come back as files.
+"""Runs as a launch of their own: the ranks as child processes, whose traces, status, beats and errors come back as
+files.
 
-The ranks of one machine need no rendezvous: they meet at a file, so no port can be busy. The kernel kills them when the thread that
-started them ends, however it ends, and `_Ranks.end` kills the process group of each, which also ends what is stopped or hangs.
+The ranks of one machine need no rendezvous: they meet at a file, so no port can be busy. The kernel kills them when the
+thread that started them ends, however it ends, and `_Ranks.end` kills the process group of each, which also ends what
+is stopped or hangs.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def launch_runs(plan: Mapping[str, Settings], folder: str, status: Status) -> di
                 where = _beats(inner).get(0, Beat(0)).what
                 raise _with_log(
                     CkpttoolError(
-                        f"rank 0 ended with status 0 in {where!r}, before the end of the run: the job must not end its process."
+                        f"rank 0 ended with status 0 in {where!r}, before the end of the run: the job must not end its "
+                        "process."
                     ),
                     inner,
                 )
@@ -90,12 +93,17 @@ def run_ranks(folder: str, world: int, settings: Settings, status: Status) -> No
 
 
 def started(words: list[str], environment: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
-    """A rank: `python -P WORDS`, whose modules never come from the current folder, in a session of its own, so that a Ctrl-C of the
-    terminal reaches only the command."""
+    """A rank: `python -P WORDS`, whose modules never come from the current folder, in a session of its own, so that a
+    Ctrl-C of the terminal reaches only the command."""
     with open(log, "ab") as f:
         return subprocess.Popen(
-            [sys.executable, "-P", *words], stdin=subprocess.DEVNULL, stdout=f, stderr=f, env=environment, start_new_session=True
-        )  # fmt: skip
+            [sys.executable, "-P", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=f,
+            stderr=f,
+            env=environment,
+            start_new_session=True,
+        )
 
 
 class _Ranks:
@@ -110,9 +118,12 @@ class _Ranks:
     def start(self, world: int, settings: Settings) -> None:
         threads = max(1, (os.cpu_count() or 1) // world) if settings.device == "cpu" else 8
         common = {
-            "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **os.environ, "WORLD_SIZE": str(world),
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            **os.environ,
+            "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
-        }  # fmt: skip
+        }
         words = ["-m", "ckpttool.resume.ranks.worker", self.folder, str(os.getpid())]
         for rank in range(world):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -140,8 +151,8 @@ class _Ranks:
 
 
 def _status(pid: int) -> int | None:
-    """The exit status of a child, or minus the signal that killed it; None while it runs. The child keeps its number, which its
-    process group has, too."""
+    """The exit status of a child, or minus the signal that killed it; None while it runs. The child keeps its number,
+    which its process group has, too."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
@@ -181,8 +192,8 @@ def _error_files(folder: str) -> list[str]:
 def raise_error_of(folder: str, statuses: Mapping[int, int]) -> None:
     """Raise what made the job fail: a rank that was killed, or else what the ranks left in files.
 
-    The errors of the ranks that lost their peer come after its death, and are not the cause. SIGABRT is last: libraries of
-    collectives end their process with it when a peer is gone.
+    The errors of the ranks that lost their peer come after its death, and are not the cause. SIGABRT is last: libraries
+    of collectives end their process with it when a peer is gone.
 
     Args:
         statuses: {rank: exit status, or minus a signal} of those that ended by themselves.
@@ -213,8 +224,8 @@ def _ended(rank: int, status: int, where: str) -> CkpttoolError:
         return CkpttoolError(f"rank {rank} ended with status {status} in {where!r}, without an error message.")
     number = -status
     causes: dict[int, str] = {
-        signal.SIGKILL: "The kernel's out-of-memory killer does that; `dmesg -T`, or `kubectl describe pod`, shows it. If memory "
-        "ran out, use a smaller micro-batch, or fewer ranks on this machine.",
+        signal.SIGKILL: "The kernel's out-of-memory killer does that; `dmesg -T`, or `kubectl describe pod`, shows it. "
+        "If memory ran out, use a smaller micro-batch, or fewer ranks on this machine.",
         signal.SIGBUS: "A full /dev/shm does that, or a file that became shorter while it was read.",
         signal.SIGTERM: "Somebody, or a scheduler, ended it.",
     }

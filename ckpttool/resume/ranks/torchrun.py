@@ -1,14 +1,15 @@
 """torch.distributed of the job that this process is a rank of, and the watch over a job that torchrun or srun started.
 
-There no process sees all ranks, so they publish their beats in the store of the job, through a connection of its own. Rank 0 looks
-at them, and rank 1 where rank 0 is silent. The one that finds a stall prints it, and every rank ends its process: what waits in a
-collective cannot be interrupted, and NCCL's own watchdog does the same.
+There no process sees all ranks, so they publish their beats in the store of the job, through a connection of its own.
+Rank 0 looks at them, and rank 1 where rank 0 is silent. The one that finds a stall prints it, and every rank ends its
+process: what waits in a collective cannot be interrupted, and NCCL's own watchdog does the same.
 
-The command keeps its job and its watch (`lasting_job`) while rank 0 judges, so that all ranks end with the exit code of its verdict,
-or learn that it hangs.
+The command keeps its job and its watch (`lasting_job`) while rank 0 judges, so that all ranks end with the exit code of
+its verdict, or learn that it hangs.
 
-torchrun keeps one store for all attempts of --max-restarts, and with it what the ranks of an earlier attempt have left there: addresses that
-nobody listens on, and the word that the job has stalled. So every attempt uses keys of its own (`_keys_of_this_attempt`).
+torchrun keeps one store for all attempts of --max-restarts, and with it what the ranks of an earlier attempt have left
+there: addresses that nobody listens on, and the word that the job has stalled. So every attempt uses keys of its own
+(`_keys_of_this_attempt`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def in_job() -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process. On the usual way out, threads of gloo now and then outlive what owns them, and the process aborts."""
+    """End this process. On the usual way out, threads of gloo now and then outlive what owns them, and the process
+    aborts."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -84,15 +86,15 @@ def leave_together(status: int) -> NoReturn:
     import torch.distributed as dist
 
     sys.stdout.flush()
-    # Python would see it only after rank 0 has ended; and torchrun, which sends it when the first rank ends, must not change
-    # the status of a rank 0 that has written its reports
+    # Python would see it only after rank 0 has ended; and torchrun, which sends it when the first rank ends, must not
+    # change the status of a rank 0 that has written its reports
     signal.signal(signal.SIGTERM, signal.SIG_DFL if dist.get_rank() else signal.SIG_IGN)
     try:
         statuses = gathered(status, _Lasting.group)
     except RuntimeError:  # gloo's errors are of this class
         raise RankLost(
-            f"rank {dist.get_rank()} waited for the verdict of rank 0, but a rank ended before all had it. That rank's own message, or "
-            "the table of torchrun, has the cause."
+            f"rank {dist.get_rank()} waited for the verdict of rank 0, but a rank ended before all had it. That rank's "
+            "own message, or the table of torchrun, has the cause."
         ) from None
     leave(statuses[0])
 
@@ -146,8 +148,8 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
 def _keys_of_this_attempt(store: Any, rank: int, world: int, patience: timedelta) -> Any:
     """The store with a prefix that its ranks agree on and no earlier attempt has used. A collective.
 
-    Restarts are counted by each machine for itself, so the count cannot be that prefix. Rank 0 answers whoever asks, until all have
-    heard the answer of this rank 0: some of the questions may be an earlier attempt's.
+    Restarts are counted by each machine for itself, so the count cannot be that prefix. Rank 0 answers whoever asks,
+    until all have heard the answer of this rank 0: some of the questions may be an earlier attempt's.
 
     Raises:
         DistStoreError: a rank did not come in time.
@@ -178,14 +180,16 @@ def _not_joined(e: Exception) -> CkpttoolError:
     host, port, rank = (os.environ.get(k, "") for k in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     if "EADDRINUSE" in str(e):
         return UsageError(
-            f"MASTER_PORT {port} is in use: another process of this machine listens on it, perhaps a job that has not ended. "
-            f"`ss -ltnp 'sport = :{port}'` shows which. Set MASTER_PORT to a free port on every rank; or, for a job on one machine, unset "
-            f"RANK and WORLD_SIZE and pass {argument('world_size')}, and ckpttool starts the ranks without a port."
+            f"MASTER_PORT {port} is in use: another process of this machine listens on it, perhaps a job that has not "
+            f"ended. `ss -ltnp 'sport = :{port}'` shows which. Set MASTER_PORT to a free port on every rank; or, for a "
+            f"job on one machine, unset RANK and WORLD_SIZE and pass {argument('world_size')}, and ckpttool starts the "
+            "ranks without a port."
         )
     said = " ".join(str(e).split())[:300]
     return CkpttoolError(
-        f"rank {rank} could not join the job at MASTER_ADDR {host}, MASTER_PORT {port} ({said}). Check that rank 0 runs there, that "
-        "this machine can reach it, and that every rank has the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE."
+        f"rank {rank} could not join the job at MASTER_ADDR {host}, MASTER_PORT {port} ({said}). Check that rank 0 "
+        "runs there, that this machine can reach it, and that every rank has the same MASTER_ADDR, MASTER_PORT and "
+        "WORLD_SIZE."
     )
 
 
@@ -198,7 +202,8 @@ def lost_peer(e: BaseException) -> bool:
 
 @contextmanager
 def watched_job(timeout: float, status: Status) -> Iterator[None]:
-    """Watch the ranks of the job that torchrun or srun started, while the block runs, and in that of `lasting_job` to its end.
+    """Watch the ranks of the job that torchrun or srun started, while the block runs, and in that of `lasting_job` to
+    its end.
 
     A silent job ends: its ranks print which one holds it up, and end with the exit code of `RankLost`.
     """
@@ -213,7 +218,8 @@ def watched_job(timeout: float, status: Status) -> Iterator[None]:
     except dist.DistError as e:
         # the caller began the job by another way, or its store is gone
         status(
-            f"nobody watches for silent ranks: no store at MASTER_ADDR {host}, MASTER_PORT {port} ({str(e).splitlines()[0]})"
+            f"nobody watches for silent ranks: no store at MASTER_ADDR {host}, MASTER_PORT {port} "
+            f"({str(e).splitlines()[0]})"
         )
         yield
         return
@@ -251,9 +257,9 @@ class _Observer:
                 where = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
                 self._end(
                     RankLost(
-                        f"rank {self.rank} has made no progress for {beat.quiet:.0f} s in {beat.what!r}, and the store of the job at "
-                        f"{where} does not answer: the process or the machine that serves it (rank 0, or torchrun) has stopped "
-                        f"({str(e).splitlines()[0]})."
+                        f"rank {self.rank} has made no progress for {beat.quiet:.0f} s in {beat.what!r}, and the store "
+                        f"of the job at {where} does not answer: the process or the machine that serves it (rank 0, or "
+                        f"torchrun) has stopped ({str(e).splitlines()[0]})."
                     )
                 )
             return

@@ -2,11 +2,12 @@
 
     run(settings, status) -> Trace on rank 0, None elsewhere
 
-The state is fingerprinted before the first forward pass, and the probe comes before the first update. After the first step,
-the job is saved, overwritten with garbage and loaded again (`round_trip`), and training continues.
+The state is fingerprinted before the first forward pass, and the probe comes before the first update. After the first
+step, the job is saved, overwritten with garbage and loaded again (`round_trip`), and training continues.
 
-`python -m ckpttool.resume.ranks.worker FOLDER PARENT` is what the command starts: it reads the settings of all runs from
-FOLDER/runs.json and leaves trace-<i>.json, or error-<rank>.json, and beat-<rank>.json while it runs. It ends with PARENT.
+`python -m ckpttool.resume.ranks.worker FOLDER PARENT` is what the command starts: it reads the settings of all runs
+from FOLDER/runs.json and leaves trace-<i>.json, or error-<rank>.json, and beat-<rank>.json while it runs. It ends with
+PARENT.
 """
 
 from __future__ import annotations
@@ -88,20 +89,35 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         job = start(settings, opened)
         job.notes.extend(use_recorded_buffers(job.model, settings.buffers))
         out = Trace(
-            source=settings.source, layout=opened.layout.name, start=settings.start, world_size=dist.get_world_size(),
-            mesh=settings.mesh, device=settings.device, dtype=settings.dtype, seed=settings.seed, data=settings.data,
-            global_batch=settings.global_batch, micro_batch=settings.micro_batch, clip=settings.clip,
-            dropout=has_dropout(job.model), parameters=sum(p.numel() for p in job.model.parameters()),
-            tied=tied_names(job.model), config=config_of(job.model), notes=[*ckpt.notes, *job.notes],
-            environment=environment(settings.device) | {
-                "deterministic": settings.deterministic, "compile": settings.compile,
+            source=settings.source,
+            layout=opened.layout.name,
+            start=settings.start,
+            world_size=dist.get_world_size(),
+            mesh=settings.mesh,
+            device=settings.device,
+            dtype=settings.dtype,
+            seed=settings.seed,
+            data=settings.data,
+            global_batch=settings.global_batch,
+            micro_batch=settings.micro_batch,
+            clip=settings.clip,
+            dropout=has_dropout(job.model),
+            parameters=sum(p.numel() for p in job.model.parameters()),
+            tied=tied_names(job.model),
+            config=config_of(job.model),
+            notes=[*ckpt.notes, *job.notes],
+            environment=environment(settings.device)
+            | {
+                "deterministic": settings.deterministic,
+                "compile": settings.compile,
                 "scheduler_waits": job.scheduler_waits,
                 "dropout_probabilities": sorted({p for _, _, p in dropouts(job.model) if p > 0}),
             },
-            dropout_off=job.dropout_off, recipe=settings.job or settings.config,
+            dropout_off=job.dropout_off,
+            recipe=settings.job or settings.config,
             scheduler=None if job.scheduler is None else type(job.scheduler).__name__,
             unread=[(u.name, u.component) for u in ckpt.unread if u.component],
-        )  # fmt: skip
+        )
         # extra states of modules, too, since they are not loaded
         rest = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
         out.values, out.others = rest.values, rest.others
@@ -248,9 +264,10 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
     tied = {n for group in out.tied for n in group}
     used = _IN_JOB if trained else ("model",)
     rest = [
-        n for n, t in opened.locate().tensors.items()
+        n
+        for n, t in opened.locate().tensors.items()
         if t.path[0] not in _IN_JOB or (t.path[0] in used and n not in tensors and fqn_of(n) not in tied)
-    ]  # fmt: skip
+    ]
     ranks = dist.get_rank(), dist.get_world_size()
     marks = fingerprint.in_files(opened, rest, *ranks, device)
     out.others |= {n: (opened.checkpoint.tensors[n].dtype, opened.checkpoint.tensors[n].shape, marks[n]) for n in rest}
@@ -337,10 +354,14 @@ def _fail(folder: str, rank: int, e: BaseException) -> NoReturn:
     import traceback
 
     word: Mapping[str, Any] = {
-        "rank": rank, "known": isinstance(e, CkpttoolError), "lost_peer": lost_peer(e),
-        "kind": kind_of(e) if isinstance(e, CkpttoolError) else type(e).__name__, "text": str(e) or type(e).__name__,
-        "time": time.time(), "traceback": traceback.format_exc(),
-    }  # fmt: skip
+        "rank": rank,
+        "known": isinstance(e, CkpttoolError),
+        "lost_peer": lost_peer(e),
+        "kind": kind_of(e) if isinstance(e, CkpttoolError) else type(e).__name__,
+        "text": str(e) or type(e).__name__,
+        "time": time.time(),
+        "traceback": traceback.format_exc(),
+    }
     _write(folder, f"error-{rank}.json", json.dumps(word))
     leave(1)
 

@@ -1,4 +1,5 @@
-"""Folders for what a run leaves for a moment. A run that was killed cannot remove its own, so the next one on this machine does."""
+"""Folders for what a run leaves for a moment. A run that was killed cannot remove its own, so the next one on this
+machine does."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ _NEW = 60.0  # seconds in which a run certainly takes the lock of the folder tha
 
 @contextmanager
 def workspace(parent: str | None = None) -> Iterator[str]:
-    """A new folder in `parent`, or in the folder for temporary files, which is removed afterwards; and so are those of dead runs.
+    """A new folder in `parent`, or in the folder for temporary files, which is removed afterwards; and so are those of
+    dead runs.
 
-    A run holds the lock of its folder, and the kernel lets go of it when the run ends. Not every network file system has locks that
-    other machines see, so the name says whose folder it is.
+    A run holds the lock of its folder, and the kernel lets go of it when the run ends. Not every network file system
+    has locks that other machines see, so the name says whose folder it is.
     """
     parent = parent or tempfile.gettempdir()
     prefix = f"ckpttool-resume-{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}-"

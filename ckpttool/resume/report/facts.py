@@ -22,8 +22,18 @@ from ..text import clean, number
 from ..trace.model import OF_BUILD, Step, Trace
 
 __all__ = [
-    "QUANTITIES", "Row", "count", "device_of", "facts", "known", "limit", "relative", "rows", "sentence", "speed",
-]  # fmt: skip
+    "QUANTITIES",
+    "Row",
+    "count",
+    "device_of",
+    "facts",
+    "known",
+    "limit",
+    "relative",
+    "rows",
+    "sentence",
+    "speed",
+]
 
 #: What is compared step by step: the field of Step, and its name in words.
 QUANTITIES = {"loss": "loss", "grad_norm": "grad norm", "update_norm": "update norm"}
@@ -36,7 +46,10 @@ def sentence(report: Report) -> str:
     total, aside = len(report.checks), count(report, "not comparable")
     left = f" {aside} could not be compared." if aside else ""
     if report.word == "does not fit":
-        return f"The checkpoint does not fit the job, so nothing was judged. {_said(advice(report.candidate), capital=True)}"
+        return (
+            "The checkpoint does not fit the job, so nothing was judged. "
+            f"{_said(advice(report.candidate), capital=True)}"
+        )
     if report.word == "fail":
         if report.causes:
             return f"{len(failed)} of {total} checks failed. Likely cause: {_said(report.causes[0].text)}"
@@ -49,7 +62,10 @@ def sentence(report: Report) -> str:
         goes_on = (
             "Training goes on as the reference does, but" if report.reference is not None else "The run is sound, but"
         )
-        return f"{goes_on} {_plural(len(failed), 'threshold was', 'thresholds were')} not met. {_said(failed[0].text, capital=True)}"
+        return (
+            f"{goes_on} {_plural(len(failed), 'threshold was', 'thresholds were')} not met. "
+            f"{_said(failed[0].text, capital=True)}"
+        )
     if report.word == "no reference":
         return f"Without a reference, whether training goes on as before was not judged. {_passed(report)}{left}"
     return f"Training goes on as the reference does. {_passed(report)}{left}"
@@ -100,14 +116,21 @@ def _facts(trace: Trace) -> dict[str, str]:
     if trace.micro_batch is not None:
         batch += f", {trace.micro_batch} at a time"
     return {
-        "source": clean(trace.source, 120), "layout": clean(trace.layout or ""), "step": f"{trace.start:,}",
-        "ranks": ranks, "dtype": clean(trace.dtype or ""), "device": clean(device_of(trace), 60),
-        "parameters": "" if trace.parameters is None else f"{trace.parameters:,}", "batch": batch,
-        "data": clean(trace.data or "", 80) + ("" if trace.seed is None or trace.data == OF_BUILD else f", seed {trace.seed}"),
-        "job": clean(trace.recipe or "", 80), "scheduler": clean(trace.scheduler or "", 40),
+        "source": clean(trace.source, 120),
+        "layout": clean(trace.layout or ""),
+        "step": f"{trace.start:,}",
+        "ranks": ranks,
+        "dtype": clean(trace.dtype or ""),
+        "device": clean(device_of(trace), 60),
+        "parameters": "" if trace.parameters is None else f"{trace.parameters:,}",
+        "batch": batch,
+        "data": clean(trace.data or "", 80)
+        + ("" if trace.seed is None or trace.data == OF_BUILD else f", seed {trace.seed}"),
+        "job": clean(trace.recipe or "", 80),
+        "scheduler": clean(trace.scheduler or "", 40),
         "clipping": "" if trace.clip is None else f"grad norm {number(trace.clip)}",
         "dropout": "on" if trace.dropout else "switched off" if trace.dropout_off else "",
-    }  # fmt: skip
+    }
 
 
 def device_of(trace: Trace) -> str:

@@ -2,9 +2,9 @@
 
     write(report, folder="report", junit_file="junit.xml", metrics_file="resume.prom")
 
-Each file is complete or is not written. `terminal`, `junit`, `prometheus` and `page` lay out what `contents` says. Names
-of tensors come from checkpoints of others: everywhere, characters that do not print are spelled out (`clean`), so that
-no name can control a terminal or break a file.
+Each file is complete or is not written. `terminal`, `junit`, `prometheus` and `page` lay out what `contents` says.
+Names of tensors come from checkpoints of others: everywhere, characters that do not print are spelled out (`clean`), so
+that no name can control a terminal or break a file.
 """
 
 from __future__ import annotations

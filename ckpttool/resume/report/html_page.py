@@ -38,8 +38,13 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 #: The class of each verdict in the style sheet.
 _KINDS = {
-    "pass": "pass", "fail": "fail", "gate failed": "fail", "not comparable": "aside", "no reference": "aside", "does not fit": "aside",
-}  # fmt: skip
+    "pass": "pass",
+    "fail": "fail",
+    "gate failed": "fail",
+    "not comparable": "aside",
+    "no reference": "aside",
+    "does not fit": "aside",
+}
 #: A mark for each class, so that colour is not the only sign: a check mark, a cross, a dash.
 _MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M4 10h12"}
 
@@ -47,16 +52,39 @@ _MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M
 def page(report: Report) -> str:
     """The report as one HTML file that refers to no other."""
     every = rows(report)
-    return _environment().get_template("report.html.j2").render(
-        policy=_POLICY, style=_text_of("report.css"), script=_text_of("report.js"), newline=_markup("\n"),
-        title=f"{report.word}: {clean(report.candidate.source, 80)} at step {report.candidate.start}",
-        report=report, kind=_KINDS[report.word], kinds=_KINDS, marks=_MARKS, sentence=sentence(report), facts=facts(report),
-        tiles=_tiles(report, every), most_names=_NAMES, most_unseen=_UNSEEN, tall=_TALL, **_curves(report, every), **_checks(report),
-        **_worst(every), **_steps(every), memory=_memory(report), notes=_notes(report), groups=_groups(report),
-    ) + "\n"  # fmt: skip
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            policy=_POLICY,
+            style=_text_of("report.css"),
+            script=_text_of("report.js"),
+            newline=_markup("\n"),
+            title=f"{report.word}: {clean(report.candidate.source, 80)} at step {report.candidate.start}",
+            report=report,
+            kind=_KINDS[report.word],
+            kinds=_KINDS,
+            marks=_MARKS,
+            sentence=sentence(report),
+            facts=facts(report),
+            tiles=_tiles(report, every),
+            most_names=_NAMES,
+            most_unseen=_UNSEEN,
+            tall=_TALL,
+            **_curves(report, every),
+            **_checks(report),
+            **_worst(every),
+            **_steps(every),
+            memory=_memory(report),
+            notes=_notes(report),
+            groups=_groups(report),
+        )
+        + "\n"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- jinja2
+# ----------------------------------------------------------------------------------------------------------------
+# jinja2
 
 
 @cache
@@ -66,13 +94,22 @@ def _environment() -> Environment:
     from markupsafe import Markup
 
     environment = Environment(
-        loader=PackageLoader("ckpttool.resume.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else clean(value, 160),
-    )  # fmt: skip
+        loader=PackageLoader("ckpttool.resume.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else clean(value, 160),
+    )
     environment.filters |= {
-        "short": clean, "breakable": _breakable, "number": number, "commas": lambda n: f"{n:,}", "gib": _gib,
-        "plain": _plain, "limit": limit,
-    }  # fmt: skip
+        "short": clean,
+        "breakable": _breakable,
+        "number": number,
+        "commas": lambda n: f"{n:,}",
+        "gib": _gib,
+        "plain": _plain,
+        "limit": limit,
+    }
     return environment
 
 
@@ -178,14 +215,23 @@ def _worst(every: Sequence[Row]) -> dict[str, Any]:
             continue
         names = sorted(differences, key=lambda n: -finite_or_inf(differences[n]))[:_TENSORS]
         largest = max((differences[n] for n in names if math.isfinite(differences[n])), default=0.0)
-        tables.append({
-            "title": title, "equal": sum(d == 0 for d in differences.values()), "total": len(differences),
-            "rows": [
-                {"name": n, "expected": expected[n], "got": got[n], "difference": differences[n],
-                 "share": _share(differences[n], largest)}
-                for n in names
-            ],
-        })  # fmt: skip
+        tables.append(
+            {
+                "title": title,
+                "equal": sum(d == 0 for d in differences.values()),
+                "total": len(differences),
+                "rows": [
+                    {
+                        "name": n,
+                        "expected": expected[n],
+                        "got": got[n],
+                        "difference": differences[n],
+                        "share": _share(differences[n], largest),
+                    }
+                    for n in names
+                ],
+            }
+        )
     return {"worst": tables, "worst_step": first.got.step if first else None}
 
 
@@ -202,10 +248,14 @@ def _memory(report: Report) -> dict[str, Any] | None:
         return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
 
     every = [
-        {"rank": of(m, "rank"), "allocated": of(m, "allocated_bytes"), "reserved": of(m, "reserved_bytes"),
-         "total": of(m, "total_bytes")}
+        {
+            "rank": of(m, "rank"),
+            "allocated": of(m, "allocated_bytes"),
+            "reserved": of(m, "reserved_bytes"),
+            "total": of(m, "total_bytes"),
+        }
         for m in report.candidate.memory
-    ]  # fmt: skip
+    ]
     every = [m for m in every if m["reserved"] or m["allocated"]]
     if not every:
         return None

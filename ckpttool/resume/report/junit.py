@@ -26,9 +26,12 @@ def junit(report: Report) -> str:
     failed, aside = count(report, "fail"), count(report, "not comparable")
     unjudged = report.word == "not comparable"
     tests = {
-        "name": "ckpttool resume-verify", "tests": str(len(report.checks) + unjudged), "failures": str(failed),
-        "errors": str(int(unjudged)), "skipped": str(aside),
-    }  # fmt: skip
+        "name": "ckpttool resume-verify",
+        "tests": str(len(report.checks) + unjudged),
+        "failures": str(failed),
+        "errors": str(int(unjudged)),
+        "skipped": str(aside),
+    }
     root = Xml.Element("testsuites", tests)
     suite = Xml.SubElement(root, "testsuite", tests)
     properties = Xml.SubElement(suite, "properties")

@@ -32,7 +32,8 @@ METRICS = {
     "loss": "The loss of the last step.",
     "loss_difference_ratio": "The largest difference between losses of run and reference, relative to the reference.",
     "grad_norm": "The largest grad norm before clipping.",
-    "grad_norm_expected": "The mean grad norm of the reference in the same steps, or else of the other steps of the run.",
+    "grad_norm_expected": "The mean grad norm of the reference in the same steps, or else of the other steps of the "
+    "run.",
     "step_seconds": "The median time of a step, without the first.",
     "previous_step_seconds": "step_seconds of the run before, where that was the same job on the same device.",
     "tokens_per_second": "Tokens trained on, over all ranks.",
@@ -93,13 +94,21 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
         for name, key in (("peak_reserved", "reserved"), ("peak_allocated", "allocated"), ("device_memory", "total")):
             add(f"{name}_bytes", m.get(f"{key}_bytes"), rank=m.get("rank", ""))
     info = {
-        "version": report.versions.get("ckpttool", __version__), "torch": report.versions.get("torch"),
-        "source": trace.source, "layout": trace.layout, "profile": report.profile, "world_size": trace.world_size,
-        "device": device_of(trace), "dtype": trace.dtype, "parameters": trace.parameters,
-        "global_batch": trace.global_batch, "micro_batch": trace.micro_batch, "sequence": trace.sequence,
+        "version": report.versions.get("ckpttool", __version__),
+        "torch": report.versions.get("torch"),
+        "source": trace.source,
+        "layout": trace.layout,
+        "profile": report.profile,
+        "world_size": trace.world_size,
+        "device": device_of(trace),
+        "dtype": trace.dtype,
+        "parameters": trace.parameters,
+        "global_batch": trace.global_batch,
+        "micro_batch": trace.micro_batch,
+        "sequence": trace.sequence,
         "reference": report.reference.source if report.reference is not None else None,
         "reference_world_size": report.reference.world_size if report.reference is not None else None,
-    }  # fmt: skip
+    }
     add("info", 1, **{k: v for k, v in info.items() if v not in (None, "")})
     if previous is not None:
         labels, before = _read_back(previous)

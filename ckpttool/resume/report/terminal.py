@@ -21,9 +21,13 @@ __all__ = ["screen"]
 
 
 _STYLE = {
-    "pass": "bold green", "fail": "bold white on red", "gate failed": "bold white on red",
-    "not comparable": "bold black on yellow", "does not fit": "bold black on yellow", "no reference": "bold black on yellow",
-}  # fmt: skip
+    "pass": "bold green",
+    "fail": "bold white on red",
+    "gate failed": "bold white on red",
+    "not comparable": "bold black on yellow",
+    "does not fit": "bold black on yellow",
+    "no reference": "bold black on yellow",
+}
 #: More checks than this, and those that passed are counted; more steps than this, and some are left out.
 _MANY_CHECKS, _MANY_STEPS = 60, 24
 
@@ -75,8 +79,9 @@ class _Screen:
         from rich.text import Text
 
         with_reference = self.report.reference is not None
-        table = Table(box=box.SIMPLE_HEAD if with_reference else None, pad_edge=False, show_edge=False,
-                      show_header=with_reference)  # fmt: skip
+        table = Table(
+            box=box.SIMPLE_HEAD if with_reference else None, pad_edge=False, show_edge=False, show_header=with_reference
+        )
         table.add_column("", no_wrap=True)
         table.add_column("this run", overflow="fold")
         table.add_column("reference", overflow="fold")
@@ -107,14 +112,22 @@ class _Screen:
         if width >= 130:
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
             for title in ("stage", "verdict", "check", "found", "bound", ""):
-                table.add_column(title, justify="right" if title == "found" else "left", overflow="fold",
-                                 no_wrap=title in ("stage", "verdict", "found", "bound"))  # fmt: skip
+                table.add_column(
+                    title,
+                    justify="right" if title == "found" else "left",
+                    overflow="fold",
+                    no_wrap=title in ("stage", "verdict", "found", "bound"),
+                )
             for stage, checks, more in self._shown():
                 for i, c in enumerate(checks):
                     table.add_row(
-                        Text("" if i else stage, "bold"), _verdict(c), Text(middle(clean(c.name), 32)),
-                        Text(number(c.number)), Text(limit(c)), Text(_text_of(c), "dim" if c.verdict == "pass" else ""),
-                    )  # fmt: skip
+                        Text("" if i else stage, "bold"),
+                        _verdict(c),
+                        Text(middle(clean(c.name), 32)),
+                        Text(number(c.number)),
+                        Text(limit(c)),
+                        Text(_text_of(c), "dim" if c.verdict == "pass" else ""),
+                    )
                 if more:
                     table.add_row(Text("" if checks else stage, "bold"), "", Text(f"{more:,} more"), "", "", "")
             yield table
@@ -230,7 +243,8 @@ def _diff(row: Row, quantity: str, text: str | None = None) -> Text:
 
 
 def _some(every: Sequence[Row]) -> Iterator[tuple[str, Row | None]]:
-    """The first and the last steps and the first ones outside of the envelope; (how many are left out, None) between."""
+    """The first and the last steps and the first ones outside of the envelope; (how many are left out, None)
+    between."""
     keep = set(range(len(every)))
     if len(every) > _MANY_STEPS:
         third = _MANY_STEPS // 3

@@ -1,10 +1,10 @@
-"""Batches as a function of (seed, global sample index), never of the rank, so that jobs with different world sizes see the
-same data; and a digest that proves it.
+"""Batches as a function of (seed, global sample index), never of the rank, so that jobs with different world sizes see
+the same data; and a digest that proves it.
 
-Step s (the first after a checkpoint of step n is n + 1) uses the samples [(s - 1) * B, s * B) of a global batch of B. They
-are cut into micro-batches of M; micro-batch k belongs to data-parallel rank k mod W. The shape of a forward pass is
-therefore the same at every world size, which is what keeps bfloat16 losses equal from one to the next: its noise comes
-from the shape, not from the number of ranks (measured; `bounds`).
+Step s (the first after a checkpoint of step n is n + 1) uses the samples [(s - 1) * B, s * B) of a global batch of B.
+They are cut into micro-batches of M; micro-batch k belongs to data-parallel rank k mod W. The shape of a forward pass
+is therefore the same at every world size, which is what keeps bfloat16 losses equal from one to the next: its noise
+comes from the shape, not from the number of ranks (measured; `bounds`).
 
 Data is one of
 
@@ -55,16 +55,17 @@ def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, wor
 
 
 def digest(rows: Iterable[Any]) -> int:
-    """Digest of some rows of tokens: the sum mod 2^128 of each row's BLAKE3, so that neither the order of the rows nor their
-    distribution over ranks matters; the sums of parts add up to the sum of the whole."""
+    """Digest of some rows of tokens: the sum mod 2^128 of each row's BLAKE3, so that neither the order of the rows nor
+    their distribution over ranks matters; the sums of parts add up to the sum of the whole."""
     return digest_and_marks(rows)[0]
 
 
 def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
     """(`digest` of some rows, the marks of the rows one after the other).
 
-    A mark is the first 48 bits of the row's BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a million rows two
-    have the same by chance once in 500. Marks explain why batches differ; that they do is decided by the digest.
+    A mark is the first 48 bits of the row's BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a
+    million rows two have the same by chance once in 500. Marks explain why batches differ; that they do is decided by
+    the digest.
     """
     import numpy as np
     from blake3 import blake3
@@ -100,7 +101,8 @@ def open_data(
     if data == "synthetic":
         if vocabulary is None:
             raise UsageError(
-                f"{argument('data', data)} needs a model with a vocabulary. Give {argument('data')} a file, or return data from build()."
+                f"{argument('data', data)} needs a model with a vocabulary. Give {argument('data')} a file, or return "
+                "data from build()."
             )
         return _synthetic(seed, sequence or 512, vocabulary), sequence or 512
     refuse_missing(data)
@@ -138,7 +140,8 @@ def _matrix(path: str, sequence: int | None) -> Callable[[int], Any]:
         length = sequence or 512
         if len(tokens) < length:
             raise UsageError(
-                f"{argument('data', path)}: {len(tokens)} tokens, fewer than one row of {length} ({argument('sequence')})."
+                f"{argument('data', path)}: {len(tokens)} tokens, fewer than one row of {length} "
+                f"({argument('sequence')})."
             )
         tokens = tokens[: len(tokens) // length * length].reshape(-1, length)
     elif sequence and sequence > tokens.shape[1]:
@@ -173,7 +176,8 @@ def _lines(path: str, sequence: int | None, vocabulary: int | None, tokenizer: s
             raise
         except (Corrupt, Unsafe, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
-                f'{argument("data", path)}, line {k + 1}: not an object with "input_ids" or "text", as every line must be.'
+                f'{argument("data", path)}, line {k + 1}: not an object with "input_ids" or "text", as every line must '
+                "be."
             ) from None
 
     length = sequence or len(record(0)["input_ids"])
@@ -196,7 +200,8 @@ def _tokenizer(folder: str | None) -> Callable[[str], list[int]]:
         if not loaded:
             if folder is None:
                 raise UsageError(
-                    f"lines of text need the tokenizer of a Hugging Face folder ({argument('config')}); no folder was given."
+                    f"lines of text need the tokenizer of a Hugging Face folder ({argument('config')}); no folder was "
+                    "given."
                 )
             from transformers import AutoTokenizer
 
@@ -217,8 +222,8 @@ def _checked(rows: Rows, path: str, vocabulary: int | None) -> Rows:
         ids = out["input_ids"]
         if vocabulary is not None and len(ids) and (int(ids.max()) >= vocabulary or int(ids.min()) < 0):
             raise UsageError(
-                f"{argument('data', path)}: sample {index} has tokens {int(ids.min())}..{int(ids.max())}, but the vocabulary of the "
-                f"model has {vocabulary}: another tokenizer?"
+                f"{argument('data', path)}: sample {index} has tokens {int(ids.min())}..{int(ids.max())}, but the "
+                f"vocabulary of the model has {vocabulary}: another tokenizer?"
             )
         return out
 
@@ -234,8 +239,9 @@ def of_user(data: Any) -> Rows:
             sample = data(index) if callable(data) else data[index % len(data)]
         except IndexError as e:
             raise UsageError(
-                f"the data of build() has no sample {index} ({e}). Step n of the training reads the samples from (n - 1) x "
-                f"{argument('global_batch')} on: let the function go on, as data[index % len(data)] does, or take fewer {argument('steps')}."
+                f"the data of build() has no sample {index} ({e}). Step n of the training reads the samples from (n - "
+                f"1) x {argument('global_batch')} on: let the function go on, as data[index % len(data)] does, or take "
+                f"fewer {argument('steps')}."
             ) from None
         if not isinstance(sample, dict):
             sample = {"input_ids": sample}
@@ -245,7 +251,7 @@ def of_user(data: Any) -> Rows:
         isinstance(data, Sequence) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
     ):
         raise UsageError(
-            f"build() returned data of type {type(data).__name__}. Return a function of the sample index or a sequence, so that "
-            "batches do not depend on the rank."
+            f"build() returned data of type {type(data).__name__}. Return a function of the sample index or a "
+            "sequence, so that batches do not depend on the rank."
         )
     return row

@@ -2,10 +2,11 @@
 
     fingerprint(tensor) = sum over elements i of mix(bits of element i, i)  mod 2^64
 
-i is the flat row-major index in the whole tensor, so the sum does not depend on which rank holds which shard, or in which
-order: every rank sums its own shards, and one all-reduce completes the sum. A changed or moved element changes the sum, with a
-chance of 2^-64 that it does not. This is not a cryptographic digest (collisions can be constructed); `ckpttool digest` is. It
-does not depend on the tensor's name, so a tensor that holds another's bytes is recognised.
+i is the flat row-major index in the whole tensor, so the sum does not depend on which rank holds which shard, or in
+which
+order: every rank sums its own shards, and one all-reduce completes the sum. A changed or moved element changes the sum,
+with a chance of 2^-64 that it does not. This is not a cryptographic digest (collisions can be constructed); `ckpttool
+digest` is. It does not depend on the tensor's name, so a tensor that holds another's bytes is recognised.
 
 It runs on the device of the tensor, in blocks of 2^20 elements. torch's integer arithmetic wraps around on CPU and
 CUDA alike.
@@ -50,7 +51,8 @@ def _bits(tensor: Any) -> Any:
 
 
 def has_bits(tensor: Any) -> bool:
-    """Whether a tensor has elements to take a fingerprint of; sparse, quantised and many subclasses of tensors do not."""
+    """Whether a tensor has elements to take a fingerprint of; sparse, quantised and many subclasses of tensors do
+    not."""
     try:
         _bits(local(tensor).new_empty(0))
     except (RuntimeError, TypeError, NotImplementedError, KeyError, AttributeError):
@@ -152,8 +154,8 @@ def combine(values: Sequence[float], *, integers: bool, device: Any) -> list[Any
 
 
 def in_memory(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tuple[dict[str, str], list[str]]:
-    """({name: fingerprint}, names whose copies on several ranks differ) of live tensors, or of what they are in `dtype`. A
-    collective.
+    """({name: fingerprint}, names whose copies on several ranks differ) of live tensors, or of what they are in
+    `dtype`. A collective.
 
     Copies are compared without sending them anywhere: the sum over all ranks must be that over the owners, times the
     number of copies.
@@ -173,8 +175,8 @@ def in_memory(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tup
 
 
 def of_each_rank(tensors: Mapping[str, Any]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
-    """{name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of shards are left out. A
-    collective."""
+    """{name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of shards
+    are left out. A collective."""
     whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
     every = gathered([f"{_piece(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()])
     return {
@@ -222,7 +224,8 @@ def in_files(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     dtypes: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """{name: fingerprint} of tensors of a checkpoint, read a second time, in row-major order and by other code than the load.
+    """{name: fingerprint} of tensors of a checkpoint, read a second time, in row-major order and by other code than the
+    load.
 
     Every rank reads its share, largest tensors first. `dtypes` {name: dtype} gives fingerprints of what tensors are in
     another dtype than the files'. A collective.

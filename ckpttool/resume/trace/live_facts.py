@@ -1,4 +1,5 @@
-"""What is read off a live model and its optimizer as plain data: names, param groups, configuration, norms of gradients and updates.
+"""What is read off a live model and its optimizer as plain data: names, param groups, configuration, norms of gradients
+and updates.
 
 `Measure.gradients`, `Measure.after` and `same_everywhere` are collective.
 """
@@ -18,16 +19,30 @@ from .numerics import numerics
 from .side_state import mark
 
 __all__ = [
-    "Measure", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_parameters",
-    "named_state", "number", "numbers_of", "plain_groups", "root_of_squares", "same_everywhere", "scalars_of", "tied_names",
-]  # fmt: skip
+    "Measure",
+    "config_of",
+    "device_of",
+    "dropouts",
+    "dtype_of",
+    "environment",
+    "has_dropout",
+    "named_parameters",
+    "named_state",
+    "number",
+    "numbers_of",
+    "plain_groups",
+    "root_of_squares",
+    "same_everywhere",
+    "scalars_of",
+    "tied_names",
+]
 
 
 class Measure:
     """Norms of the gradient and of the update of every trained parameter; `before` and `after` the optimizer's step.
 
-    A forgiving one measures nothing where a rank fails, or where ranks have different parameters, and says why in `trouble`;
-    otherwise the error is raised, on the rank that has it.
+    A forgiving one measures nothing where a rank fails, or where ranks have different parameters, and says why in
+    `trouble`; otherwise the error is raised, on the rank that has it.
     """
 
     def __init__(self, model: Any, forgiving: bool = False) -> None:
@@ -62,7 +77,8 @@ class Measure:
         self.updates = self._norms(moved)
 
     def _norms(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> dict[str, float]:
-        """Norms over all ranks of what `part(FQN, parameter)` gives: (a tensor that is laid out alike, this rank's elements)."""
+        """Norms over all ranks of what `part(FQN, parameter)` gives: (a tensor that is laid out alike, this rank's
+        elements)."""
         import torch
 
         if not self._comparable():
@@ -85,7 +101,8 @@ class Measure:
         return {n: v**0.5 for n, v, k in zip(params, total, known, strict=False) if k}
 
     def _comparable(self) -> bool:
-        """Whether all ranks have the same parameters; with pipeline parallelism they do not. A collective, the first time."""
+        """Whether all ranks have the same parameters; with pipeline parallelism they do not. A collective, the first
+        time."""
         if self._alike is None:
             self._alike = not self.forgiving or same_everywhere(list(self.parameters()))
             if not self._alike:
@@ -183,8 +200,8 @@ def scalars_of(tensors: Mapping[str, Any]) -> dict[str, float]:
 
 
 def numbers_of(model: Any, optimizer: Any) -> dict[str, float]:
-    """The numbers in the optimizer's state that are not tensors, under the names that tensors would have: some optimizers count steps
-    so."""
+    """The numbers in the optimizer's state that are not tensors, under the names that tensors would have: some
+    optimizers count steps so."""
     return {
         f"optim.state.{fqn}.{slot}": float(x)
         for fqn, p in named_parameters(model).items()

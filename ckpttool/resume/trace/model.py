@@ -3,9 +3,9 @@
     Trace(source, world_size, ..., state, groups, probe, steps, ...)
     Step(step, loss, grad_norm, update_norm, learning_rates, batch, ..., grads, updates)
 
-A trace comes from a run of `resume-verify`, or from the lines that a `Recorder` wrote in a user's own training loop; these
-know less, and unknown fields are None or empty. Everything is plain data, so traces of jobs with different world sizes can be
-compared as files.
+A trace comes from a run of `resume-verify`, or from the lines that a `Recorder` wrote in a user's own training loop;
+these know less, and unknown fields are None or empty. Everything is plain data, so traces of jobs with different world
+sizes can be compared as files.
 
 Recorded lines (JSONL), one object each:
 
@@ -46,9 +46,9 @@ class Step:
     `step` counts from 1 over the whole training, so that the one after a checkpoint of step n is n + 1. `loss` is the
     mean over the tokens of the global batch. `grad_norm` and `grads` {FQN: norm} are before clipping, `updates` {FQN:
     norm} and `update_norm` of what the optimizer added to the parameters. `learning_rates` has the one used in this
-    step for each param group. `batch` is the digest of the global batch (`batches.digest`), `rows` the marks of the rows of each
-    data-parallel rank (`batches.marks_of`). `losses` is the global loss as each rank has it. `seconds` is forward, backward,
-    clipping and the optimizer, without the measurements.
+    step for each param group. `batch` is the digest of the global batch (`batches.digest`), `rows` the marks of the
+    rows of each data-parallel rank (`batches.marks_of`). `losses` is the global loss as each rank has it. `seconds` is
+    forward, backward, clipping and the optimizer, without the measurements.
     """
 
     step: int
@@ -69,35 +69,33 @@ class Step:
 class Trace:
     """The data of one run.
 
-    `failed` says why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are set,
-    without fingerprints.
-    `misfit` is how the names and shapes of checkpoint and job differ, if that is why (`misfit.compared`).
-    `state` {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading, at step `start`;
-    `others` the same for tensors and arrays that no job holds (scaler, dataloader, random states, averages of weights), from
-    the files, and for what else is no plain value (`beside`).
-    `stored` the fingerprints of the same tensors in the files, in the dtype of the job, if these were read a second time.
-    `stored_as` {name: (dtype, fingerprint)} of those that the files have in another dtype than the job, as they are there;
-    `rounded` {dtype: {name: fingerprint}} of what the job holds, rounded to a dtype.
-    `scalars` are the values of tensors with one element, `values` the other plain data of the checkpoint (`beside`).
-    `variants` {name: [...]}: of values and others that the ranks of a recorded job held differently, those of the ranks.
-    `generators` are marks of the random states of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and
-    "numpy_position". `unrecorded` {what: why} is what a `Recorder` did not record.
-    `buffers` {name: [dtype, shape, bytes in hex]} of small buffers of a recorded job that no checkpoint holds (`numerics.read_small_buffers`).
-    `quanta` {FQN: L2 norm} of the distance from each element of a parameter of 16 bits to the next number.
-    `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
-    `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.
-    `recipe` is what the job was built from: module.py:build, or the folder of a configuration. `scheduler` is the class of
-    the scheduler that ran. `dropout_off` is the largest probability of a dropout that was switched off.
-    `unread` lists state beside the checkpoint that its layout does not read: (file, component).
-    `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same, "odd": the ranks that
-    differ from most, "batch": digest
-    of the rows that were given}, or {"skipped": why}; of a recording {"rows": {"input_ids": [...]}, "sketch", "shape",
-    "not_finite"} (`probing.sketch`), and of a run that had such a reference the sketch for the recorded rows as "recorded".
-    `roundtrip` {"save_seconds", "load_seconds", "bytes", "differing": [names], "apart": [names of tensors of which every rank has a copy
-    of its own]} of the save after the first step, or {"skipped": why}.
-    `load_seconds` is that of the slowest rank, `load_bytes` of all ranks. `loads` has {"rank", "seconds", "bytes",
-    "host_bytes", "device_bytes"}: peaks of resident memory, and of the device's, which is None on CPU.
-    `memory` has {"rank", "allocated_bytes", "reserved_bytes", "total_bytes"} peaks, of the device.
+    `failed` says why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are
+    set, without fingerprints. `misfit` is how the names and shapes of checkpoint and job differ, if that is why
+    (`misfit.compared`). `state` {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading,
+    at step `start`; `others` the same for tensors and arrays that no job holds (scaler, dataloader, random states,
+    averages of weights), from the files, and for what else is no plain value (`beside`). `stored` the fingerprints of
+    the same tensors in the files, in the dtype of the job, if these were read a second time. `stored_as` {name: (dtype,
+    fingerprint)} of those that the files have in another dtype than the job, as they are there; `rounded` {dtype:
+    {name: fingerprint}} of what the job holds, rounded to a dtype. `scalars` are the values of tensors with one
+    element, `values` the other plain data of the checkpoint (`beside`). `variants` {name: [...]}: of values and others
+    that the ranks of a recorded job held differently, those of the ranks. `generators` are marks of the random states
+    of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and "numpy_position". `unrecorded`
+    {what: why} is what a `Recorder` did not record. `buffers` {name: [dtype, shape, bytes in hex]} of small buffers of
+    a recorded job that no checkpoint holds (`numerics.read_small_buffers`). `quanta` {FQN: L2 norm} of the distance
+    from each element of a parameter of 16 bits to the next number. `groups` are the optimizer's param groups as the job
+    holds them: options, and "params": [FQN, ...]. `tied` lists the names of each parameter that has more than one.
+    `config` is the model's configuration. `recipe` is what the job was built from: module.py:build, or the folder of a
+    configuration. `scheduler` is the class of the scheduler that ran. `dropout_off` is the largest probability of a
+    dropout that was switched off. `unread` lists state beside the checkpoint that its layout does not read: (file,
+    component). `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same,
+    "odd": the ranks that differ from most, "batch": digest of the rows that were given}, or {"skipped": why}; of a
+    recording {"rows": {"input_ids": [...]}, "sketch", "shape", "not_finite"} (`probing.sketch`), and of a run that had
+    such a reference the sketch for the recorded rows as "recorded". `roundtrip` {"save_seconds", "load_seconds",
+    "bytes", "differing": [names], "apart": [names of tensors of which every rank has a copy of its own]} of the save
+    after the first step, or {"skipped": why}. `load_seconds` is that of the slowest rank, `load_bytes` of all ranks.
+    `loads` has {"rank", "seconds", "bytes", "host_bytes", "device_bytes"}: peaks of resident memory, and of the
+    device's, which is None on CPU. `memory` has {"rank", "allocated_bytes", "reserved_bytes", "total_bytes"} peaks, of
+    the device.
     """
 
     source: str = ""
@@ -165,7 +163,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace:
-    """The trace in the lines of a `Recorder`. If a step was recorded several times, as after a restart, the last record counts.
+    """The trace in the lines of a `Recorder`. If a step was recorded several times, as after a restart, the last record
+    counts.
 
     `at` is the step whose state is wanted, if several were recorded; by default the last.
 
@@ -190,16 +189,20 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
                     setattr(out, key, None if record[key] is None else kind(record[key]))
             elif kind == "state":
                 states[int(record["step"])] = {
-                    "state": _marks(record["state"]), "others": _marks(record.get("others", {})),
+                    "state": _marks(record["state"]),
+                    "others": _marks(record.get("others", {})),
                     "variants": {str(n): list(v) for n, v in record.get("variants", {}).items()},
                     "generators": [dict(g) for g in record.get("generators", [])],
                     "probe": _probe(record.get("probe", {})),
-                    "buffers": {str(n): [str(b[0]), list(map(int, b[1])), str(b[2])] for n, b in record.get("buffers", {}).items()},
+                    "buffers": {
+                        str(n): [str(b[0]), list(map(int, b[1])), str(b[2])]
+                        for n, b in record.get("buffers", {}).items()
+                    },
                     "unrecorded": {str(k): str(v) for k, v in record.get("unrecorded", _EARLIER).items()},
                     "scalars": _numbers(record.get("scalars", {})),
                     "groups": [dict(g) for g in record.get("groups", [])],
                     **({"values": dict(record["values"])} if "values" in record else {}),
-                }  # fmt: skip
+                }
             elif kind == "lost":
                 lost[str(record["what"])] = str(record["why"])
             elif kind == "step":
@@ -250,11 +253,26 @@ def _numbers(x: Any) -> dict[str, float]:
 
 #: The types of the recorded fields that are compared.
 _KINDS: dict[str, Any] = {
-    "world_size": int, "global_batch": int, "micro_batch": int, "sequence": int, "parameters": int, "seed": int,
-    "clip": float, "environment": dict, "config": dict, "values": dict, "mesh": dict, "dtype": str, "data": str, "dropout": bool,
-    "recipe": str, "scheduler": str, "dropout_off": float,
-    "tied": lambda x: [[str(n) for n in g] for g in x], "notes": list,
-}  # fmt: skip
+    "world_size": int,
+    "global_batch": int,
+    "micro_batch": int,
+    "sequence": int,
+    "parameters": int,
+    "seed": int,
+    "clip": float,
+    "environment": dict,
+    "config": dict,
+    "values": dict,
+    "mesh": dict,
+    "dtype": str,
+    "data": str,
+    "dropout": bool,
+    "recipe": str,
+    "scheduler": str,
+    "dropout_off": float,
+    "tied": lambda x: [[str(n) for n in g] for g in x],
+    "notes": list,
+}
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -301,8 +319,16 @@ def _step(data: dict[str, Any]) -> Step:
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 #: Fields whose strings "nan" and "inf" are numbers; elsewhere they are just strings.
 _NUMBERS = {
-    "loss", "grad_norm", "update_norm", "learning_rates", "losses", "grads", "updates", "scalars", "seconds",
-}  # fmt: skip
+    "loss",
+    "grad_norm",
+    "update_norm",
+    "learning_rates",
+    "losses",
+    "grads",
+    "updates",
+    "scalars",
+    "seconds",
+}
 
 
 def spelled(x: Any) -> Any:

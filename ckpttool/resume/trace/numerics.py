@@ -1,10 +1,11 @@
-"""How a job computes on CUDA, where that decides the last bits: deterministic kernels, TF32, sums in bf16, buffers outside the checkpoint.
+"""How a job computes on CUDA, where that decides the last bits: deterministic kernels, TF32, sums in bf16, buffers
+outside the checkpoint.
 
-Two runs of one job are equal bit for bit only with the same kernels. By default torch picks cuDNN's attention on an H100, whose
-backward pass adds in any order; `use_deterministic_algorithms(True, warn_only=True)` does not change that, and without `warn_only`
-torch picks flash attention in its deterministic form (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
-`check_cudnn_deterministic`, and attention_backward.cu; measured in tests/gpu). A recorded job is compared with a run that
-computes as it did.
+Two runs of one job are equal bit for bit only with the same kernels. By default torch picks cuDNN's attention on an
+H100, whose backward pass adds in any order; `use_deterministic_algorithms(True, warn_only=True)` does not change that,
+and without `warn_only` torch picks flash attention in its deterministic form
+(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_cudnn_deterministic`, and attention_backward.cu; measured
+in tests/gpu). A recorded job is compared with a run that computes as it did.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ _SMALL = 4096
 
 
 def set_cuda_environment() -> None:
-    """What must be set before CUDA starts. One algorithm for collectives, so that sums have one order at one world size."""
+    """What must be set before CUDA starts. One algorithm for collectives, so that sums have one order at one world
+    size."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 def numerics() -> dict[str, Any]:
-    """What of this process decides which kernels CUDA runs: {"deterministic": bool, "tf32": bool, "bf16_reduced_precision": bool}.
+    """What of this process decides which kernels CUDA runs: {"deterministic": bool, "tf32": bool,
+    "bf16_reduced_precision": bool}.
 
     "deterministic" is False with `warn_only`, where attention stays as it is.
     """
@@ -49,13 +52,15 @@ def numerics() -> dict[str, Any]:
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     matmul = torch.backends.cuda.matmul
     return {
-        "deterministic": strict, "tf32": bool(matmul.allow_tf32),
+        "deterministic": strict,
+        "tf32": bool(matmul.allow_tf32),
         "bf16_reduced_precision": bool(matmul.allow_bf16_reduced_precision_reduction),
-    }  # fmt: skip
+    }
 
 
 def use_numerics(deterministic: bool, recorded: Mapping[str, Any]) -> None:
-    """Compute with deterministic kernels, or with those that torch chooses; TF32 and sums in bf16 as in the recorded job, else off.
+    """Compute with deterministic kernels, or with those that torch chooses; TF32 and sums in bf16 as in the recorded
+    job, else off.
 
     Without `deterministic` and a recorded job, torch's own settings stay.
     """
@@ -76,7 +81,8 @@ def use_numerics(deterministic: bool, recorded: Mapping[str, Any]) -> None:
 def name_missing_kernel() -> Iterator[None]:
     """Name the operation that torch refuses to compute since it has no deterministic kernel for it.
 
-    torch says "NAME does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'".
+    torch says "NAME does not have a deterministic implementation, but you set
+    'torch.use_deterministic_algorithms(True)'".
 
     Raises:
         Unsupported: there is such an operation.
@@ -88,7 +94,8 @@ def name_missing_kernel() -> Iterator[None]:
         if not found:
             raise
         raise Unsupported(
-            f"{NO_KERNEL} {name.split()[-1]}, which this job computes. Pass {argument('deterministic', False)}; bounds are wider then."
+            f"{NO_KERNEL} {name.split()[-1]}, which this job computes. Pass {argument('deterministic', False)}; bounds "
+            "are wider then."
         ) from e
 
 
@@ -107,7 +114,8 @@ def _outside(model: Any) -> dict[str, Any]:
 
 
 def read_small_buffers(model: Any) -> dict[str, list[Any]]:
-    """{name: [dtype, shape, bytes in hex]} of buffers that no checkpoint holds, of at most 4 KiB: frequencies of rotary embeddings.
+    """{name: [dtype, shape, bytes in hex]} of buffers that no checkpoint holds, of at most 4 KiB: frequencies of rotary
+    embeddings.
 
     They are computed when the model is built, on the GPU or the CPU, whose powers differ in the last bit.
     """
@@ -135,6 +143,7 @@ def use_recorded_buffers(model: Any, recorded: Mapping[str, Any]) -> list[str]:
         apart = (there.detach().cpu().double() - stored.double()).abs().max().item()
         there.copy_(stored)
         notes.append(
-            f"buffer {name} is in no checkpoint, and the recorded job had other numbers (largest difference {apart:.1e}): its numbers are used"
+            f"buffer {name} is in no checkpoint, and the recorded job had other numbers (largest difference "
+            f"{apart:.1e}): its numbers are used"
         )
     return notes

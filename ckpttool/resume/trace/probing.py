@@ -1,8 +1,8 @@
 """The logits of a fixed batch: which of them are kept, a sketch of them, and how a training job computes them unharmed.
 
-A recording has no place for logits (64 positions of a vocabulary of 128k are 33 MB), so it holds their sketch: each position times
-`_WIDE` columns of random signs, over the root of `_WIDE`. The relative L2 distance of two sketches is that of the logits within
-about 5 % (Johnson and Lindenstrauss), and equal logits have equal sketches.
+A recording has no place for logits (64 positions of a vocabulary of 128k are 33 MB), so it holds their sketch: each
+position times `_WIDE` columns of random signs, over the root of `_WIDE`. The relative L2 distance of two sketches is
+that of the logits within about 5 % (Johnson and Lindenstrauss), and equal logits have equal sketches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def kept(logits: Any) -> Any:
 
 
 def sketch(logits: Any) -> dict[str, Any]:
-    """{"sketch", "shape", "not_finite"} of a numpy array of logits (positions, vocabulary); infinite and NaN logits count as 0."""
+    """{"sketch", "shape", "not_finite"} of a numpy array of logits (positions, vocabulary); infinite and NaN logits
+    count as 0."""
     import numpy as np
 
     x = np.asarray(logits, "f8")
@@ -64,7 +65,8 @@ def refused(model: Any, names: Mapping[str, Any]) -> str | None:
 
 
 def logits_of(model: Any, batch: Mapping[str, Any]) -> Any:
-    """The logits (rows, sequence, vocabulary) of model(**batch), whole on every rank. A collective if the model is sharded.
+    """The logits (rows, sequence, vocabulary) of model(**batch), whole on every rank. A collective if the model is
+    sharded.
 
     Raises:
         ValueError: the model returns something else.
@@ -87,7 +89,8 @@ def logits_of(model: Any, batch: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """Evaluate a model in the middle of its training: mode, buffers, generators and FSDP2's shards are as before afterwards."""
+    """Evaluate a model in the middle of its training: mode, buffers, generators and FSDP2's shards are as before
+    afterwards."""
     import torch
     from torch.distributed.fsdp import FSDPModule
 

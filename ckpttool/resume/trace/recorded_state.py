@@ -3,8 +3,8 @@
     given = sources(scheduler=scheduler, extra={"ema": ema.state_dict, "epoch": lambda: epoch})
     found = of_ranks(given, device)          # on every rank: values, others, variants, generators, unrecorded
 
-An object that fails on one rank (its state_dict raises, say) is left out on all, and named in `unrecorded`; no rank waits for
-another that has gone.
+An object that fails on one rank (its state_dict raises, say) is left out on all, and named in `unrecorded`; no rank
+waits for another that has gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict
     """{key at the root of a checkpoint: where its state comes from}, of what was given to a `Recorder`.
 
     Raises:
-        UsageError: it is neither an object with `state_dict()`, nor a function without arguments, nor (in `extra`) data.
+        UsageError: it is neither an object with `state_dict()`, nor a function without arguments, nor (in `extra`)
+        data.
     """
     out: dict[str, Any] = {}
     for key, source in (("scheduler", scheduler), ("scaler", scaler), ("dataloader", dataloader)):
@@ -37,15 +38,15 @@ def sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict
         for one in source if isinstance(source, (list, tuple)) else [source]:
             if not (hasattr(one, "state_dict") or callable(one) or isinstance(one, Mapping)):
                 raise UsageError(
-                    f"{argument(key)} is a {type(one).__name__}, which has no state_dict(). Pass the object whose state the "
-                    "checkpoint stores, or a function that returns that state."
+                    f"{argument(key)} is a {type(one).__name__}, which has no state_dict(). Pass the object whose "
+                    "state the checkpoint stores, or a function that returns that state."
                 )
         out[key] = source
     if extra is not None and not callable(extra):
         if not isinstance(extra, Mapping):
             raise UsageError(
-                f"{argument('extra')} is a {type(extra).__name__}. Pass a dict {{key at the root of the checkpoint: state, or "
-                "object with state_dict(), or function}, or a function that returns such a dict."
+                f"{argument('extra')} is a {type(extra).__name__}. Pass a dict {{key at the root of the checkpoint: "
+                "state, or object with state_dict(), or function}, or a function that returns such a dict."
             )
         _checked(extra, out)
     if extra is not None:
@@ -57,8 +58,8 @@ def _checked(extra: Mapping[Any, Any], others: Collection[str]) -> Mapping[Any, 
     odd = [k for k in extra if not isinstance(k, str) or k in _MODEL_KEYS or k in others]
     if odd:
         raise UsageError(
-            f"{argument('extra')} has the key {odd[0]!r}, which is not the name of a further entry of the checkpoint: model and "
-            "optimizer are arguments of their own, and so are scheduler, scaler and dataloader."
+            f"{argument('extra')} has the key {odd[0]!r}, which is not the name of a further entry of the checkpoint: "
+            "model and optimizer are arguments of their own, and so are scheduler, scaler and dataloader."
         )
     return extra
 
@@ -74,8 +75,8 @@ def _state_of(source: Any) -> Any:
 def of_ranks(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
     """Fields of a state record: values, others, variants, generators, unrecorded. A collective.
 
-    Values that some ranks hold and others do not (each rank's own dataloader) are all there. Where ranks hold different values under
-    one name, as long as they save them under that name the checkpoint has one of them: `variants` has all.
+    Values that some ranks hold and others do not (each rank's own dataloader) are all there. Where ranks hold different
+    values under one name, as long as they save them under that name the checkpoint has one of them: `variants` has all.
     """
     wrong: dict[str, str] = {}
     mine = taken({})
@@ -115,9 +116,12 @@ def of_ranks(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
             for n in [n for n in found_ if n.partition(".")[0] == key]:
                 del found_[n]
     return {
-        "values": values, "others": others, "variants": variants, "generators": [p[4] for p in parts],
+        "values": values,
+        "others": others,
+        "variants": variants,
+        "generators": [p[4] for p in parts],
         "unrecorded": unrecorded,
-    }  # fmt: skip
+    }
 
 
 def _merged(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:

@@ -6,12 +6,13 @@
         ...
         recorder.step(step, loss=loss, batch=batch["input_ids"], grad_norm=norm)       # after optimizer.step()
 
-Rank 0 writes one line per record (`trace` describes the format); the other ranks take part in the sums. Learning rates and the
-norms of every tensor's gradient and update are measured in the optimizer's own step hooks. Numbers are never rounded.
+Rank 0 writes one line per record (`trace` describes the format); the other ranks take part in the sums. Learning rates
+and the norms of every tensor's gradient and update are measured in the optimizer's own step hooks. Numbers are never
+rounded.
 
-A recorder never changes a training, and never ends one: once it is made, whatever fails in it (a state_dict that raises, a full disk) is a
-RuntimeWarning, and the recording says what it lacks and why. What one rank cannot measure is left out on all, so that no
-rank waits for another.
+A recorder never changes a training, and never ends one: once it is made, whatever fails in it (a state_dict that
+raises, a full disk) is a RuntimeWarning, and the recording says what it lacks and why. What one rank cannot measure is
+left out on all, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -61,22 +62,28 @@ class Recorder:
 
     Args:
         path: the JSONL file; records are appended. Only rank 0 opens it.
-        model, optimizer: of the job, as they train (sharded, wrapped). If the optimizer is not one of torch (DeepSpeed's
+        model, optimizer: of the job, as they train (sharded, wrapped). If the optimizer is not one of torch
+        (DeepSpeed's
             engine has its own), pass None, and pass the learning rates to `step`.
-        norms: whether to record the norms of every parameter's gradient and update in each step. This costs a copy of this
+        norms: whether to record the norms of every parameter's gradient and update in each step. This costs a copy of
+        this
             rank's shards and two passes over them.
-        scheduler, scaler, dataloader: whose state the checkpoint stores, too: objects with `state_dict()` (a list of them, if
-            the checkpoint has a list), or functions that return that state. Every rank may have a dataloader of its own.
+        scheduler, scaler, dataloader: whose state the checkpoint stores, too: objects with `state_dict()` (a list of
+        them, if
+            the checkpoint has a list), or functions that return that state. Every rank may have a dataloader of its
+            own.
         extra: whatever else the checkpoint stores, by its keys at the root: {"ema": ema, "epoch": lambda: epoch, "rng":
-            random_states}, where a value is an object with `state_dict()`, a function or data; or a function that returns
-            such a dict. Tensors and arrays are recorded as fingerprints.
-        probe: token ids (rows, sequence), the same on every rank, or a dict of them: `state` also records a sketch of the
-            logits of model(input_ids=probe), of the model in evaluation mode. In bfloat16 with autocast, call `state` within it.
+            random_states}, where a value is an object with `state_dict()`, a function or data; or a function that
+            returns such a dict. Tensors and arrays are recorded as fingerprints.
+        probe: token ids (rows, sequence), the same on every rank, or a dict of them: `state` also records a sketch of
+        the
+            logits of model(input_ids=probe), of the model in evaluation mode. In bfloat16 with autocast, call `state`
+            within it.
         group: the data-parallel group, if some ranks get the same data (tensor parallelism).
         rows: whether to record 8 characters for each row of a batch, which name the rows if a later job reads others.
         about: known fields of `trace.Trace`: global_batch, micro_batch (rows of one forward pass), sequence, dtype
-            ("bf16": computed in bfloat16), clip (the bound of gradient clipping; 0 is none), seed, data. In bfloat16, step 1 is
-            compared more strictly if micro_batch and sequence are known and equal to those of the next job.
+            ("bf16": computed in bfloat16), clip (the bound of gradient clipping; 0 is none), seed, data. In bfloat16,
+            step 1 is compared more strictly if micro_batch and sequence are known and equal to those of the next job.
 
     Raises:
         UsageError: an argument is none of these. OSError: the file cannot be written.
@@ -101,8 +108,8 @@ class Recorder:
         optimizer = _unwrapped(optimizer)
         if isinstance(optimizer, (list, tuple)):
             raise UsageError(
-                f"{argument('optimizer')} is a {type(optimizer).__name__}; a recorder follows the steps of one optimizer. Pass the one "
-                "with the most parameters; the state of the others is not recorded."
+                f"{argument('optimizer')} is a {type(optimizer).__name__}; a recorder follows the steps of one "
+                "optimizer. Pass the one with the most parameters; the state of the others is not recorded."
             )
         self._path, self._model, self._optimizer, self._group, self._rows = path, model, optimizer, group, rows
         self._sources = sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
@@ -131,11 +138,11 @@ class Recorder:
             _append(path, line("start", **known))
 
     def state(self, step: int) -> None:
-        """Record what the job holds after `step` optimizer steps: fingerprints of model and optimizer, the state of scheduler,
-        scaler, dataloader and `extra`, marks of every rank's random states, and the probe. A collective.
+        """Record what the job holds after `step` optimizer steps: fingerprints of model and optimizer, the state of
+        scheduler, scaler, dataloader and `extra`, marks of every rank's random states, and the probe. A collective.
 
-        Call it right before or after the checkpoint is saved. A later job is compared with it, tensor by tensor and value by
-        value. It costs one pass over this rank's shards, and one forward pass if there is a probe.
+        Call it right before or after the checkpoint is saved. A later job is compared with it, tensor by tensor and
+        value by value. It costs one pass over this rank's shards, and one forward pass if there is a probe.
         """
         with self._harmless(f"state of step {step}"):
             model, optimizer = self._model, self._optimizer
@@ -167,12 +174,16 @@ class Recorder:
                 if self._probe is not None:
                     _warn(f"probe not recorded: {why}")
             self._write(
-                "state", step=step,
+                "state",
+                step=step,
                 state={n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
-                scalars=scalars_of(tensors) | numbers, **found, probe=probe, unrecorded=lacks,
+                scalars=scalars_of(tensors) | numbers,
+                **found,
+                probe=probe,
+                unrecorded=lacks,
                 buffers={} if model is None else read_small_buffers(model),
                 groups=[] if model is None or optimizer is None else plain_groups(model, optimizer),
-            )  # fmt: skip
+            )
 
     def _tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
         """(the tensors of model and optimizer, none of them where a rank differs, why then). A collective."""
@@ -270,15 +281,25 @@ class Recorder:
                 if applied < total * (1 - 1e-4) and not self._clip:
                     self._lost(
                         "clip",
-                        f"the grad norm of step {step} is {total:.6g}, but the optimizer got gradients of norm {applied:.6g}. If the job clips, pass {argument('clip')}",
+                        f"the grad norm of step {step} is {total:.6g}, but the optimizer got gradients of norm "
+                        f"{applied:.6g}. If the job clips, pass {argument('clip')}",
                     )
                     self._clip = applied
                 grads = {n: v * (total / applied) for n, v in grads.items()}  # as they were before clipping
         out = Step(
-            step, value, total, root_of_squares(updates) if updates else None,
-            self._rates if learning_rates is None else [float(r) for r in learning_rates], rows, count, seconds,
-            None, grads, updates, marks,
-        )  # fmt: skip
+            step,
+            value,
+            total,
+            root_of_squares(updates) if updates else None,
+            self._rates if learning_rates is None else [float(r) for r in learning_rates],
+            rows,
+            count,
+            seconds,
+            None,
+            grads,
+            updates,
+            marks,
+        )
         self._write("step", **{k: v for k, v in vars(out).items() if v is not None and v not in ({}, [])})
 
     def close(self) -> None:
@@ -321,7 +342,8 @@ class Recorder:
     def _together(
         self, loss: Any, tokens: int | None, batch: Any
     ) -> tuple[float, int | None, str | None, list[str]] | None:
-        """(loss, tokens, digest of the batch, marks of the rows of each rank) over all ranks; None if a rank has no loss."""
+        """(loss, tokens, digest of the batch, marks of the rows of each rank) over all ranks; None if a rank has no
+        loss."""
         mine: float | None = None
         seen: tuple[int, str] | None = None
         try:

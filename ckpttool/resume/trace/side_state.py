@@ -3,11 +3,11 @@
     values, others, sharded = taken({("scheduler", "last_epoch"): 12, ("rng", "0", "torch"): tensor, ...})
 
 Layouts differ in how far they take containers apart, and in what an array is kept as, so both sides of a comparison are
-taken apart here by one rule: dicts by their keys, lists and tuples that hold more than scalars by position. What is left
-is a plain value (None, bool, int, float, str, a list of them; infinities and NaN are spelled as in a trace) or has a mark
-(dtype, shape, fingerprint): tensors and numpy arrays by their elements, ("bytes", (n,), ...) and lists that are too long to be
-shown by a BLAKE3 of their JSON. An instance of another class is the value "<module.Class>", which nothing equals. Empty
-dicts are left out, since torch.distributed.checkpoint forgets them.
+taken apart here by one rule: dicts by their keys, lists and tuples that hold more than scalars by position. What is
+left is a plain value (None, bool, int, float, str, a list of them; infinities and NaN are spelled as in a trace) or has
+a mark (dtype, shape, fingerprint): tensors and numpy arrays by their elements, ("bytes", (n,), ...) and lists that are
+too long to be shown by a BLAKE3 of their JSON. An instance of another class is the value "<module.Class>", which
+nothing equals. Empty dicts are left out, since torch.distributed.checkpoint forgets them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def taken(leaves: Mapping[Path, Any]) -> Beside:
 
 
 def named(tree: Mapping[str, Any]) -> dict[Path, Any]:
-    """The leaves {canonical path: object} of a tree without model and optimizer, with the keys that a checkpoint has at its
+    """The leaves {canonical path: object} of a tree without model and optimizer, with the keys that a checkpoint has at
+    its
     root: {"lr_scheduler": {...}, "epoch": 3} gives scheduler.* and trainer.epoch."""
     weight = object()  # a tree without a model would be taken for a model
     leaves = {("model", "w"): weight, **flattened(dict(tree))}

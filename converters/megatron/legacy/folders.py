@@ -1,4 +1,5 @@
-"""The folders mp_rank_TT[_PPP][_EEE] of Megatron-LM's model-parallel ranks: which ranks of the job they are, and whether all are there."""
+"""The folders mp_rank_TT[_PPP][_EEE] of Megatron-LM's model-parallel ranks: which ranks of the job they are, and
+whether all are there."""
 
 from __future__ import annotations
 
@@ -26,9 +27,12 @@ def geometry_of(args: Mapping[str, Any]) -> Geometry:
 
     tensor = size("tensor_model_parallel_size", size("model_parallel_size", 1))
     return Geometry(
-        tensor, size("pipeline_model_parallel_size", 1), size("expert_model_parallel_size", 1),
-        size("expert_tensor_parallel_size", tensor), args,
-    )  # fmt: skip
+        tensor,
+        size("pipeline_model_parallel_size", 1),
+        size("expert_model_parallel_size", 1),
+        size("expert_tensor_parallel_size", tensor),
+        args,
+    )
 
 
 def numbers_of(folder: str, geometry: Geometry, root: str) -> Numbers:
@@ -43,9 +47,11 @@ def numbers_of(folder: str, geometry: Geometry, root: str) -> Numbers:
     wanted = [n for n in (geometry.pipeline, geometry.expert) if n > 1]
     found = dict(zip((k for k in ("pipeline", "expert") if getattr(geometry, k) > 1), rest, strict=False))
     out = int(m[1]), found.get("pipeline", 0), found.get("expert", 0)
-    if len(rest) < len(wanted) or any(rest[len(wanted) :]) or any(
-        n >= k for n, k in zip((out[0], *rest), (geometry.tensor, *wanted), strict=False)
-    ):  # fmt: skip
+    if (
+        len(rest) < len(wanted)
+        or any(rest[len(wanted) :])
+        or any(n >= k for n, k in zip((out[0], *rest), (geometry.tensor, *wanted), strict=False))
+    ):
         raise Corrupt(f"{root}/{folder}: is of no rank of a job of {_sizes(geometry)}, which its arguments say.")
     return out
 
@@ -67,8 +73,8 @@ def refuse_missing(folders: Mapping[str, Numbers], geometry: Geometry, root: str
     same = geometry.expert_tensor == geometry.tensor
     if geometry.expert_tensor not in (1, geometry.tensor):
         raise Unsupported(
-            f"{root}: experts are cut among {geometry.expert_tensor} tensor-parallel ranks and all else among {geometry.tensor}; names of folders "
-            "tell only one of them."
+            f"{root}: experts are cut among {geometry.expert_tensor} tensor-parallel ranks and all else among "
+            f"{geometry.tensor}; names of folders tell only one of them."
         )
     if not same:  # a rank's folder has the numbers of two cuts, and each has to be whole
         have = {(t, p, e) for t, p, _ in have for _, q, e in have if p == q}
@@ -78,14 +84,16 @@ def refuse_missing(folders: Mapping[str, Numbers], geometry: Geometry, root: str
         some = [_folder(*rank, geometry) for rank in islice((r for r in every if r not in have), 8)]
         shown = ", ".join(some) + (f" and {lost - len(some)} more" if lost > len(some) else "")
         raise Corrupt(
-            f"{root}: a job of {_sizes(geometry)} wrote it, and {lost} of its folders are missing: {shown}. Fetch the files of all ranks."
+            f"{root}: a job of {_sizes(geometry)} wrote it, and {lost} of its folders are missing: {shown}. Fetch the "
+            "files of all ranks."
         )
 
 
 def refuse_exchanged(
     folders: Mapping[str, Numbers], arguments: Mapping[str, Any], geometry: Geometry, root: str
-) -> None:  # fmt: skip
-    """Refuse folders that are not in the order of the ranks in their arguments, which grow along every parallel dimension.
+) -> None:
+    """Refuse folders that are not in the order of the ranks in their arguments, which grow along every parallel
+    dimension.
 
     Where all folders have one rank, a tool wrote them from one process, and it tells nothing.
 
@@ -100,8 +108,8 @@ def refuse_exchanged(
         n = wrote[folder]
         if geometry.expert_tensor < geometry.tensor and (n % geometry.tensor, n % geometry.expert) != (t, e):
             raise Corrupt(
-                f"{root}: by the arguments in the files, rank {n} of the job wrote {folder}, which is the folder of another rank. Folders were exchanged "
-                "or copied over others; fetch them again."
+                f"{root}: by the arguments in the files, rank {n} of the job wrote {folder}, which is the folder of "
+                "another rank. Folders were exchanged or copied over others; fetch them again."
             )
         lines.setdefault(("tensor", p, e), []).append(folder)
         lines.setdefault(("pipeline", t, e), []).append(folder)
@@ -112,8 +120,9 @@ def refuse_exchanged(
         for a, b in pairwise(sorted(line, key=lambda f: folders[f])):
             if wrote[a] >= wrote[b]:
                 raise Corrupt(
-                    f"{root}: by the arguments in the files, rank {wrote[a]} of the job wrote {a}, and rank {wrote[b]} wrote {b}. Megatron-LM numbers "
-                    "ranks the other way round, so folders were exchanged or copied over others; fetch them again."
+                    f"{root}: by the arguments in the files, rank {wrote[a]} of the job wrote {a}, and rank {wrote[b]} "
+                    f"wrote {b}. Megatron-LM numbers ranks the other way round, so folders were exchanged or copied "
+                    "over others; fetch them again."
                 )
 
 

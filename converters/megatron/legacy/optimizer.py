@@ -1,15 +1,18 @@
 """The optimizer in Megatron-LM's files of ranks: whose state everything is, which is stored without names.
 
-    DistributedOptimizer   distrib_optim.pt: {buffer: {(dtype of the weights, of the gradients): {"param", "exp_avg", "exp_avg_sq": 1-D fp32 tensors,
-                           "numel_unpadded"}}, "buckets_coalesced": True}, a list of such of chained optimizers (experts have their own), None of one
-                           whose ranks write elsewhere. A buffer is the rank's parameters of one chunk of the model and one dtype, the last one
-                           first, each at a multiple of 64 elements of its bucket; buckets follow one another without the padding behind each.
-    Float16Optimizer...    {"optimizer": {"state": {number: {slot: tensor}}, "param_groups"}, "fp32_from_fp16_params": [[fp32 copies] of each group]}
+    DistributedOptimizer   distrib_optim.pt: {buffer: {(dtype of the weights, of the gradients): {"param", "exp_avg",
+                           "exp_avg_sq": 1-D fp32 tensors, "numel_unpadded"}}, "buckets_coalesced": True}, a list of
+                           such of chained optimizers (experts have their own), None of one whose ranks write elsewhere.
+                           A buffer is the rank's parameters of one chunk of the model and one dtype, the last one
+                           first, each at a multiple of 64 elements of its bucket; buckets follow one another without
+                           the padding behind each.
+    Float16Optimizer...    {"optimizer": {"state": {number: {slot: tensor}}, "param_groups"}, "fp32_from_fp16_params":
+                           [[fp32 copies] of each group]}
     FP32Optimizer          {"state": {number: {slot: tensor}}, "param_groups"}
 
-The order is that of Megatron-LM; the proof is in the values: a segment or a copy is the state of the parameter whose place it has only if,
-rounded, it is the rank's weight, bit for bit. FP32Optimizer has no copies: there, numbers of parameters and shapes have to fit Megatron's own rule
-for its param groups. What fits not is refused by name.
+The order is that of Megatron-LM; the proof is in the values: a segment or a copy is the state of the parameter whose
+place it has only if, rounded, it is the rank's weight, bit for bit. FP32Optimizer has no copies: there, numbers of
+parameters and shapes have to fit Megatron's own rule for its param groups. What fits not is refused by name.
 
 Sources: megatron/core/optimizer/{distrib_optimizer,optimizer}.py (get_parameter_state_dp_zero, state_dict) and
 distributed/param_and_grad_buffer.py of megatron-core 0.16.1.
@@ -50,7 +53,8 @@ class _Buffer(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The state of one numbered parameter: its slots, its place in the param groups; `step` is a tensor, a number or None."""
+    """The state of one numbered parameter: its slots, its place in the param groups; `step` is a tensor, a number or
+    None."""
 
     bucket: Bucket
     shape: tuple[int, ...]
@@ -111,30 +115,33 @@ def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
                     state.step, ranks
                 ):
                     raise Corrupt(
-                        f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are from different saves.'
+                        f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are '
+                        "from different saves."
                     )
     there = {run.chosen for b in found for run in b.runs}
     without = next((p for r in ranks.ranks if r.distributed for p in r.parameters if p.local not in there), None)
     if without is not None:
         raise Unsupported(
-            f'{source.root}: no {OPTIMIZER_FILE} holds the state of "{without.local.weight}", and others hold that of their ranks. {_way_out()}'
+            f'{source.root}: no {OPTIMIZER_FILE} holds the state of "{without.local.weight}", and others hold that of '
+            f"their ranks. {_way_out()}"
         )
     whole = {name: TensorEntry("float32", shape, (), Chunks(len(shape))) for name, shape in ranks.shapes.items()}
     out: dict[Path, Any] = dict(entries(found, whole, source, ckpt, notes))
     for path, t in out.items():
         if (why := boxes.cover(t.shape, t.chunks.boxes())) is not None:
             raise Corrupt(
-                f'{source.root}: "{joined(path)}" {list(t.shape)}: {why}. A rank lacks its part; fetch the files of one save.'
+                f'{source.root}: "{joined(path)}" {list(t.shape)}: {why}. A rank lacks its part; fetch the files of '
+                "one save."
             )
     if any("param" in b.slots for b in found):
         notes.append(
-            "the optimizer's state has no names in files of ranks; each part was found by the order of the model, and its fp32 copy rounds to the "
-            "weight bit for bit"
+            "the optimizer's state has no names in files of ranks; each part was found by the order of the model, and "
+            "its fp32 copy rounds to the weight bit for bit"
         )
     elif found:
         notes.append(
-            "the optimizer's state has no names in files of ranks and no fp32 copies; it was named by the order of the model and Megatron-Core's rule "
-            "for param groups, and numbers and shapes fit"
+            "the optimizer's state has no names in files of ranks and no fp32 copies; it was named by the order of the "
+            "model and Megatron-Core's rule for param groups, and numbers and shapes fit"
         )
     for name, t in steps.items():
         at: Path = ("optim", "state", name, "step")
@@ -156,7 +163,10 @@ def _called(r: RankFile, p: Parameter) -> str:
 
 
 def _way_out() -> str:
-    return f"Load it in Megatron-LM and save it as torch_dist, or convert the weights alone ({argument('only', ['model'])})."
+    return (
+        "Load it in Megatron-LM and save it as torch_dist, or convert the weights alone "
+        f"({argument('only', ['model'])})."
+    )
 
 
 def _refuse_missing(ranks: Ranks) -> None:
@@ -170,15 +180,15 @@ def _refuse_missing(ranks: Ranks) -> None:
         if of_2023 or layer_wise:
             name = f"{r.folder}/{layer_wise}" if layer_wise else f"{r.folder}_000/optim.pt"
             raise Unsupported(
-                f"{source.root}: the optimizer is in files of data-parallel ranks ({name}), each with a part that only the job that wrote it can place. "
-                f"{_way_out()}"
+                f"{source.root}: the optimizer is in files of data-parallel ranks ({name}), each with a part that only "
+                f"the job that wrote it can place. {_way_out()}"
             )
     for r in ranks.ranks:
         chain = optimizers(r.tree, ranks.files.path(r.number))
         if chain and r.distributed is None and not any("state" in inner for _, inner in chain):
             raise Corrupt(
-                f"{source.root}/{r.folder}: {OPTIMIZER_FILE}, which has the state of its optimizer, is missing. Fetch it, or convert the "
-                f"weights alone ({argument('only', ['model'])})."
+                f"{source.root}/{r.folder}: {OPTIMIZER_FILE}, which has the state of its optimizer, is missing. Fetch "
+                f"it, or convert the weights alone ({argument('only', ['model'])})."
             )
 
 
@@ -200,7 +210,8 @@ def _buffers(ranks: Ranks, r: RankFile) -> Iterator[_Buffer]:
             continue
         if not isinstance(one, dict) or one.get("buckets_coalesced") is not True:
             raise Unsupported(
-                f"{what}: is not of the form that Megatron-Core has for DistributedOptimizer since its buckets are one buffer (buckets_coalesced). {_way_out()}"
+                f"{what}: is not of the form that Megatron-Core has for DistributedOptimizer since its buckets are one "
+                f"buffer (buckets_coalesced). {_way_out()}"
             )
         for i, of in one.items():
             if i == "buckets_coalesced":
@@ -214,7 +225,8 @@ def _buffers(ranks: Ranks, r: RankFile) -> Iterator[_Buffer]:
                 )
                 if others:
                     raise Unsupported(
-                        f"{what}: its buffer {i} has {short(others)} besides {', '.join(_SLOTS)}, which only the job that wrote it can place. {_way_out()}"
+                        f"{what}: its buffer {i} has {short(others)} besides {', '.join(_SLOTS)}, which only the job "
+                        f"that wrote it can place. {_way_out()}"
                     )
                 if not isinstance(kind, Global) or len(tensors) != len(_SLOTS) or len({t.shape for t in tensors}) > 1:
                     raise Corrupt(f"{what}: its buffer {i} is {short(slots)}, not three flat tensors of equal lengths.")
@@ -224,7 +236,7 @@ def _buffers(ranks: Ranks, r: RankFile) -> Iterator[_Buffer]:
 
 def _cut(
     buffer: _Buffer, r: RankFile, weights: Mapping[str, str], ranks: Ranks, ckpt: Checkpoint, taken: set[str]
-) -> None:  # fmt: skip
+) -> None:
     """Find the parameters in a buffer: those of a chunk, of its experts or of all else, the last one first.
 
     Raises:
@@ -257,16 +269,18 @@ def _cut(
         else "no parameters fit its length"
     )
     raise Unsupported(
-        f"{ranks.files.source.root}: the optimizer's buffer \"{buffer.bucket.name}\" ({size} elements) is not the fp32 copies of the rank's weights in "
-        f"the order of the model: {whose}, and the values do not round to it. So nothing tells whose moments these are. {_way_out()}"
+        f'{ranks.files.source.root}: the optimizer\'s buffer "{buffer.bucket.name}" ({size} elements) is not the fp32 '
+        f"copies of the rank's weights in the order of the model: {whose}, and the values do not round to it. So "
+        f"nothing tells whose moments these are. {_way_out()}"
     )
 
 
 def _starts(
     buffer: _Buffer, some: list[Parameter], weights: list[str], ranks: Ranks, ckpt: Checkpoint
-) -> tuple[list[int] | None, int]:  # fmt: skip
-    """(where each parameter begins in a buffer, how many are proved). Where one is not at the next multiple of 64, a bucket ends.
-    What lies behind the end of a bucket is read again, so no more than twice of what the bucket had so far is tried at once."""
+) -> tuple[list[int] | None, int]:
+    """(where each parameter begins in a buffer, how many are proved). Where one is not at the next multiple of 64, a
+    bucket ends. What lies behind the end of a bucket is read again, so no more than twice of what the bucket had so far
+    is tried at once."""
     t, size = buffer.bucket.param, buffer.bucket.param.shape[0]
     starts: list[int] = []
     bucket = end = 0  # where the bucket begins, and where the parameters so far end
@@ -301,8 +315,11 @@ def _flat(t: TensorEntry) -> TensorEntry:
 def _segment(t: TensorEntry, first: int, last: int) -> TensorEntry:
     c = t.chunks[0]
     return TensorEntry(
-        t.dtype, (last - first,), (), Chunks.whole((last - first,), c.extent.file, c.extent.offset + first * 4, (last - first) * 4, None)
-    )  # fmt: skip
+        t.dtype,
+        (last - first,),
+        (),
+        Chunks.whole((last - first,), c.extent.file, c.extent.offset + first * 4, (last - first) * 4, None),
+    )
 
 
 # ------------------------------------------------------------------------------------------- numbered parameters
@@ -319,8 +336,8 @@ def _states(ranks: Ranks, r: RankFile) -> Iterator[_State]:
         grouped = {n for group in inner.get("param_groups", ()) for n in group.get("params", ())} | {"common_step"}
         if state.keys() - grouped:
             raise Corrupt(
-                f"{ranks.files.path(r.number)}: its optimizer has the state of {short(sorted(map(str, state.keys() - grouped)))}, which are in none of its "
-                "param groups."
+                f"{ranks.files.path(r.number)}: its optimizer has the state of "
+                f"{short(sorted(map(str, state.keys() - grouped)))}, which are in none of its param groups."
             )
         if copies is not None and (
             not isinstance(copies, list)
@@ -328,15 +345,16 @@ def _states(ranks: Ranks, r: RankFile) -> Iterator[_State]:
             or not all(isinstance(of, list) and all(isinstance(x, StoredTensor) for x in of) for of in copies)
         ):
             raise Corrupt(
-                f"{ranks.files.path(r.number)}: the fp32 copies in its optimizer are {short(copies)}, not a list of tensors for each param group."
+                f"{ranks.files.path(r.number)}: the fp32 copies in its optimizer are {short(copies)}, not a list of "
+                "tensors for each param group."
             )
         for i, group in enumerate(inner.get("param_groups", ())):
             numbers = group.get("params", ())
             of = None if copies is None else copies[i]
             if of is not None and len(of) != len(numbers):
                 raise Unsupported(
-                    f"{ranks.files.path(r.number)}: param group {i} has {len(numbers)} parameters, of which {len(of)} have fp32 copies; nothing tells "
-                    f"which. {_way_out()}"
+                    f"{ranks.files.path(r.number)}: param group {i} has {len(numbers)} parameters, of which {len(of)} "
+                    f"have fp32 copies; nothing tells which. {_way_out()}"
                 )
             for j, n in enumerate(numbers):
                 slots = state.get(n, {})
@@ -348,25 +366,31 @@ def _states(ranks: Ranks, r: RankFile) -> Iterator[_State]:
                 if of is not None:
                     tensors = {"param": of[j], **tensors}
                 shapes = {x.shape for x in tensors.values()}
-                if len(shapes) != 1 or not all(x.contiguous for x in tensors.values()) or any(
-                    s not in tensors and s != "step" and x is not None for s, x in slots.items()
-                ):  # fmt: skip
+                if (
+                    len(shapes) != 1
+                    or not all(x.contiguous for x in tensors.values())
+                    or any(s not in tensors and s != "step" and x is not None for s, x in slots.items())
+                ):
                     raise Unsupported(
-                        f"{ranks.files.path(r.number)}: the optimizer's state of parameter {n} is {short(slots)}, not contiguous tensors of one shape. {_way_out()}"
+                        f"{ranks.files.path(r.number)}: the optimizer's state of parameter {n} is {short(slots)}, not "
+                        f"contiguous tensors of one shape. {_way_out()}"
                     )
                 flat = {s: _flat(ranks.files.entry(r.number, x)) for s, x in tensors.items()}
                 step = slots.get("step")
                 yield _State(
-                    Bucket(f"{r.folder}.chained_{k}.{n}", r.folder, flat), shapes.pop(), groups + i,
+                    Bucket(f"{r.folder}.chained_{k}.{n}", r.folder, flat),
+                    shapes.pop(),
+                    groups + i,
                     ranks.files.entry(r.number, step) if isinstance(step, StoredTensor) else step,
-                )  # fmt: skip
+                )
         groups += len(inner.get("param_groups", ()))
 
 
 def _by_value(
     states: list[_State], r: RankFile, weights: Mapping[str, str], ranks: Ranks, ckpt: Checkpoint
-) -> list[Parameter]:  # fmt: skip
-    """The parameter of each state: the one to which its fp32 copy rounds; of equal ones, those of one group in the order of the model."""
+) -> list[Parameter]:
+    """The parameter of each state: the one to which its fp32 copy rounds; of equal ones, those of one group in the
+    order of the model."""
     jobs = {f"{k}:{d}": s.bucket.slots["param"] for k, s in enumerate(states) for d in _HALF}
     rounded = proof_digests(jobs, ckpt, ranks.files.source, {n: n.partition(":")[2] for n in jobs})
     fits: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
@@ -378,8 +402,8 @@ def _by_value(
         key = next((key for d in _HALF if (key := (rounded[f"{k}:{d}"], s.shape)) in fits), None)
         if key is None:
             raise Unsupported(
-                f'{ranks.files.path(r.number)}: the fp32 copy "{s.bucket.name}" {list(s.shape)} rounds to no weight of the rank, so nothing tells whose '
-                f"moments these are. {_way_out()}"
+                f'{ranks.files.path(r.number)}: the fp32 copy "{s.bucket.name}" {list(s.shape)} rounds to no weight of '
+                f"the rank, so nothing tells whose moments these are. {_way_out()}"
             )
         alike.setdefault(key, []).append(k)
     out: dict[int, Parameter] = {}
@@ -387,16 +411,17 @@ def _by_value(
         if len(some) != len(fits[key]) or len({states[k].group for k in some}) > 1:
             names = ", ".join(f'"{p.local.weight}"' for p in fits[key][:4])
             raise Unsupported(
-                f"{ranks.files.path(r.number)}: {len(some)} fp32 copies of the optimizer round to each of {len(fits[key])} weights that are equal "
-                f"({names}), and nothing proves which is whose. {_way_out()}"
+                f"{ranks.files.path(r.number)}: {len(some)} fp32 copies of the optimizer round to each of "
+                f"{len(fits[key])} weights that are equal ({names}), and nothing proves which is whose. {_way_out()}"
             )
         out |= dict(zip(some, fits[key], strict=True))
     order = {id(p): i for i, p in enumerate(r.parameters)}
     for a, b in pairwise(range(len(states))):
         if states[a].group == states[b].group and order[id(out[a])] > order[id(out[b])]:
             raise Unsupported(
-                f'{ranks.files.path(r.number)}: "{out[b].local.weight}" lies behind "{out[a].local.weight}" in a param group, and before it in the model. '
-                f"Megatron-LM keeps the order, so the file is not as it wrote it. {_way_out()}"
+                f'{ranks.files.path(r.number)}: "{out[b].local.weight}" lies behind "{out[a].local.weight}" in a param '
+                "group, and before it in the model. Megatron-LM keeps the order, so the file is not as it wrote it. "
+                f"{_way_out()}"
             )
     return [out[k] for k in range(len(states))]
 
@@ -416,9 +441,10 @@ def _by_rule(states: list[_State], r: RankFile, ranks: Ranks) -> list[Parameter]
         names = members[i] if members else []
         if [s.shape for s in mine] != [parameters[n].entry.shape for n in names]:
             raise Unsupported(
-                f"{ranks.files.path(r.number)}: param group {i} has the state of {len(mine)} parameters, and by Megatron-Core's rule for its groups "
-                f"{len(names)} parameters of {'the same' if len(mine) == len(names) else 'other'} number and other shapes belong there. There are no fp32 "
-                f"copies that would tell whose it is. {_way_out()}"
+                f"{ranks.files.path(r.number)}: param group {i} has the state of {len(mine)} parameters, and by "
+                f"Megatron-Core's rule for its groups {len(names)} parameters of "
+                f"{'the same' if len(mine) == len(names) else 'other'} number and other shapes belong there. There are "
+                f"no fp32 copies that would tell whose it is. {_way_out()}"
             )
         out += [parameters[n] for n in names]
     return out

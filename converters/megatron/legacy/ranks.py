@@ -1,15 +1,18 @@
-"""Megatron-LM's files of model-parallel ranks (`--ckpt-format torch`), the format before dist_checkpointing, as one state.
+"""Megatron-LM's files of model-parallel ranks (`--ckpt-format torch`), the format before dist_checkpointing, as one
+state.
 
-    iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt      torch.save of {"args": Namespace, "checkpoint_version": 3.0, "iteration", "model" or
-                                                                "model0", "model1" of a virtual pipeline, "optimizer", "opt_param_scheduler",
+    iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt      torch.save of {"args": Namespace, "checkpoint_version":
+                                                                3.0, "iteration", "model" or "model0", "model1" of a
+                                                                virtual pipeline, "optimizer", "opt_param_scheduler",
                                                                 "rng_state": [{...}]}
     .../distrib_optim.pt                                        of DistributedOptimizer (megatron/legacy/optimizer.py)
-    .../model_rng.pt, mp_rank_TT[_PPP]_DDD/optim.pt             of jobs of 2022 and 2023 with DistributedOptimizer; the latter, of data-parallel ranks,
-                                                                are not read
+    .../model_rng.pt, mp_rank_TT[_PPP]_DDD/optim.pt             of jobs of 2022 and 2023 with DistributedOptimizer; the
+                                                                latter, of data-parallel ranks, are not read
 
-TT is the tensor-parallel rank, PPP the pipeline-parallel one where there are several, EEE the expert-parallel one. Every rank has its part of
-each parameter (megatron/legacy/sharding.py), and layers are numbered from 0 on each: stages follow one another, in a virtual pipeline first all of the
-first chunks. What several ranks have alike is compared when it is read (`proved`), and copies that differ are refused by name.
+TT is the tensor-parallel rank, PPP the pipeline-parallel one where there are several, EEE the expert-parallel one.
+Every rank has its part of each parameter (megatron/legacy/sharding.py), and layers are numbered from 0 on each: stages
+follow one another, in a virtual pipeline first all of the first chunks. What several ranks have alike is compared when
+it is read (`proved`), and copies that differ are refused by name.
 
 Names, and everything else, are those of dist_checkpointing (megatron.py).
 
@@ -48,7 +51,8 @@ _TIED = "embedding.word_embeddings.weight"
 
 
 class Parameter(NamedTuple):
-    """A tensor of the model as one rank has it. `name` is the rank's own; `chunk` counts the chunks of a virtual pipeline."""
+    """A tensor of the model as one rank has it. `name` is the rank's own; `chunk` counts the chunks of a virtual
+    pipeline."""
 
     name: str
     chunk: int
@@ -103,8 +107,9 @@ class Ranks:
         for local, some in self.copies.items():
             entry = some[0][1]
             t = out.setdefault(
-                local.weight, TensorEntry(entry.dtype, self.shapes[local.weight], (), Chunks(len(self.shapes[local.weight])))
-            )  # fmt: skip
+                local.weight,
+                TensorEntry(entry.dtype, self.shapes[local.weight], (), Chunks(len(self.shapes[local.weight]))),
+            )
             if entry.dtype != t.dtype:
                 raise Corrupt(
                     f'{self.files.path(some[0][0].number)}: "{local.weight}" is {entry.dtype}, and {t.dtype} in others.'
@@ -194,8 +199,8 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
         for what, here in _of_all_ranks(files, r, arguments).items():
             if here != same[what]:
                 raise Corrupt(
-                    f"{files.path(r.number)}: the {what} here: {shown(here)}; in {ranks[0].folder}: {shown(same[what])}. The files are from different saves; "
-                    "fetch the files of one save."
+                    f"{files.path(r.number)}: the {what} here: {shown(here)}; in {ranks[0].folder}: "
+                    f"{shown(same[what])}. The files are from different saves; fetch the files of one save."
                 )
     refuse_exchanged(folders, arguments, geometry, source.root)
     for r in ranks:
@@ -237,7 +242,8 @@ def optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any],
 
 
 def _of_all_ranks(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the files of one save agree on, with the values of tensors in it: a capturable optimizer has its learning rate in one."""
+    """What the files of one save agree on, with the values of tensors in it: a capturable optimizer has its learning
+    rate in one."""
     args, what = arguments[rank.folder], files.path(rank.number)
     found = {
         "iteration": rank.tree.get("iteration"),
@@ -249,7 +255,8 @@ def _of_all_ranks(files: Files, rank: RankFile, arguments: Mapping[str, Any]) ->
 
 
 def _hyperparameters(tree: Mapping[str, Any], what: str) -> Any:
-    """The param groups of a rank without the numbers of their parameters, of which pipeline stages have different ones."""
+    """The param groups of a rank without the numbers of their parameters, of which pipeline stages have different
+    ones."""
     return [
         [{k: v for k, v in g.items() if k != "params"} for g in inner.get("param_groups", [])]
         for _, inner in optimizers(tree, what)
@@ -275,8 +282,8 @@ def _take_models(out: Ranks) -> None:
         version = out.ranks[0].tree.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2:
             raise Unsupported(
-                f"{out.files.source.root}: is of version {version} of the format, in which queries, keys and values have another order. Load it in the "
-                "Megatron-LM that wrote it, and save it with a newer one."
+                f"{out.files.source.root}: is of version {version} of the format, in which queries, keys and values "
+                "have another order. Load it in the Megatron-LM that wrote it, and save it with a newer one."
             )
         out.older_names = True
         models = {n: [{classic(k): x for k, x in one.items()} for one in some] for n, some in models.items()}
@@ -288,7 +295,8 @@ def _take_models(out: Ranks) -> None:
 
 
 def _offsets(out: Ranks, models: Mapping[int, list[dict[str, Any]]]) -> dict[tuple[int, int, str], int]:
-    """{(chunk, stage, path of a list of layers): the number of the first layer there}: layers are counted, stage after stage."""
+    """{(chunk, stage, path of a list of layers): the number of the first layer there}: layers are counted, stage after
+    stage."""
     counts: dict[tuple[int, int, str], int] = {}
     for r in out.ranks:
         for chunk, model in enumerate(models[r.number]):
@@ -300,7 +308,8 @@ def _offsets(out: Ranks, models: Mapping[int, list[dict[str, Any]]]) -> dict[tup
                 n = max(numbers) + 1
                 if len(numbers) != n or counts.setdefault((chunk, r.pipeline, head), n) != n:
                     raise Corrupt(
-                        f"{out.files.path(r.number)}: has {len(numbers)} layers below {head}, up to {n - 1}, unlike other ranks of its stage or with gaps."
+                        f"{out.files.path(r.number)}: has {len(numbers)} layers below {head}, up to {n - 1}, unlike "
+                        "other ranks of its stage or with gaps."
                     )
     heads = dict.fromkeys(head for *_, head in counts)
     offsets: dict[tuple[int, int, str], int] = {}
@@ -317,14 +326,20 @@ def _offsets(out: Ranks, models: Mapping[int, list[dict[str, Any]]]) -> dict[tup
         and total["decoder.layers"] != stated
     ):
         raise Corrupt(
-            f"{out.files.source.root}: its arguments say {stated} layers, and the ranks have {total['decoder.layers']}. Files are from other saves."
+            f"{out.files.source.root}: its arguments say {stated} layers, and the ranks have "
+            f"{total['decoder.layers']}. Files are from other saves."
         )
     return offsets
 
 
 def _take_chunk(
-    out: Ranks, r: RankFile, chunk: int, model: Mapping[str, Any], offsets: Mapping[tuple[int, int, str], int], tied: bool
-) -> None:  # fmt: skip
+    out: Ranks,
+    r: RankFile,
+    chunk: int,
+    model: Mapping[str, Any],
+    offsets: Mapping[tuple[int, int, str], int],
+    tied: bool,
+) -> None:
     layers: dict[str, list[str]] = {}
     for name in model:
         m = LAYER.fullmatch(name)
@@ -352,7 +367,8 @@ def _take_chunk(
             entry = out.files.entry(r.number, x)
             if out.shapes.setdefault(whole, part.shape) != part.shape:
                 raise Corrupt(
-                    f'{out.files.path(r.number)}: "{name}" makes {list(part.shape)}, and those of other ranks {list(out.shapes[whole])}.'
+                    f'{out.files.path(r.number)}: "{name}" makes {list(part.shape)}, and those of other ranks '
+                    f"{list(out.shapes[whole])}."
                 )
             if not part.known:
                 out.unknown.add(whole)
@@ -366,15 +382,16 @@ def _take_chunk(
 def _refuse_odd(out: Ranks, name: str) -> None:
     if re.search(r"\.experts\.weight[12]$", name):
         raise Unsupported(
-            f'{out.files.source.root}: "{name}" holds all experts of a rank in one transposed matrix (moe_use_legacy_grouped_gemm). Load it in '
-            "Megatron-LM, and save it with its options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
+            f'{out.files.source.root}: "{name}" holds all experts of a rank in one transposed matrix '
+            "(moe_use_legacy_grouped_gemm). Load it in Megatron-LM, and save it with its options ckpt-convert-format "
+            "torch_dist and ckpt-convert-save DIR."
         )
     if out.geometry.args.get("group_query_attention") and name.endswith(".linear_qkv.weight"):
         groups = out.geometry.args.get("num_query_groups")
         if isinstance(groups, int) and groups < out.geometry.tensor:
             raise Unsupported(
-                f'{out.files.source.root}: "{name}" has keys and values of {groups} groups on {out.geometry.tensor} tensor-parallel ranks, some of '
-                "which have the same ones."
+                f'{out.files.source.root}: "{name}" has keys and values of {groups} groups on {out.geometry.tensor} '
+                "tensor-parallel ranks, some of which have the same ones."
             )
 
 
@@ -408,10 +425,12 @@ def proved(ranks: Ranks, names: Iterable[str], ckpt: Checkpoint) -> None:
         a, b = some[0][0].folder, some[odd][0].folder
         if local.weight in ranks.unknown:
             raise Unsupported(
-                f'{ranks.files.source.root}: "{local.weight}" differs between {a} and {b}, and no rule of ckpttool says how tensor-parallel ranks cut a '
-                f"parameter of this name. Load it in Megatron-LM, and save it with its options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
+                f'{ranks.files.source.root}: "{local.weight}" differs between {a} and {b}, and no rule of ckpttool '
+                "says how tensor-parallel ranks cut a parameter of this name. Load it in Megatron-LM, and save it with "
+                "its options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
             )
         raise Unsupported(
-            f'{ranks.files.source.root}: "{local.weight}" is the same on every rank in Megatron-LM, and differs between {a} and {b}, so that none of them '
-            f"is the one of the model. Fetch both again; if they differ in the job, too, load it there and save it as torch_dist."
+            f'{ranks.files.source.root}: "{local.weight}" is the same on every rank in Megatron-LM, and differs '
+            f"between {a} and {b}, so that none of them is the one of the model. Fetch both again; if they differ in "
+            "the job, too, load it there and save it as torch_dist."
         )

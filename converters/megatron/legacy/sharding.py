@@ -1,18 +1,21 @@
-"""What a model-parallel rank of Megatron has of each parameter, from its name: the files of ranks hold nothing else that tells.
+"""What a model-parallel rank of Megatron has of each parameter, from its name: the files of ranks hold nothing else
+that tells.
 
 A parameter of a rank is boxes of the whole, one behind the other along its first axis:
 
-    column parallel   rows: linear_qkv, linear_fc1, the vocabulary; heads of one group lie together, so that ranks follow one another
+    column parallel   rows: linear_qkv, linear_fc1, the vocabulary; heads of one group lie together, so that ranks
+                      follow one another
     gated linear_fc1  two boxes: the rank's rows of the gate, then its rows of the other matrix
     row parallel      columns: linear_proj, linear_fc2; their biases are whole on every rank
     replicated        norms, routers, position embeddings
     experts           the rank's own, as layers of one tensor [experts, ...]
 
-Names become those of dist_checkpointing: layers by their number in the model, experts without number, fused norms, and those of
-Megatron-LM's modules before Megatron-Core (language_model.encoder.layers.0.mlp.dense_h_to_4h.weight).
+Names become those of dist_checkpointing: layers by their number in the model, experts without number, fused norms, and
+those of Megatron-LM's modules before Megatron-Core (language_model.encoder.layers.0.mlp.dense_h_to_4h.weight).
 
-Sources: megatron/core/tensor_parallel/layers.py, transformer/{mlp,attention,multi_latent_attention}.py, transformer/moe/experts.py and
-models/gpt/gpt_layer_specs.py of megatron-core 0.16.1; the older names are those of megatron/legacy/model/language_model.py and transformer.py.
+Sources: megatron/core/tensor_parallel/layers.py, transformer/{mlp,attention,multi_latent_attention}.py,
+transformer/moe/experts.py and models/gpt/gpt_layer_specs.py of megatron-core 0.16.1; the older names are those of
+megatron/legacy/model/language_model.py and transformer.py.
 """
 
 from __future__ import annotations
@@ -41,29 +44,43 @@ __all__ = [
 
 LAYER = re.compile(r"(?P<head>(?:.*\.)?layers)\.(?P<i>\d{1,9})\.(?P<rest>.+)", re.DOTALL)
 _OLDER = "language_model."
-_OLDER_NAMES = tuple((re.compile(a), b) for a, b in (
-    (r"^language_model\.embedding\.", "embedding."),
-    (r"^language_model\.output_layer\.", "output_layer."),
-    (r"^language_model\.(?:encoder|transformer)\.", "decoder."),
-    (r"^word_embeddings_for_head\.", "output_layer."),
-    (r"\.(?:attention|self_attention)\.query_key_value\.", ".self_attention.linear_qkv."),
-    (r"\.(?:attention|self_attention)\.dense\.", ".self_attention.linear_proj."),
-    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
-    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
-    (r"\.input_(?:layer)?norm\.", ".self_attention.linear_qkv.layer_norm_"),
-    (r"\.post_attention_(?:layer)?norm\.", ".mlp.linear_fc1.layer_norm_"),
-    (r"^decoder\.final_(?:layer)?norm\.", "decoder.final_layernorm."),
-))  # fmt: skip
+_OLDER_NAMES = tuple(
+    (re.compile(a), b)
+    for a, b in (
+        (r"^language_model\.embedding\.", "embedding."),
+        (r"^language_model\.output_layer\.", "output_layer."),
+        (r"^language_model\.(?:encoder|transformer)\.", "decoder."),
+        (r"^word_embeddings_for_head\.", "output_layer."),
+        (r"\.(?:attention|self_attention)\.query_key_value\.", ".self_attention.linear_qkv."),
+        (r"\.(?:attention|self_attention)\.dense\.", ".self_attention.linear_proj."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+        (r"\.input_(?:layer)?norm\.", ".self_attention.linear_qkv.layer_norm_"),
+        (r"\.post_attention_(?:layer)?norm\.", ".mlp.linear_fc1.layer_norm_"),
+        (r"^decoder\.final_(?:layer)?norm\.", "decoder.final_layernorm."),
+    )
+)
 _LOCAL_EXPERT = re.compile(r"(?P<head>.*\.experts)\.local_experts\.(?P<e>\d{1,9})\.(?P<rest>.+)", re.DOTALL)
 _GROUPED_EXPERT = re.compile(
     r"(?P<head>.*\.experts)\.(?P<rest>linear_fc[12]\.(?:weight|bias|_extra_state))(?P<e>\d{1,9})", re.DOTALL
 )
-_COLUMN = frozenset((
-    "linear_qkv", "linear_q", "linear_kv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1", "eh_proj",
-    "word_embeddings", "output_layer",
-))  # fmt: skip
+_COLUMN = frozenset(
+    (
+        "linear_qkv",
+        "linear_q",
+        "linear_kv",
+        "linear_q_proj",
+        "linear_q_up_proj",
+        "linear_kv_up_proj",
+        "linear_fc1",
+        "eh_proj",
+        "word_embeddings",
+        "output_layer",
+    )
+)
 _ROW = frozenset(("linear_proj", "linear_fc2"))
-#: Of MLA: cut where Megatron's own layers make it, whole on every rank where Transformer Engine's do; the arguments tell which.
+#: Of MLA: cut where Megatron's own layers make it, whole on every rank where Transformer Engine's do; the arguments
+#: tell which.
 _DOWN = {"linear_q_down_proj": ("q_lora_rank",), "linear_kv_down_proj": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 _WHOLE = re.compile(
     r"(.*\.)?([a-z_]*norm|router|position_embeddings|tokentype_embeddings)\.\w+|.*\.layer_norm_(weight|bias)|.*\.gate_weight"
@@ -86,7 +103,8 @@ class Geometry(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank has of a parameter: `local` boxes of a tensor of `shape`. `known`: whether a rule says so, or only that nothing cuts it."""
+    """What a rank has of a parameter: `local` boxes of a tensor of `shape`. `known`: whether a rule says so, or only
+    that nothing cuts it."""
 
     local: Local
     shape: tuple[int, ...]
@@ -134,7 +152,8 @@ def renamed(name: str, offset: int, fused: bool) -> tuple[str, int | None]:
 
     Args:
         offset: the layers before the first of the rank.
-        fused: whether norms that are modules of their own have the names of fused ones, as `dist_checkpointing` stores those of
+        fused: whether norms that are modules of their own have the names of fused ones, as `dist_checkpointing` stores
+        those of
             layers without Transformer Engine.
     """
     if m := LAYER.fullmatch(name):
@@ -148,8 +167,14 @@ def renamed(name: str, offset: int, fused: bool) -> tuple[str, int | None]:
 
 
 def part_of(
-    name: str, shape: tuple[int, ...], geometry: Geometry, rank: int, expert: int | None, experts: int, columns: int | None = None
-) -> Part:  # fmt: skip
+    name: str,
+    shape: tuple[int, ...],
+    geometry: Geometry,
+    rank: int,
+    expert: int | None,
+    experts: int,
+    columns: int | None = None,
+) -> Part:
     """What a rank has of a parameter that has `shape` there.
 
     Args:
@@ -166,7 +191,8 @@ def part_of(
     axis, known = _axis(name, shape, geometry, size) if size > 1 else (None, True)
     if axis is not None and axis >= len(shape):
         raise Corrupt(
-            f'"{name}" has the shape {list(shape)} on a rank, and Megatron-Core cuts it along axis {axis}. The file is not as Megatron-LM wrote it.'
+            f'"{name}" has the shape {list(shape)} on a rank, and Megatron-Core cuts it along axis {axis}. The file is '
+            "not as Megatron-LM wrote it."
         )
     rank %= size
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -179,9 +205,10 @@ def part_of(
         halves = 2 if axis == 0 and ".linear_fc1." in name and geometry.gated else 1
         if n % halves or (columns is not None and axis == 0 and n != halves * columns):
             raise Unsupported(
-                f'"{name}" has {n} rows on a rank{"" if columns is None else f" and linear_fc2 {columns} columns"}, which are not '
-                f"{'a gate and a matrix' if halves == 2 else 'one matrix without a gate'} as the arguments say (swiglu, quick_geglu). Load it in the "
-                "Megatron-LM that wrote it, and save it with its options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
+                f'"{name}" has {n} rows on a rank{"" if columns is None else f" and linear_fc2 {columns} columns"}, '
+                f"which are not {'a gate and a matrix' if halves == 2 else 'one matrix without a gate'} as the "
+                "arguments say (swiglu, quick_geglu). Load it in the Megatron-LM that wrote it, and save it with its "
+                "options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
             )
         k = n // halves
         boxes = []
@@ -213,7 +240,8 @@ def _axis(name: str, shape: tuple[int, ...], geometry: Geometry, size: int) -> t
         if total not in (shape[0], shape[0] * size):
             raise Unsupported(
                 f'"{name}" has {shape[0]} rows on each of {size} tensor-parallel ranks, and its rows in the model are '
-                f"{total if total is not None else 'not among the arguments'} ({' + '.join(_DOWN[module])}), so that nothing tells whether it is cut."
+                f"{total if total is not None else 'not among the arguments'} ({' + '.join(_DOWN[module])}), so that "
+                "nothing tells whether it is cut."
             )
         return (None if total == shape[0] else 0), True
     return None, _WHOLE.fullmatch(name) is not None
