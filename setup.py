@@ -25,9 +25,12 @@ class InstallData(install_data):
                 (installed / path.name).symlink_to(path)
             done = subprocess.run(
                 [sys.executable, "-m", "ckpttool.cli.man"],
-                cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)]), "COLUMNS": "80"},
-                stdout=subprocess.PIPE, check=True, text=True,
-            )  # fmt: skip
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)]), "COLUMNS": "80"},
+                stdout=subprocess.PIPE,
+                check=True,
+                text=True,
+            )
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(done.stdout)
         super().run()
