@@ -18,10 +18,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from converters.options import DirectoryOptions, Fsdp1Options, HfOptions, UniversalOptions, ZeroOptions
-
     from .audit.export import Exported, export, restore
     from .audit.options import ArchiveOptions
+    from .converters.options import (  # type: ignore[import-not-found,unused-ignore]
+        DirectoryOptions,
+        Fsdp1Options,
+        HfOptions,
+        UniversalOptions,
+        ZeroOptions,
+    )
     from .engine.adapter import adapter_extract, adapter_merge
     from .engine.conversion import ConvertResult, convert
     from .engine.diff import Difference, diff

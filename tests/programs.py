@@ -19,7 +19,8 @@ TESTS = Path(__file__).parent
 #: Parts are small and reading is slow, so that there is time to do harm.
 _SITE = """
 import os, time
-from ckpttool.engine.workers import dispatch, parts, stream
+from ckpttool.engine.copy import stream
+from ckpttool.engine.workers import dispatch, parts
 parts._LEAST_BYTES, parts._LEAST_BYTES_OF_A_FILE, dispatch._SLOW_SECONDS = 8 << 10, 1 << 10, 1.0
 load = stream.Reader._load_batch
 def slowly(self, batch):
