@@ -367,7 +367,7 @@ def warm(seeds: dict[str, Path], work: Path, targets: Iterable[str] = TARGETS) -
     oracle.restrict()
     for part in ("audit", "converters", "engine", "formats", "huggingface", "index", "storage"):
         package = importlib.import_module(f"ckpttool.{part}")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
     importlib.import_module("numpy.ma")  # which numpy imports when it writes into a view, and which compiles signatures
     name = "full-numbered"
