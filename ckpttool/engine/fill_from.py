@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..errors import Unsupported, argument
 from ..index.checkpoint import Salvage
 from ..index.names import step_count
-from ..storage.joined import JoinedSource, of_other
+from ..storage.overlay import JoinedSource, name_in_joined
 from .opening import OpenCheckpoint, OpenOptions, open_with, shown_path
 
 __all__ = ["filled"]
@@ -92,7 +92,7 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
         ckpt,
         tensors=ckpt.tensors | tensors,
         values=ckpt.values | values,
-        files=[*ckpt.files, *map(of_other, theirs.files)],
+        files=[*ckpt.files, *map(name_in_joined, theirs.files)],
         sizes=[*ckpt.sizes, *theirs.sizes],
         records=[*ckpt.records, *records],
         origin=ckpt.origin | origin,

@@ -30,7 +30,7 @@ from ..extras import need
 from ..huggingface import adapters, lora, model_files
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined, tied_weights
 from ..index.draft import Dropped
-from ..storage.computed import ComputedSource
+from ..storage.overlay import ComputedSource
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
 from .opening import CheckpointPath, MergeRequest, OpenCheckpoint, OpenOptions, model_of, open_with

@@ -17,8 +17,6 @@ from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, tied_
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..options import MergeRequest, OpenOptions, Reading, list_reading_keywords
-from ..storage.patched import PatchedSource
-from ..storage.siblings import siblings_in
 from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
 from .copy.value_digests import equal_values, split_lists, value_digests
@@ -179,10 +177,10 @@ class OpenCheckpoint:
             if not self.located:
                 if self.layout.locate is not None:
                     self.checkpoint = self.layout.locate(self.checkpoint, self.source)
-                    if isinstance(self.source, PatchedSource):
+                    if self.source.patched is not None:
                         from . import salvage
 
-                        self.checkpoint = salvage.leave_out(self.checkpoint, self.source)
+                        self.checkpoint = salvage.leave_out(self.checkpoint, self.source.patched)
                     check(self.checkpoint)
                 self._refuse_mixtures()
                 self.located = True
@@ -203,7 +201,7 @@ class OpenCheckpoint:
         if not self.allow_mixed_steps:
             mixups.refuse_other_weights(self.checkpoint)
             mixups.refuse_mixed_steps(self.checkpoint, self.source)
-            if not isinstance(self.source, PatchedSource):
+            if self.source.patched is None:
                 masters.refuse_other_masters(self.checkpoint, self.source)
 
     def records_in(self, files: Iterable[int]) -> list[Record]:
@@ -353,21 +351,22 @@ def open_with(
                 salvage=options.salvage,
             ),
         )
-        if isinstance(where.source, PatchedSource):
+        patched = where.source.patched
+        if patched is not None:
             from . import salvage
 
-            ckpt = salvage.leave_out(ckpt, where.source, damaged)
+            ckpt = salvage.leave_out(ckpt, patched, damaged)
         opened = OpenCheckpoint(
             ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only
         )
         _undo_values_of_layout(opened)
-        if where == given or siblings_in(where.source):  # an archive holds nothing besides
+        if where == given or where.source.sibling_names:  # an archive holds nothing besides
             saves = found.saves
             if found.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
                 saves = None  # a trainer's directory without DeepSpeed inside
             beside = unread_files.unread(where.source, where.file, ckpt, saves)
             known = {r.name for r in ckpt.unread}
-            known |= where.source.patches.keys() if isinstance(where.source, PatchedSource) else set()
+            known |= set() if patched is None else patched.patches.keys()
             ckpt.unread += [r for r in beside if r.name not in known]
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
         if ckpt.others:

@@ -25,7 +25,7 @@ from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Chunks, Salvage, TensorEntry
 from ..index.vocabulary import embedding_and_head
 from ..layouts import Place
-from ..storage.patched import ENDLESS, Patch, PatchedSource
+from ..storage.overlay import ENDLESS, Patch, PatchedSource
 from ..storage.source import Source
 
 __all__ = ["Problem", "leave_out", "patched", "problems"]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ..bounded_json import parse
 from ..errors import Corrupt
-from ..storage.patched import Patch
+from ..storage.overlay import Patch
 from ..storage.source import ReadAt
 from . import pickles, safetensors_header, sharded, torch_zip, zip_bytes
 

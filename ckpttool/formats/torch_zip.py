@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import Corrupt, Unsafe, Unsupported, argument
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, MixupNote, Path, joined
-from ..storage.patched import Lost
+from ..storage.overlay import LostBytes
 from ..storage.source import ReadAt
 from . import other_files
 from .crc import crc32
@@ -485,7 +485,7 @@ def _first_bytes(read_at: ReadAt, base: int, length: int) -> bytes:
     """The first bytes of a file that is patched: as many as are there."""
     try:
         return read_at(base, length)
-    except Lost as e:
+    except LostBytes as e:
         if e.present <= base:
             raise
         return read_at(base, e.present - base)

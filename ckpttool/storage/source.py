@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import (
     CkpttoolError,
@@ -30,7 +31,10 @@ from ..errors import (
     kind_of_failure,
 )
 
-__all__ = ["FileBytes", "ReadAt", "Source", "raise_file_limit", "read_error", "short_of"]
+if TYPE_CHECKING:
+    from .overlay import PatchedSource
+
+__all__ = ["FileBytes", "OverlaySource", "ReadAt", "Source", "raise_file_limit", "read_error", "short_of"]
 
 # File descriptors kept; a checkpoint of more files than that has its oldest ones closed and opened again.
 _KEPT_OPEN = 400
@@ -112,8 +116,18 @@ class Source:
 
     @property
     def local_folder(self) -> str | None:
-        """The folder on this machine that the files lie in; None of an archive or a store."""
+        """The folder on this machine that holds the files; None for an archive or a store."""
         return self.root if self.local else None
+
+    @property
+    def patched(self) -> PatchedSource | None:
+        """This source, if damaged files appear in it as they should be (`--salvage`); otherwise None."""
+        return None
+
+    @property
+    def sibling_names(self) -> frozenset[str]:
+        """The files of the folder above that appear in this source under "../" (`SiblingsSource`)."""
+        return frozenset()
 
     def list(self, folder: str = "") -> list[str]:
         """Sorted names of the entries of the folder, or of a folder in it; [] if there is no such folder."""
@@ -290,7 +304,7 @@ class Source:
     def below(self, folder: str) -> Source:
         """The files of one of the folders, by names relative to it; they stay files of this source, which closes
         them."""
-        return _Below(self, folder)
+        return FolderOfSource(self, folder)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Announce ranges (name, offset, length) that will soon be read, in about this order. Local sources ignore
@@ -383,58 +397,131 @@ class Source:
         self.close()
 
 
-class _Below(Source):
-    """`Source.below`: every question goes to the source above, with the folder before the name."""
+class OverlaySource(Source):
+    """Files of one or more other sources, as those of one source, which closes them.
 
-    def __init__(self, above: Source, folder: str) -> None:
-        self._above, self._folder = above, folder
-        self.root = f"{above.root.rstrip('/')}/{folder}"
-        self.local, self.is_remote, self.commit = above.local, above.is_remote, above.commit
+    `sources[0]` gives the root and the revision, and every file that `locate` does not find elsewhere. Subclasses say
+    with `locate` and `name_here` whose a file is, and may add files that are in no source (overlay.py).
 
-    def _name(self, name: str) -> str:
-        return f"{self._folder}/{name}" if name else self._folder
+    Args:
+        local: whether a file can be opened, so that `borrow_fd` works for every name.
+    """
+
+    def __init__(self, *sources: Source, local: bool = False) -> None:
+        self.sources, self.local = sources, local
+        self.root, self.is_remote, self.commit = self.inner.root, self.inner.is_remote, self.inner.commit
+
+    @property
+    def inner(self) -> Source:
+        """The first source, whose names stay as they are."""
+        return self.sources[0]
+
+    @property
+    def local_folder(self) -> str | None:
+        return self.inner.local_folder
+
+    def locate(self, name: str) -> tuple[Source, str]:
+        """Return the source that has a file, and the file's name there."""
+        return self.inner, name
+
+    def name_here(self, number: int, name: str) -> str:
+        """Return the name in this source of a file of `sources[number]`: the inverse of `locate`."""
+        return name
 
     def list(self, folder: str = "") -> list[str]:
-        return self._above.list(self._name(folder))
+        source, own = self.locate(folder)
+        return source.list(own)
 
     def exists(self, name: str) -> bool:
-        return self._above.exists(self._name(name))
+        source, own = self.locate(name)
+        return source.exists(own)
 
     def glance(self, name: str) -> tuple[bool, int | None]:
-        return self._above.glance(self._name(name))
+        source, own = self.locate(name)
+        return source.glance(own)
 
     def size(self, name: str) -> int:
-        return self._above.size(self._name(name))
+        source, own = self.locate(name)
+        return source.size(own)
 
     def fd(self, name: str, flags: int = 0) -> int:
-        return self._above.fd(self._name(name), flags)
+        source, own = self.locate(name)
+        return source.fd(own, flags)
 
     @contextmanager
     def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
-        with self._above.borrow_fd(self._name(name), flags) as fd:
+        source, own = self.locate(name)
+        with source.borrow_fd(own, flags) as fd:
             yield fd
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        self._above.readinto(self._name(name), offset, into)
+        source, own = self.locate(name)
+        source.readinto(own, offset, into)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        self._above.prefetch((self._name(name), offset, length) for name, offset, length in ranges)
+        located = ((*self.locate(name), offset, length) for name, offset, length in ranges)
+        if len(self.sources) == 1:  # which may take them one at a time
+            self.inner.prefetch((own, offset, length) for _, own, offset, length in located)
+            return
+        rows = list(located)
+        for source in self.sources:
+            source.prefetch((own, offset, length) for of, own, offset, length in rows if of is source)
+
+    def identities(self) -> dict[str, Identity]:
+        return {
+            self.name_here(number, name): identity
+            for number, source in enumerate(self.sources)
+            for name, identity in source.identities().items()
+        }
+
+    def expect(self, identities: Mapping[str, Identity]) -> None:
+        expected: dict[int, dict[str, Identity]] = {id(source): {} for source in self.sources}
+        for name, identity in identities.items():
+            source, own = self.locate(name)
+            expected[id(source)][own] = identity
+        for source in self.sources:
+            source.expect(expected[id(source)])
+
+    def has_versions(self) -> bool:
+        return all(source.has_versions() for source in self.sources)
+
+    def assert_unchanged(self) -> None:
+        for source in self.sources:
+            source.assert_unchanged()
+
+    def close_files(self) -> None:
+        for source in self.sources:
+            source.close_files()
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+class FolderOfSource(OverlaySource):
+    """One folder of another source, which stays the owner of the files and closes them (`Source.below`)."""
+
+    def __init__(self, above: Source, folder: str) -> None:
+        super().__init__(above, local=above.local)
+        self._folder = folder
+        self.root = f"{above.root.rstrip('/')}/{folder}"
+
+    @property
+    def local_folder(self) -> str | None:
+        return self.root if self.local else None
+
+    def locate(self, name: str) -> tuple[Source, str]:
+        return self.inner, f"{self._folder}/{name}" if name else self._folder
 
     def identities(self) -> dict[str, Identity]:
         head = self._folder + "/"
-        return {n.removeprefix(head): i for n, i in self._above.identities().items() if n.startswith(head)}
-
-    def has_versions(self) -> bool:
-        return self._above.has_versions()
-
-    def assert_unchanged(self) -> None:
-        self._above.assert_unchanged()
+        return {n.removeprefix(head): i for n, i in self.inner.identities().items() if n.startswith(head)}
 
     def close_files(self) -> None:
-        """The source above does."""
+        """Do nothing: the source above closes its files."""
 
     def close(self) -> None:
-        """The source above closes."""
+        """Do nothing: the source above is closed by whoever opened it."""
 
 
 class FileBytes:

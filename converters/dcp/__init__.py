@@ -48,7 +48,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.composites import shape_of
 from ckpttool.index.names import canonical
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
-from ckpttool.storage.patched import Lost
+from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
 
 from ..rank_files import Unlike, keep_first
@@ -116,7 +116,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     for key, path, entry in entries:
         try:
             of_subclass = joined_parts(source, index.files, sizes, entry, records) if path in short else None
-        except Lost:  # only of a damaged checkpoint that is salvaged
+        except LostBytes:  # only of a damaged checkpoint that is salvaged
             of = ", ".join(sorted({index.files[f] for f in entry.chunks.file}))
             lost[joined(path)] = f"a part of it is in the lost bytes of {of}"
             continue
@@ -128,7 +128,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         _coding({tuple(transforms)}, key)
         try:
             found, sums = _value(source, index, _path(index, key), file, offset, length, bool(transforms))
-        except Lost:  # only of a damaged checkpoint that is salvaged
+        except LostBytes:  # only of a damaged checkpoint that is salvaged
             lost[joined(_path(index, key))] = f"it is in the lost bytes of {index.files[file]}"
             continue
         if key in seen:  # per-rank metadata: every rank stores its own

@@ -53,8 +53,7 @@ from ckpttool.index.names import COMPONENTS, CanonicalState, original
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
 from ckpttool.storage import remote
-from ckpttool.storage.patched import Lost
-from ckpttool.storage.siblings import parent_of
+from ckpttool.storage.overlay import LostBytes, parent_of
 from ckpttool.storage.source import Source
 
 from ..dcp.metadata import read_index
@@ -164,12 +163,12 @@ class _Section:
         """
         try:
             return self._located(keys)
-        except Lost:
+        except LostBytes:
             out: dict[str, TensorEntry] = {}
             for k in sorted(keys):
                 try:
                     out |= self._located({k})
-                except Lost as e:
+                except LostBytes as e:
                     self.lost[k] = str(e)
             return out
 

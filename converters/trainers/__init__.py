@@ -60,7 +60,7 @@ from typing import Any
 from ckpttool import layouts
 from ckpttool.engine.recorded import RECORD
 from ckpttool.storage import remote
-from ckpttool.storage.siblings import parent_of, siblings_in
+from ckpttool.storage.overlay import parent_of
 from ckpttool.storage.source import Source
 
 from ..deepspeed.files import SAVES
@@ -226,7 +226,7 @@ def _loader_of_verl(source: Source) -> list[str]:
 def _parts_of_verl(source: Source) -> list[Part]:
     folder = "" if _of_verl(source) else "actor"
     out = [Part(folder, "fsdp1", "model", whole=True)]
-    if siblings_in(source):
+    if source.sibling_names:
         out.append(Part("../data.pt", DATA, "dataloader"))
     elif folder and source.exists("data.pt"):
         out.append(Part("data.pt", DATA, "dataloader"))

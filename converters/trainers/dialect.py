@@ -43,8 +43,7 @@ from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original
 from ckpttool.index.optimizer_names import possible_orders
 from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
-from ckpttool.storage.patched import PatchedSource
-from ckpttool.storage.siblings import WithSiblings, siblings_in
+from ckpttool.storage.overlay import add_siblings
 from ckpttool.storage.source import Source
 
 __all__ = [
@@ -170,13 +169,10 @@ class Dialect:
     def _mount(self, where: Place) -> Place:
         """The folder with what belongs to it in the folder above."""
         source = where.source
-        names = () if where.file is not None or siblings_in(source) else self.siblings(source)
+        names = () if where.file is not None or source.sibling_names else self.siblings(source)
         if not names:
             return where
-        if isinstance(source, PatchedSource):
-            source.inner = WithSiblings(source.inner, names)
-            return where
-        return Place(WithSiblings(source, names), None)
+        return Place(add_siblings(source, names), None)
 
 
 def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:

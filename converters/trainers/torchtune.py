@@ -27,7 +27,7 @@ from typing import Any
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.storage import remote
-from ckpttool.storage.siblings import parent_of, siblings_in
+from ckpttool.storage.overlay import parent_of
 from ckpttool.storage.source import Source
 
 from .dialect import DATA, FOREIGN, Dialect, Part
@@ -97,7 +97,7 @@ def _recipe(source: Source) -> tuple[str | None, str]:
     """(the file with the recipe's state, "" or why it is that of another epoch)."""
     if source.exists(_INSIDE):
         return _INSIDE, ""
-    if not siblings_in(source):
+    if not source.sibling_names:
         return None, ""
     file = f"../{_BESIDE}"
     parent, name = parent_of(source)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.errors import CkpttoolError, Unsafe, Unsupported, UsageError
-from ckpttool.storage.siblings import WithSiblings
+from ckpttool.storage.overlay import SiblingsSource
 from ckpttool.storage.source import Source
 
 HF, LORA = FIXTURES / "trainers" / "torchtune_hf", FIXTURES / "trainers" / "torchtune_lora"
@@ -165,7 +165,7 @@ def test_only_the_siblings_that_were_named_are_there(tmp_path: Path) -> None:
     for name in ("in/a", "data.pt", "other.pt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode())
-    with WithSiblings(Source(tmp_path / "in"), ["data.pt"]) as source:
+    with SiblingsSource(Source(tmp_path / "in"), ["data.pt"]) as source:
         assert source.read("../data.pt", 0, 7) == b"data.pt" and source.read("a", 0, 4) == b"in/a"
         assert source.list() == ["a"] and set(source.identities()) == {"../data.pt", "a"}
         for name in ("../other.pt", "../../data.pt", "../data.pt/../other.pt", "a/../../data.pt"):

@@ -33,7 +33,7 @@ from ...index.checkpoint import Checkpoint, Unread
 from ...layouts import Saves
 from ...printable import printable
 from ...storage import remote
-from ...storage.siblings import parent_of
+from ...storage.overlay import parent_of
 from ...storage.source import Source
 
 __all__ = ["NOT_READ", "human", "kind_of", "listed", "lost", "note", "unread"]

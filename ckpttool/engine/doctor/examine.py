@@ -17,7 +17,6 @@ from ...errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteErr
 from ...options import Search, list_reading_keywords
 from ...printable import Shown
 from ...storage import urls
-from ...storage.patched import PatchedSource
 from ...storage.source import Source
 from .. import salvage
 from ..copy.fill import Progress, silent
@@ -188,7 +187,7 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
     """Fill in what can be seen of a checkpoint that opens."""
     ckpt = opened.locate()
     out.layout, out.exact, out.exact_bytes = ckpt.layout, len(ckpt.tensors), ckpt.nbytes
-    if not isinstance(opened.source, PatchedSource) and (before := salvaged(opened)) is not None:
+    if opened.source.patched is None and (before := salvaged(opened)) is not None:
         out.missing, out.rebuilt = before["missing"], before["rebuilt"]
         out.exact -= len(out.rebuilt)
         text = (
@@ -197,7 +196,7 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
         )
         out.findings.append(Finding("salvaged", "note", None, (), text))
     at = Examined(opened, asked.path, asked.config, asked.given)
-    for look in CHECKS if isinstance(opened.source, PatchedSource) else (*CHECKS, *CHECKS_OF_WHOLE):
+    for look in (*CHECKS, *CHECKS_OF_WHOLE) if opened.source.patched is None else CHECKS:
         out.findings += look(at)
     known = {f.file for f in out.findings}
     out.findings += [

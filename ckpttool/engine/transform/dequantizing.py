@@ -21,7 +21,7 @@ from ...errors import Unsupported, UsageError, argument
 from ...huggingface import encodings
 from ...index.checkpoint import Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
 from ...index.composites import MARK, PLAIN, Composite, Uncut, class_of, composites, object_of, rows_of
-from ...storage.computed import ComputedSource
+from ...storage.overlay import ComputedSource
 from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small

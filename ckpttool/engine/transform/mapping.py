@@ -22,9 +22,7 @@ from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry,
 from ...index.expressions import size_of
 from ...index.line_groups import Group, Resolved, ignored, matched, resolved, views
 from ...index.name_maps import NameMap
-from ...storage.computed import ComputedSource
-from ...storage.joined import ZEROS, JoinedSource
-from ...storage.patched import ENDLESS
+from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource
 from ...storage.source import Source
 from ..copy.stream import small
 from .added_one import FILE, with_one_added

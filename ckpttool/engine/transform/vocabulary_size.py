@@ -15,8 +15,7 @@ from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
 from ...index.vocabulary import vocabulary_of
 from ...storage.buffers import IOBudget
-from ...storage.joined import ZEROS, JoinedSource
-from ...storage.patched import ENDLESS
+from ...storage.overlay import ENDLESS, ZEROS, JoinedSource
 from ...storage.source import Source
 from ..copy.fill import silent
 from ..copy.stream import Reader, StreamJob

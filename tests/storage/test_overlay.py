@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpttool.errors import CkpttoolError, SourceChanged
-from ckpttool.storage.joined import ZEROS, JoinedSource, of_other
+from ckpttool.storage.overlay import ZEROS, JoinedSource, name_in_joined
 from ckpttool.storage.source import Source
 
 
@@ -18,10 +18,14 @@ def test_files_of_both_and_zeros(tmp_path: Path) -> None:
     (tmp_path / "b" / "only").write_bytes(b"1234")
     with JoinedSource(Source(tmp_path / "a"), Source(tmp_path / "b")) as joined:
         assert joined.list() == ["x"] and joined.root == str(tmp_path / "a")
-        assert joined.read("x", 2, 3) == b"aaa" and joined.read(of_other("x"), 2, 3) == b"bbb"
-        assert joined.exists(of_other("only")) and not joined.exists("only") and joined.size(of_other("only")) == 4
+        assert joined.read("x", 2, 3) == b"aaa" and joined.read(name_in_joined("x"), 2, 3) == b"bbb"
+        assert (
+            joined.exists(name_in_joined("only"))
+            and not joined.exists("only")
+            and joined.size(name_in_joined("only")) == 4
+        )
         assert joined.read(ZEROS, 1 << 50, 5) == bytes(5)
-        assert set(joined.identities()) == {"x", of_other("x"), of_other("only")}
+        assert set(joined.identities()) == {"x", name_in_joined("x"), name_in_joined("only")}
         joined.assert_unchanged()
         (tmp_path / "b" / "only").write_bytes(b"12345")
         with pytest.raises(SourceChanged):
@@ -29,4 +33,4 @@ def test_files_of_both_and_zeros(tmp_path: Path) -> None:
     with JoinedSource(Source(tmp_path / "a")) as alone:
         assert alone.read(ZEROS, 0, 3) == bytes(3)
         with pytest.raises(CkpttoolError):  # no file has such a name
-            alone.read(of_other("x"), 0, 1)
+            alone.read(name_in_joined("x"), 0, 1)
