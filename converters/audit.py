@@ -196,7 +196,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     parsed = retention.parse(kept, plan.RETENTION) if kept is not None else None
 
     def tail(file: int, written: object, digests: Mapping[str, Any]) -> bytes:
-        sinks[-1].settle()
+        sinks[-1].flush()
         hashed = sinks[-1].sums()
         hashes = {m.name: (m.end - m.start, hashed[m.name]) for m in planned.members}
         hashes[plan.VALUES] = (len(held), records.sha256(held))
@@ -283,7 +283,7 @@ class _EncryptedSink:
 
     def __init__(self, frames: FrameWriter, seal: Encryptor) -> None:
         self.frames, self.seal = frames, seal
-        self.append, self.settle, self.state = frames.append, frames.settle, frames.state
+        self.append, self.flush, self.state = frames.append, frames.flush, frames.state
 
     @property
     def at(self) -> int:

@@ -285,7 +285,7 @@ class FrameWriter:
         i = bisect_left(self.members, at, key=lambda m: m.start)  # the members before i begin before
         return i == 0 or self.members[i - 1].end <= at
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until everything appended is hashed and written; unless `resumable()`, nothing may follow."""
         if self._buffer is not None:
             if self._waiting:
@@ -296,13 +296,13 @@ class FrameWriter:
             self._land()
 
     def state(self) -> dict[str, Any]:
-        """Where the frames are, after `settle`, as data for JSON."""
+        """Where the frames are, after `flush`, as data for JSON."""
         assert not self._flying and self.resumable()
         return {"frames": base64.b64encode(u32_bytes(u32_columns(self._rows, 4)[0])).decode()}
 
     def finish(self) -> None:
         """The last frame and the tables."""
-        self.settle()
+        self.flush()
         self._over = True
         sizes, lengths, checksums, crcs = u32_columns(self._rows, 4)
         table = crc_table(crcs)

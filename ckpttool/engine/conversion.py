@@ -18,7 +18,7 @@ from ..options import Reading, list_reading_keywords
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
-from ..storage.destination import Destination, write_error
+from ..storage.destination import Destination
 from ..storage.source import Source
 from .conservation import written_values
 from .copy.fill import Progress, fill, lost_notes, silent
@@ -279,10 +279,11 @@ def _convert(
             job = job_of(src, dst, reading, writing, asked) if source.has_versions() else None
             with _workers(job, draft, destination, running) as workers:
                 facts: dict[str, Any] | None = None
-                if workers is None or job is None:
+                parallel = destination.parallel
+                if workers is None or job is None or parallel is None:
                     digests = fill(draft, source, ckpt.files, ckpt.records, destination, progress, budget)
                 else:
-                    digests, facts = fill_with_workers(planned, job, destination, workers, progress, budget)
+                    digests, facts = fill_with_workers(planned, job, parallel, workers, progress, budget)
                 again = facts["filled_before"] if facts else 0
                 done = destination.earlier.done
                 wanted, digests = settled(opened, draft, digests, writing, progress, budget)
@@ -290,8 +291,8 @@ def _convert(
                 exact = {n: t for n, t in wanted.items() if n not in rebuilt}
                 root = state_roots(replace(ckpt, tensors=exact, values=written_values(draft, wanted)), digests)
                 if not target.is_file:
-                    destination.put(RECORD, encoded(record(planned, wanted, digests)))
-                built = destination.readable
+                    destination.write_file(RECORD, encoded(record(planned, wanted, digests)))
+                built = destination.readable_path
                 if built is not None and (verify or done or again):
                     read_back(built, target, draft, digests, reading.config, progress, budget, workers)
             source.assert_unchanged()
@@ -300,18 +301,11 @@ def _convert(
             if built is None and verify:  # an object can be read when it is there, and not before
                 with for_reading(running.workers, dst, draft.nbytes) as workers:
                     read_back(dst, target, draft, digests, reading.config, progress, budget, workers)
-        except KeyboardInterrupt:
-            raise Interrupted(f"interrupted. {destination.stop()}") from None
         except BaseException as e:
-            if not isinstance(e, CkpttoolError) or e.keeps_work or destination.in_place:
-                destination.release()  # the next run goes on from here
-            else:
-                destination.abandon()
-            if isinstance(e, CkpttoolError):
-                destination.explain(e)
-            if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):
-                raise write_error(e, e.filename or destination.place, destination.outcome) from e
-            raise
+            error = destination.fail(e)
+            if error is e:
+                raise
+            raise error from (None if isinstance(e, KeyboardInterrupt) else e)
         notes = [*ckpt.notes, *draft.notes, *lost_notes(draft.lost), *said]
         if not source.has_versions():
             notes.append(
@@ -355,13 +349,14 @@ def _workers(
     """The workers that fill a draft; None where this process does it alone, and a note says why if it was asked for
     others."""
     spec = running.workers
-    why = why_one_process(draft, job, destination.sharable, destination.part_bytes > 0)
+    parallel = destination.parallel
+    why = why_one_process(draft, job, parallel is not None, parallel is not None and parallel.part_bytes > 0)
     alone = spec in (1, "1") or (spec is None and default_count(draft.nbytes) == 1)
     if why is not None:
         if not alone and spec is not None:
             destination.messages.append(f"workers were not used: {why}")
         yield None
-    elif alone and not destination.begun:
+    elif alone and not (parallel is not None and parallel.has_earlier_parts):
         yield None
     elif alone:
         from ..storage.threads import InThisThread

@@ -75,7 +75,7 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
 
 
 def sharable(dst: str, is_file: bool, draft: Draft) -> bool:
-    """Whether several processes can fill a destination (`Destination.sharable`), which is not opened."""
+    """Whether several processes can fill a destination (`Destination.parallel`), which is not opened."""
     return not urls.is_url(dst) or (
         not draft.object_lock and s3_object(dst if is_file else f"{dst}/{UNFINISHED}") is not None
     )

@@ -31,15 +31,15 @@ from ..errors import (
     note_change,
 )
 from . import partial
-from .destination import write_error
+from .destination import ParallelDestination, write_error
 from .local_file import LocalFile, WriterPool
 from .lock import keep_ours, take_lock, unlock
-from .shared_tree import filled_parts, is_coherent
+from .shared_tree import is_coherent, read_filled_parts
 
 __all__ = ["LocalDestination", "refuse_full", "refuse_target"]
 
 
-class LocalDestination:
+class LocalDestination(ParallelDestination):
     """The folder in which a destination is built, locked and journalled.
 
     `earlier` is what an interrupted run of the same plan left there, `messages` what people should know of what was
@@ -51,10 +51,9 @@ class LocalDestination:
         NoSpace: the file system has less room than the draft needs.
     """
 
-    continuable = True
-    sharable = True
+    resumable = True
     part_bytes = 0
-    finish_after = 64  # a layout may have a file for every tensor
+    max_open_finished = 64  # a layout may have a file for every tensor
 
     def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:
         self.beside = beside = partial.Beside(target)
@@ -62,7 +61,7 @@ class LocalDestination:
         self.is_file, self.force, self.plan = is_file, force, plan
         self._journal = self._lock = self._folder = -1
         self._built: tuple[int, int] | None = None  # device and inode of what is to be renamed to the target
-        self.folder = self.tree = self.journal_path = self.parent
+        self.folder = self.location = self.tree = self.journal_path = self.parent
         self.earlier = partial.Earlier()
         self.messages: list[str] = []
         refuse_target(self.target, is_file, force)
@@ -105,7 +104,7 @@ class LocalDestination:
         have = sum(e.stat().st_blocks * 512 for e in _walk(self.tree))
         refuse_full(self.parent, need_bytes, have)
         if not found:
-            self.begin_anew()
+            self.restart()
 
     def _new_folder(self, name: str) -> str:
         """A partial folder under the first name that is free."""
@@ -120,11 +119,9 @@ class LocalDestination:
 
     def _enter(self, folder: str) -> None:
         """Work in this folder from now on."""
-        self.folder, self.tree, self.journal_path = (
-            folder,
-            os.path.join(folder, "tree"),
-            os.path.join(folder, "journal"),
-        )
+        self.folder = self.location = folder
+        self.tree, self.journal_path = os.path.join(folder, "tree"), os.path.join(folder, "journal")
+        self.readable_path = os.path.join(self.tree, self.name) if self.is_file else self.tree
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         if not os.path.isdir(self.tree):
             os.mkdir(self.tree)
@@ -135,24 +132,18 @@ class LocalDestination:
         with open(self.journal_path, "rb") as f:
             os.ftruncate(self._journal, f.read().rfind(b"\n") + 1)  # a line that was cut off
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Forget what an earlier run left in the folder."""
         for entry in os.scandir(self.tree):
             (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
         shutil.rmtree(os.path.join(self.folder, "parts"), ignore_errors=True)
         os.ftruncate(self._journal, 0)
-        self.note({"plan": self.plan, "name": self.name})
+        self.append_journal({"plan": self.plan, "name": self.name})
         self.earlier = partial.Earlier()
 
     @property
-    def place(self) -> str:
-        """The folder in which it is built."""
-        return self.folder
-
-    @property
-    def readable(self) -> str:
-        """What was built: a folder or a file."""
-        return os.path.join(self.tree, self.name) if self.is_file else self.tree
+    def parallel(self) -> LocalDestination:
+        return self
 
     @property
     def in_place(self) -> bool:
@@ -164,7 +155,7 @@ class LocalDestination:
         return self._built == (st.st_dev, st.st_ino)
 
     @property
-    def outcome(self) -> str:
+    def state_after_error(self) -> str:
         """What an error left at the destination."""
         if self.in_place:
             left = ""
@@ -174,10 +165,10 @@ class LocalDestination:
         return "The destination is untouched."
 
     @property
-    def again(self) -> str:
+    def resume_hint(self) -> str:
         """What is there after an interruption, and what to do."""
         if self.in_place:
-            return self.outcome
+            return self.state_after_error
         if not self._kept:
             return f"{self.target} is untouched. Too little was copied to be kept: the same command starts over."
         return f"{self.target} is untouched. Run the same command again to continue, or remove {self.folder}."
@@ -186,22 +177,21 @@ class LocalDestination:
     def _kept(self) -> bool:
         """Whether there is something that the next run can go on from."""
         earlier = partial.earlier_run(partial.read_journal(self.folder), self.plan)
-        return (earlier is not None and earlier.done > 0) or bool(self.filled)
+        return (earlier is not None and earlier.done > 0) or bool(self.filled_parts)
 
-    def stop(self) -> str:
-        """After an interruption: keep what the next run can go on from, remove the rest, and say what is there."""
+    def interrupt(self) -> None:
+        """Keep what the next run can continue from, and remove the rest."""
         if self.in_place or not self._kept:
             self.abandon()
         else:
             self.release()
-        return self.again
 
-    def explain(self, e: CkpttoolError) -> None:
+    def add_hint(self, e: CkpttoolError) -> None:
         """Say how to continue after an error of the source, which knows nothing of the destination."""
         if isinstance(e, (RemoteError, Unreadable)):
-            e.add_note(self.again)
+            e.add_note(self.resume_hint)
 
-    def note(self, entry: dict[str, Any]) -> None:
+    def append_journal(self, entry: dict[str, Any]) -> None:
         """Append to the journal and make it durable. What it speaks of must be durable already."""
         os.write(self._journal, (json.dumps(entry, separators=(",", ":")) + "\n").encode())
         os.fdatasync(self._journal)
@@ -232,26 +222,28 @@ class LocalDestination:
             "coherent": is_coherent(self.folder),
         }
 
-    def unshare(self) -> None:
+    def stop_sharing(self) -> None:
         """All is filled: what others write from here on is refused. A slow worker whose part another one has filled
         would change files that are read back."""
-        self.note({"done": self.earlier.done})  # the journal is another one than in their requests
+        self.append_journal({"done": self.earlier.done})  # the journal is another one than in their requests
 
-    def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    def find_missing_cells(
+        self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
+    ) -> list[tuple[str, int]]:
         """Nothing is sent."""
         return []
 
     @property
-    def begun(self) -> bool:
+    def has_earlier_parts(self) -> bool:
         """Whether an earlier run of several workers left something to go on from."""
-        return bool(self.filled)
+        return bool(self.filled_parts)
 
     @property
-    def filled(self) -> dict[int, dict[str, Any]]:
+    def filled_parts(self) -> dict[int, dict[str, Any]]:
         """{number: what its worker said} of the parts that are filled."""
-        return filled_parts(self.folder, self.plan)
+        return read_filled_parts(self.folder, self.plan)
 
-    def put(self, name: str, data: bytes) -> None:
+    def write_file(self, name: str, data: bytes) -> None:
         """A file that is no part of the draft, made durable."""
         with open(self.path(name), "wb") as f:
             keep_ours(f.fileno(), 0o600)
@@ -282,7 +274,9 @@ class LocalDestination:
             raise Unsafe(f"{self.folder} was put in the place of ours while we wrote. The destination is untouched.")
         refuse_target(self.target, self.is_file, self.force)  # somebody may have put something there meanwhile
         whole = os.fstat(self._journal).st_size
-        self.note({"committed": True})  # from here on `tree` may hold the old destination: never to be continued
+        self.append_journal(
+            {"committed": True}
+        )  # from here on `tree` may hold the old destination: never to be continued
         try:
             self._rename()
         except BaseException:

@@ -57,7 +57,7 @@ class WriterPool:
         """A free buffer for a file; when all are held by idle files, the one idle longest gives its own up."""
         if self.spare == 0:
             idle = next(iter(self.holders))
-            idle.flush()
+            idle.release_buffer()
         self.spare -= 1
         self.holders[out] = None
         buffer = self.buffers.free.get()  # waits for a write where none is free
@@ -92,8 +92,8 @@ class WriterPool:
 class LocalFile(DestinationFile):
     """One file of the destination, written front to back.
 
-    With `existing`, what is appended is compared with what an earlier run wrote, and nothing is written before `go_on`.
-    Without `create` the file must be there.
+    With `existing`, what is appended is compared with what an earlier run wrote, and nothing is written before
+    `start_writing`. Without `create` the file must be there.
     """
 
     def __init__(self, path: str, writer: WriterPool, existing: bool = False, create: bool = True) -> None:
@@ -112,7 +112,7 @@ class LocalFile(DestinationFile):
                 raise
             self.direct = False
             self.fd = os.open(path, flags, 0o666)
-        self.there = -1  # a descriptor to read what is there, until `go_on`
+        self.there = -1  # a descriptor to read what is there, until `start_writing`
         try:
             keep_ours(self.fd, 0o600)
             if existing:
@@ -121,18 +121,18 @@ class LocalFile(DestinationFile):
             os.close(self.fd)
             raise
 
-    def peek(self, offset: int, length: int) -> bytes:
+    def read_earlier(self, offset: int, length: int) -> bytes:
         """What an earlier run wrote there; fewer bytes where it did not."""
         return os.pread(self.there, length, offset)
 
     def skip(self, data: bytes | memoryview) -> None:
-        """The next bytes; before `go_on` they are there already, and the read-back proves them."""
+        """The next bytes; before `start_writing` they are there already, and the read-back proves them."""
         if self.there < 0:
             self.append(data)
         else:
             self.at += len(data)
 
-    def go_on(self) -> None:
+    def start_writing(self) -> None:
         """From here on, write.
 
         Raises:
@@ -141,7 +141,7 @@ class LocalFile(DestinationFile):
         if self.there < 0:
             return
         self.base = self.at - self.at % ALIGN
-        self.tail = bytearray(self.peek(self.base, self.at - self.base))
+        self.tail = bytearray(self.read_earlier(self.base, self.at - self.base))
         if os.fstat(self.there).st_size < self.at:
             raise Altered(self.path)
         os.close(self.there)
@@ -150,7 +150,7 @@ class LocalFile(DestinationFile):
     def append(self, data: bytes | memoryview) -> None:
         """The next bytes of the file."""
         if self.there >= 0:
-            if self.peek(self.at, len(data)) != data:
+            if self.read_earlier(self.at, len(data)) != data:
                 raise Altered(self.path)
             self.at += len(data)
             return
@@ -172,9 +172,9 @@ class LocalFile(DestinationFile):
             self.at += k
             done += k
             if used + k == self.writer.size:
-                self.flush()
+                self.release_buffer()
 
-    def flush(self) -> None:
+    def release_buffer(self) -> None:
         """Hand the whole pages to the writer; what is after them is kept."""
         if self.buffer is None:
             if len(self.tail) < ALIGN:
@@ -188,9 +188,9 @@ class LocalFile(DestinationFile):
         self.writer.submit(self, buffer, whole, self.base)
         self.base += whole
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Everything appended so far into the file: pages, and the tail padded to one, then cut off again."""
-        self.flush()
+        self.release_buffer()
         if self.tail:
             n = -(-len(self.tail) // ALIGN) * ALIGN
             buffer = self.writer.acquire(self)
@@ -228,7 +228,7 @@ class LocalFile(DestinationFile):
 
     def end(self) -> None:
         """The last byte was appended."""
-        self.settle()
+        self.flush()
 
     def finish(self) -> None:
         """Cut the padding off and make the file durable. All writes must have ended."""

@@ -52,15 +52,15 @@ class LocalRange(LocalFile):
         if len(view):
             super().append(view)
 
-    def leave(self, to: int) -> None:
+    def skip_to(self, to: int) -> None:
         """Go on at a byte further behind; what lies between is for others, who write it later."""
         while self.at < to:
             self.append(memoryview(_ZEROS)[: to - self.at])
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         if self.at <= self.base and self.buffer is None:
             return
-        self.flush()
+        self.release_buffer()
         if self.tail:
             self._through(memoryview(self.tail), self.base)
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import CkpttoolError, note_change
 from ..index.draft import Draft
 from . import urls
-from .destination import DestinationFile
+from .destination import DestinationFile, ParallelDestination
 from .local_file import WriterPool
 from .partial import Earlier
 from .upload import SharedUpload, Upload
@@ -42,80 +42,88 @@ class ObjectFile(DestinationFile):
         self._end()
 
 
-class _Uploaded:
+class _UploadDestination(ParallelDestination):
     """What an object and a prefix share."""
 
-    continuable = False
-    sharable = False
+    resumable = False
     shared: Mapping[str, SharedUpload] = {}
-    part_bytes = 0
-    finish_after = 1  # what is complete need not wait
-    readable = None  # a store shows an object when it is complete, and not before
+    max_open_finished = 1  # what is complete need not wait
+    readable_path = None  # a store shows an object when it is complete, and not before
     earlier = Earlier()
     upload: Upload | UploadFolder
 
-    def __init__(self, url: str) -> None:
-        self.place = urls.redact_url(url)
+    def __init__(self, url: str, upload: Upload | UploadFolder) -> None:
+        self.location = urls.redact_url(url)
         self.messages: list[str] = []
-        self.in_place = False
+        self.upload, self.part_bytes = upload, upload.part_bytes
+        self._committed = False
 
     @property
-    def outcome(self) -> str:
+    def parallel(self) -> ParallelDestination | None:
+        return self if self.upload.sharable else None
+
+    @property
+    def in_place(self) -> bool:
+        return self._committed
+
+    @property
+    def state_after_error(self) -> str:
         """What an error left at the destination."""
         return (
-            f"{self.place} is in place, whole, and was not read back."
+            f"{self.location} is in place, whole, and was not read back."
             if self.in_place
             else "The destination is untouched."
         )
 
     @property
-    def again(self) -> str:
+    def resume_hint(self) -> str:
         """What is there after an interruption, and what to do."""
         if self.in_place:
-            return self.outcome
+            return self.state_after_error
         if self.shared:
             return (
-                f"{self.place} is untouched. Run the same command again to continue: the store keeps the parts that "
+                f"{self.location} is untouched. Run the same command again to continue: the store keeps the parts that "
                 "were sent (and bills them), until then or until a lifecycle rule of the bucket removes them."
             )
         return (
-            f"{self.place} is untouched. Run the same command again; it starts over, and removes the parts that were "
-            "sent."
+            f"{self.location} is untouched. Run the same command again; it starts over, and removes the parts that "
+            "were sent."
         )
 
-    def stop(self) -> str:
-        """After an interruption: keep what the next run can go on from, remove the rest, and say what is there."""
+    def interrupt(self) -> None:
+        """Keep what the next run can continue from, and remove the rest."""
         self.release()
-        return self.again
 
-    def explain(self, e: CkpttoolError) -> None:
+    def add_hint(self, e: CkpttoolError) -> None:
         """Say that the new checkpoint is in place although its read-back failed, or how to continue."""
         if self.in_place:
-            e.add_note(self.outcome)
+            e.add_note(self.state_after_error)
         elif self.shared and e.keeps_work:
-            e.add_note(self.again)
+            e.add_note(self.resume_hint)
 
-    def note(self, entry: dict[str, Any]) -> None:
-        """There is no journal: it is not `continuable`."""
+    def append_journal(self, entry: dict[str, Any]) -> None:
+        """Do nothing: there is no journal, since it is not `resumable`."""
 
     @property
-    def filled(self) -> dict[int, dict[str, Any]]:
+    def filled_parts(self) -> dict[int, dict[str, Any]]:
         """Nothing: the store lists what it has."""
         return {}
 
     @property
-    def begun(self) -> bool:
+    def has_earlier_parts(self) -> bool:
         """Whether an earlier run left parts to go on from."""
-        return self.sharable and self.upload.begun
+        return self.upload.sharable and self.upload.begun
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
         """Begin the uploads of these files, or go on with those of an earlier run; what `SharedObjects` is made of."""
         raise NotImplementedError
 
-    def unshare(self) -> None:
-        """What is sent too late is noticed by `confirm`, or refused by the store."""
+    def stop_sharing(self) -> None:
+        """Do nothing: what is sent too late is noticed by `find_missing_cells`, or refused by the store."""
 
-    def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    def find_missing_cells(
+        self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
+    ) -> list[tuple[str, int]]:
         """(file, cell) of what the store does not list as it was sent, {file: {cell: ETag}}; all the rest is ready to
         be completed.
 
@@ -133,14 +141,14 @@ class _Uploaded:
         """Nothing is built on this machine."""
         raise NotImplementedError
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """An earlier run leaves nothing that this one uses."""
 
     def commit(self) -> None:
         """What was sent is there, whole."""
         self.upload.commit()
-        self.in_place = True
-        note_change(self.outcome)
+        self._committed = True
+        note_change(self.state_after_error)
 
     def abandon(self) -> None:
         """Remove what was sent."""
@@ -152,7 +160,7 @@ class _Uploaded:
             self.abandon()
 
 
-class ObjectDestination(_Uploaded):
+class ObjectDestination(_UploadDestination):
     """The upload of one file.
 
     Raises:
@@ -162,20 +170,16 @@ class ObjectDestination(_Uploaded):
     upload: Upload
 
     def __init__(self, url: str, need_bytes: int, force: bool, lock: Mapping[str, Any]) -> None:
-        super().__init__(url)
-        self.upload = Upload(url, force=force, lock=lock, expect_bytes=need_bytes, keep_parts=True)
+        super().__init__(url, Upload(url, force=force, lock=lock, expect_bytes=need_bytes, keep_parts=True))
         if lock and not self.upload.locked:
             self.messages.append(
                 "the bucket has no object lock, so retention and legal hold are recorded only in the archive and the "
                 "ledger"
             )
 
-        self.sharable = self.upload.sharable
-        self.part_bytes = self.upload.part_bytes
-
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
         """Begin the upload, or go on with that of an earlier run."""
-        begun = self.begun
+        begun = self.has_earlier_parts
         (name,) = files
         up = self.upload.share()
         self.shared = {name: up}
@@ -188,14 +192,14 @@ class ObjectDestination(_Uploaded):
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
         """The file."""
-        return ObjectFile(self.place, self.upload.append)
+        return ObjectFile(self.location, self.upload.append)
 
-    def put(self, name: str, data: bytes) -> None:
+    def write_file(self, name: str, data: bytes) -> None:
         """One object has no room for another file."""
-        raise AssertionError(f"{name} cannot be put into {self.place}, which is one object")
+        raise AssertionError(f"{name} cannot be put into {self.location}, which is one object")
 
 
-class PrefixDestination(_Uploaded):
+class PrefixDestination(_UploadDestination):
     """The upload of all files of a draft.
 
     Raises:
@@ -205,17 +209,15 @@ class PrefixDestination(_Uploaded):
     upload: UploadFolder
 
     def __init__(self, url: str, draft: Draft, force: bool) -> None:
-        super().__init__(url)
         sizes = {f.name: f.size for f in draft.files}
-        self.upload = UploadFolder(
-            url, list(sizes), force=force, open_at_once=_open_at_once(draft), largest=max(sizes.values())
+        largest = max(sizes.values())
+        super().__init__(
+            url, UploadFolder(url, list(sizes), force=force, open_at_once=_open_at_once(draft), largest=largest)
         )
-        self.sharable = self.upload.sharable
-        self.part_bytes = self.upload.part_bytes
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
         """Begin the uploads, or go on with those of an earlier run."""
-        begun = self.begun
+        begun = self.has_earlier_parts
         self.upload.share(files)
         self.shared = self.upload.shared
         objects = {name: [f"{self.upload.url}/{name}", up.upload_id] for name, up in self.shared.items()}
@@ -226,22 +228,22 @@ class PrefixDestination(_Uploaded):
         self.upload.abort(keep_shared=True)
 
     @property
-    def again(self) -> str:
+    def resume_hint(self) -> str:
         """What is there after an interruption, and what to do."""
         if self.in_place or not self.upload.showing:
-            return super().again
+            return super().resume_hint
         return (
-            f"Some objects below {self.place} are visible already, and what they replace is gone; they are not a "
+            f"Some objects below {self.location} are visible already, and what they replace is gone; they are not a "
             "checkpoint yet. Run the same command again, which replaces them."
         )
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
         """A file."""
         return ObjectFile(
-            f"{self.place}/{name}", lambda data: self.upload.append(name, data), lambda: self.upload.settle(name)
+            f"{self.location}/{name}", lambda data: self.upload.append(name, data), lambda: self.upload.flush(name)
         )
 
-    def put(self, name: str, data: bytes) -> None:
+    def write_file(self, name: str, data: bytes) -> None:
         """A file that is no part of the draft."""
         self.upload.append(name, data)
 

@@ -61,10 +61,10 @@ class SharedObjects:
         """An object, to be filled from byte `start` on."""
         return CellRange(self.of(name), start)
 
-    def note_part(self, number: int, result: Mapping[str, Any]) -> None:
+    def record_part(self, number: int, result: Mapping[str, Any]) -> None:
         """The store lists what it has."""
 
-    def sent(self) -> dict[str, Any]:
+    def finish_sending(self) -> dict[str, Any]:
         """What was sent, when all of it has arrived: "cells" {name: {cell: ETag}}, and how many of them were there
         before, "kept".
 
@@ -185,6 +185,6 @@ class CellRange(DestinationFile):
         self.cells.put(self.at, data)
         self.at += len(data)
 
-    def leave(self, to: int) -> None:
+    def skip_to(self, to: int) -> None:
         """Go on at a byte further behind; what lies between is for others."""
         self.at = to

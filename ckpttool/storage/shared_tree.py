@@ -24,7 +24,7 @@ from .destination import write_error
 from .local_file import WriterPool
 from .local_range import LocalRange
 
-__all__ = ["SharedTree", "filled_parts", "is_coherent"]
+__all__ = ["SharedTree", "is_coherent", "read_filled_parts"]
 
 
 _KEYS = {"digests", "crcs", "seen", "fringes", "bytes", "node"}
@@ -62,14 +62,14 @@ class SharedTree:
         fringes = None if self.coherent else list[tuple[int, bytes]]()
         return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write, fringes)
 
-    def sent(self) -> dict[str, Any]:
+    def finish_sending(self) -> dict[str, Any]:
         """Nothing: what is written stands in the files."""
         return {}
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def note_part(self, number: int, result: Mapping[str, Any]) -> None:
+    def record_part(self, number: int, result: Mapping[str, Any]) -> None:
         """Say durably that a part is filled; its bytes must be durable already."""
         path = os.path.join(self.folder, "parts", f"{number}.json")
         mine = f"{path}.{os.uname().nodename}.{os.getpid()}.{get_ident()}"  # two threads of a worker may fill it
@@ -100,7 +100,7 @@ def is_coherent(folder: str, mounts: str = "/proc/self/mountinfo") -> bool:
     return not re.match(r"nfs|cifs|smb|fuse", best[1])
 
 
-def filled_parts(folder: str, plan: str) -> dict[int, dict[str, Any]]:
+def read_filled_parts(folder: str, plan: str) -> dict[int, dict[str, Any]]:
     """{number: what was said of it} of the parts of a plan that are filled, in a partial folder of ours."""
     out: dict[int, dict[str, Any]] = {}
     try:

@@ -282,7 +282,7 @@ class PartsUpload:
         self.done[number] = self.at.put_part(self.id, number, body)
         body.close()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Send what waits; only the request that makes the object visible is left."""
         if self.id is not None and not self.part.closed and (self.part.tell() or not self.number):
             self._send()
@@ -292,7 +292,7 @@ class PartsUpload:
             self.part.close()
 
     def commit(self) -> None:
-        self.settle()
+        self.flush()
         only_new: dict[str, Any] = {} if self.force else {"IfNoneMatch": "*"}
         try:
             if self.id is None:
@@ -401,7 +401,7 @@ class SharedUpload(PartsUpload):
                 self.done[number] = found
         return wrong
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Others have sent everything."""
         self.part.close()
 
@@ -448,13 +448,13 @@ class FileUpload:
 
         with_retries(self.url, write, writes=True)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         if not self.file.closed:
             with_retries(self.url, self.file.close, writes=True)
 
     def commit(self) -> None:
         self._free()
-        self.settle()
+        self.flush()
         with_retries(self.url, self.file.commit, writes=True)
 
     def abort(self) -> None:

@@ -139,9 +139,9 @@ class UploadFolder:
             return FileUpload(f"{self.url}/{name}", force=True, block_bytes=self.part_bytes)
         return PartsUpload(at, force=True, part_bytes=self.part_bytes, pool=self._pool, on_disk=self.on_disk)
 
-    def settle(self, name: str) -> None:
+    def flush(self, name: str) -> None:
         """The last byte of this object was appended: send what waits."""
-        self._uploads[name].settle()
+        self._uploads[name].flush()
 
     def commit(self) -> None:
         """Make all of it visible.
@@ -151,7 +151,7 @@ class UploadFolder:
             begins anew, and replaces what is there by then.
         """
         for one in self._uploads.values():
-            one.settle()
+            one.flush()
         self._take_note()
         self.showing = True
         marker = self.names[-1]

@@ -368,7 +368,7 @@ def test_an_interrupted_file_is_gone_on_with(
         writer = FrameWriter(f.write, cuts, members, level=1, jobs=2)
         feed(writer, data[:stop], dice)
         assert writer.resumable()
-        writer.settle()
+        writer.flush()
         state = json.loads(json.dumps(writer.state()))
         feed(writer, data[stop : stop + 3000], dice)  # written on for a while, and lost
         writer.close()
@@ -386,7 +386,7 @@ def test_an_interrupted_file_is_gone_on_with(
         there = EarlierFile(state if lie is None else lie, lambda at, n: path.read_bytes()[at : at + n])
         writer = FrameWriter(out.extend, cuts, members, level=1, jobs=2, earlier=there)
         feed(writer, data[:stop], dice)
-        writer.settle()
+        writer.flush()
         if lie is None:
             assert not made, "frames that are there are not made again"
         feed(writer, data[stop:], dice)

@@ -116,7 +116,7 @@ def in_child(src: str, out: Path, to: str, force: bool, n: int | None, error: in
     if pid == 0:
         status = 1
         try:
-            fill._JOURNAL_BYTES, LocalDestination.finish_after = 1, 3
+            fill._JOURNAL_BYTES, LocalDestination.max_open_finished = 1, 3
             status = attempt(src, out, to, force, Fault(n, error) if n is not None else None)
         except BaseException:
             traceback.print_exc()

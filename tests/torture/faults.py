@@ -269,7 +269,7 @@ class Lab:
             os.dup2(put, 2)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
             sys.argv = ["ckpttool", *arguments]
-            fill._JOURNAL_BYTES, LocalDestination.finish_after = 1, 3  # a line in the journal after every tensor
+            fill._JOURNAL_BYTES, LocalDestination.max_open_finished = 1, 3  # a line in the journal after every tensor
             if no_exchange:
                 self.shim.torture_no_exchange(1)
             if fault is not None:

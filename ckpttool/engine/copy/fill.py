@@ -72,15 +72,15 @@ class _Coded(DestinationFile):
     def append(self, data: bytes | memoryview) -> None:
         self.sink.append(data)
 
-    def go_on(self) -> None:
+    def start_writing(self) -> None:
         if not self.sink.resumable():
             raise Altered(self.path)
-        self.sink.settle()
-        self.raw.go_on()
+        self.sink.flush()
+        self.raw.start_writing()
 
-    def settle(self) -> None:
-        self.sink.settle()
-        self.raw.settle()
+    def flush(self) -> None:
+        self.sink.flush()
+        self.raw.flush()
 
     def sync(self) -> None:
         self.raw.sync()
@@ -119,9 +119,10 @@ def fill(
             note_lost(draft, run.lost)
             return digests
         except Altered:
-            destination.begin_anew()
+            destination.restart()
             destination.messages.append(
-                f"what an interrupted run left in {destination.place} was not what it had written; it was written again"
+                f"what an interrupted run left in {destination.location} was not what it had written; it was written "
+                "again"
             )
         finally:
             run.close()
@@ -311,7 +312,7 @@ class _Filling(Scatter):
             f = self.draft.files[file]
             out = raw = self.destination.open_file(f.name, self.writer, self.again)
             if f.coded:
-                earlier = EarlierFile(self.earlier.sinks.get(file, {}), raw.peek) if self.again else None
+                earlier = EarlierFile(self.earlier.sinks.get(file, {}), raw.read_earlier) if self.again else None
                 out = _Coded(raw, f.coded(raw.append, self.budget.threads, earlier))
             self.outs[file] = out
             out.append(f.first_bytes())
@@ -321,13 +322,13 @@ class _Filling(Scatter):
         """Do it all."""
         sources, done = self.draft.sources, self.earlier.done
         if done > len(self.names):
-            raise Altered(self.destination.place)
+            raise Altered(self.destination.location)
         reader = None
         if self.again:
             reader = self._walk_again(self.names[:done], progress)
             self.again = False
             for out in self.outs.values():
-                out.go_on()
+                out.start_writing()
         reader = reader or Reader(self.source, self.files, self.records, self.budget)
         todo = [n for n in self.names[done:] if n not in self.draft.aliases]
         total = sum(sources[n].nbytes for n in self.names if n not in self.draft.aliases)
@@ -348,7 +349,7 @@ class _Filling(Scatter):
         tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
         names = [n for n in names if n not in self.draft.aliases]
         coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
-        built = self.destination.readable if self.source.is_remote and not coded else None
+        built = self.destination.readable_path if self.source.is_remote and not coded else None
         here = built is not None
         if built is not None:
             folder = built if os.path.isdir(built) else os.path.dirname(built)
@@ -362,11 +363,11 @@ class _Filling(Scatter):
                 passed += block.source_bytes
                 progress("reread", passed, total)
                 if here and block.last and self.digests[block.name] != self.earlier.digests.get(block.name):
-                    raise Altered(self.destination.place)
+                    raise Altered(self.destination.location)
             self.lost |= {n: Lost(*counts) for n, counts in self.earlier.lost.items() if here}
         except Corrupt:
             if here:
-                raise Altered(self.destination.place) from None
+                raise Altered(self.destination.location) from None
             raise
         finally:
             if here:
@@ -380,13 +381,13 @@ class _Filling(Scatter):
             passed > self.noted and now - self.last_note >= _JOURNAL_SECONDS
         )
         coded = [o.sink for o in self.outs.values() if isinstance(o, _Coded)]
-        if due and self.destination.continuable and all(sink.resumable() for sink in coded):
+        if due and self.destination.resumable and all(sink.resumable() for sink in coded):
             self._journal(self.names.index(name, self.earlier.done) + 1)
             self.noted, self.last_note = passed, now
 
     def done_with(self, name: str) -> None:
         self.fresh_digests[name] = self.digests[name]
-        if len(self.ended) >= self.destination.finish_after:
+        if len(self.ended) >= self.destination.max_open_finished:
             self._finish(self.ended)
             self.ended.clear()
 
@@ -419,12 +420,12 @@ class _Filling(Scatter):
             entry["lost"] = {n: self.lost[n] for n in self.fresh_digests if n in self.lost}
         if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _Coded)}:
             entry["sinks"] = sinks
-        self.destination.note(entry)
+        self.destination.append_journal(entry)
         self.fresh_digests = {}
 
     def _settle(self) -> None:
         for out in self.outs.values():
-            out.settle()
+            out.flush()
         self.writer.drain()
 
     def _finish(self, files: list[int]) -> None:
@@ -432,7 +433,7 @@ class _Filling(Scatter):
         for i in files:
             f, out = self.draft.files[i], self.out(i)
             if self.again:
-                out.go_on()
+                out.start_writing()
             if self.draft.tail:
                 out.append(self.draft.tail(i, self.crcs[i], self.digests))
             out.end()

@@ -43,7 +43,7 @@ def send_cells(
     objects: SharedObjects,
     budget: IOBudget,
 ) -> dict[str, Any]:
-    """Fill and send some cells; what was sent (`SharedObjects.sent`), as plain data.
+    """Fill and send some cells; what was sent (`SharedObjects.finish_sending`), as plain data.
 
     Args:
         cells: (file, cell, bytes of it, [(tensor, chunk)] that meet it, [(offset in the file, base64)] of what lies
@@ -84,7 +84,7 @@ def send_cells(
             if to.have != length:
                 raise AssertionError(f"cell {number} of {to.at.url} has {to.have} bytes of {length}")
             to.end()
-        out = objects.sent()
+        out = objects.finish_sending()
     finally:
         stream.close()
         objects.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import RemoteError
 from ...index.draft import Draft, Written
-from ...storage.destination import Destination
+from ...storage.destination import ParallelDestination
 from ..copy.fill import Progress
 from .dispatch import run_all
 from .executors import Workers
@@ -30,7 +30,7 @@ _Cell = tuple[int, int, int, list[tuple[int, int]], list[tuple[int, str]]]  # of
 
 
 def objects_of(tree: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """What `Destination.share` gave, for those of the objects that a worker needs."""
+    """What `ParallelDestination.share` gave, for those of the objects that a worker needs."""
     return {**tree, "objects": {name: found for name, found in tree["objects"].items() if name in names}}
 
 
@@ -47,7 +47,7 @@ def send_rest(
     written: Mapping[int, Sequence[Written]],
     digests: dict[str, str],
     sent: dict[str, dict[int, str]],
-    destination: Destination,
+    destination: ParallelDestination,
     workers: Workers,
     progress: Progress,
 ) -> int:
@@ -64,20 +64,20 @@ def send_rest(
     for i, f in enumerate(draft.files):
         if f.name not in sent:
             pieces, f.size = between(draft, i, (), digests, lambda a, b: True)
-            destination.put(f.name, b"".join(data for _, data in pieces))
+            destination.write_file(f.name, b"".join(data for _, data in pieces))
     again = 0
     for _ in range(_ROUNDS):
         cells = _missing(draft, written, digests, sent, destination.part_bytes)
         again += _send(draft, asked, cells, sent, workers, progress)
-        lost = destination.confirm(sent, {f.name: f.size for f in draft.files})
+        lost = destination.find_missing_cells(sent, {f.name: f.size for f in draft.files})
         if not lost:
             return again
         for name, number in lost:
             sent[name].pop(number, None)
         again += len(lost)
     raise RemoteError(
-        f"{destination.place}: parts that were sent have been replaced or lost. Another run sends to the same place; "
-        "run the command again when it has ended."
+        f"{destination.location}: parts that were sent have been replaced or lost. Another run sends to the same "
+        "place; run the command again when it has ended."
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...index.draft import Draft, Written
 from ...storage.buffers import IOBudget
-from ...storage.destination import Destination, write_error
+from ...storage.destination import ParallelDestination, write_error
 from ...storage.local_file import write_at
 from ..copy.fill import Progress, note_lost
 from ..copy.stream import Reader
@@ -39,7 +39,7 @@ __all__ = ["fill_with_workers", "why_one_process"]
 def fill_with_workers(
     planned: Plan,
     job: dict[str, Any],
-    destination: Destination,
+    destination: ParallelDestination,
     workers: Workers,
     progress: Progress,
     budget: IOBudget,
@@ -64,7 +64,7 @@ def fill_with_workers(
     touched = [_files_of(draft, names[part.first : part.stop]) for part in parts]
     shared = set[str]().union(*touched) if cells else {f.name for f in draft.files}
     tree = destination.share({f.name: f.size for f in draft.files if f.name in shared})
-    results = {k: found for k, found in destination.filled.items() if k < len(parts)}
+    results = {k: found for k, found in destination.filled_parts.items() if k < len(parts)}
     asked = {"job": job, "tree": tree, "threads": budget.threads, "buffer_bytes": budget.buffer_bytes}
 
     def request(number: int) -> str:
@@ -78,7 +78,7 @@ def fill_with_workers(
     if not source.is_remote and (todo := [p.number for p in parts if p.number not in results])[1:]:
         workers.prepare(part_worker.prepare, request(todo[0]))
     again = run_all(parts, results, request, workers, lambda done, total: progress("copy", done, total))
-    destination.unshare()
+    destination.stop_sharing()
     ckpt = planned.opened.checkpoint
     reader = Reader(source, ckpt.files, ckpt.records, budget)
     for part in parts:
@@ -148,7 +148,7 @@ def _finish(
     written: Sequence[Written],
     fringes: Iterable[tuple[int, str]],
     digests: dict[str, str],
-    destination: Destination,
+    destination: ParallelDestination,
 ) -> None:
     """Write what no worker has written of a file, cut it to its length and make it durable."""
     f = draft.files[i]

@@ -114,7 +114,7 @@ def fill_part(
         "node": os.uname().nodename,
         **sent,
     }
-    tree.note_part(part.number, out)
+    tree.record_part(part.number, out)
     return out
 
 
@@ -141,7 +141,7 @@ class _PartFilling(Scatter):
         if out.at > start or (alone and out.at < start):
             raise AssertionError(f"{name} row {row.row}: at byte {out.at} of {out.path}, planned {start}")
         if out.at < start:  # the coordinator writes these
-            out.leave(start)
+            out.skip_to(start)
         out.append(before)
 
     def _whole_record(self, file: int) -> bool:
@@ -166,11 +166,11 @@ class _PartFilling(Scatter):
     def finish(self) -> dict[str, Any]:
         """Make what was written durable; what was sent to a store."""
         for out in self.outs.values():
-            out.settle()
+            out.flush()
         self.writer.drain()
         for out in self.outs.values():
             out.sync()
-        return self.tree.sent()
+        return self.tree.finish_sending()
 
     def close(self) -> None:
         """Stop the writer; nothing is written afterwards."""
