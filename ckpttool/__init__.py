@@ -18,8 +18,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from .audit.archive_options import ArchiveOptions
     from .audit.export import Exported, export, restore
-    from .audit.options import ArchiveOptions
     from .converters.options import (  # type: ignore[import-not-found,unused-ignore]
         DirectoryOptions,
         Fsdp1Options,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 #: Where each public name is defined.
 _WHERE = {
-    "ArchiveOptions": "audit.options",
+    "ArchiveOptions": "audit.archive_options",
     "Checkpoint": "index.checkpoint",
     "CkpttoolError": "errors",
     "ConvertResult": "engine.conversion",

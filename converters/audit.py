@@ -3,8 +3,8 @@
     README.txt  tensors-00001.safetensors ...  values.json  MANIFEST.json  PROVENANCE.json  [RETENTION.json]
     SHA256SUMS  [model.sig]                                   one tar, in independent zstd frames, with a seek table
 
-docs/reference/archive-format.md has the format, ckpttool/audit/plan.py the arithmetic of it. Tensors are ordered by
-name and values by name, so that the layout and the world size of the source play no part. Reading is by `Archive`,
+docs/reference/archive-format.md has the format, ckpttool/audit/archive_plan.py the arithmetic of it. Tensors are
+ordered by name and values by name, so that the layout and the world size of the source play no part. Reading is by `Archive`,
 whose members are files; an encrypted archive (NAME.tar.zst.age) is read by `audit verify` and `audit restore`, which
 take its key.
 
@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ckpttool import bounded_json
-from ckpttool.audit.options import ENCRYPTED, SUFFIX, ArchiveOptions
+from ckpttool.audit.archive_options import ENCRYPTED, SUFFIX, ArchiveOptions
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
 from ckpttool.extras import need
 from ckpttool.formats import values
@@ -121,7 +121,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 def _agree(ckpt: Checkpoint, source: Archive) -> None:
     """The values are of components that there are, at places where no tensor is."""
-    from ckpttool.audit import plan, tarball
+    from ckpttool.audit import archive_plan as plan
+    from ckpttool.audit import tarball
 
     what = f"{source.root}/{plan.VALUES}"
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
@@ -143,8 +144,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     Raises:
         Unsupported: a value is of no kind that values.json holds.
     """
+    from ckpttool.audit import archive_plan as plan
     from ckpttool.audit import manifest as records
-    from ckpttool.audit import plan, provenance, retention, tarball
+    from ckpttool.audit import provenance, retention, tarball
     from ckpttool.audit.archive import facts_of
     from ckpttool.audit.encryption import Encryptor
     from ckpttool.audit.frame_writer import FrameWriter

@@ -22,17 +22,25 @@ from ..formats import values
 from ..index.checkpoint import Value
 from ..index.names import COMPONENTS, step_count
 from ..storage.source import Identity, Source
+from . import archive_plan as plan
 from . import manifest as records
-from . import plan, provenance, retention, sidecar, signing, tarball
+from . import provenance, retention, sidecar, signing, tarball
+from .archive_options import ENCRYPTED, SUFFIX
 from .frame_format import FRAME, read_table
 from .frame_reader import DamagedFrame, FrameReader
-from .frame_writer import Cut
-from .options import ENCRYPTED, SUFFIX
+from .frame_writer import SplitPoint
 
-__all__ = ["ENCRYPTED", "SUFFIX", "Archive", "Facts", "facts", "facts_of"]
+__all__ = ["ENCRYPTED", "SUFFIX", "Archive", "ArchiveFacts", "facts", "facts_of"]
 
 _MOST_README = 64 << 10  # its words may change from version to version; its hash is in the manifest
-_TAIL = (plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.RETENTION, plan.SUMS, plan.SIGNATURE)
+_TAIL = (
+    plan.VALUES,
+    plan.MANIFEST,
+    plan.PROVENANCE,
+    plan.RETENTION,
+    plan.SUMS,
+    plan.SIGNATURE,
+)
 _NEEDED = {plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.SUMS}
 
 
@@ -186,7 +194,7 @@ class Archive(Source):
     def _frames(self) -> None:
         """Check that frames begin where the plan cuts, and every `FRAME` bytes from there on."""
         want: list[int] = []
-        cuts = [*self.plan.cuts, Cut(self.table.logical_size, 1, False)]
+        cuts = [*self.plan.cuts, SplitPoint(self.table.logical_size, 1, False)]
         for a, b in pairwise(cuts):
             want.extend(range(a.offset, b.offset, FRAME))
         have = list(self.table.starts)
@@ -299,7 +307,7 @@ class Archive(Source):
 
 
 @dataclass(frozen=True)
-class Facts:
+class ArchiveFacts:
     """What a listing shows of an archive. `bytes` are those of the file; times are UTC, "2026-11-21T10:20:30Z".
     `sums_sha256` is the hash of SHA256SUMS, and so of everything but the signature; `signed_by` the key that the
     signature names, not verified."""
@@ -325,7 +333,7 @@ class Facts:
     signed_by: str = ""
 
 
-def facts(source: Source, file: str) -> Facts:
+def facts(source: Source, file: str) -> ArchiveFacts:
     """The facts in an archive's records, or, for an encrypted one, in the file next to it. Reads no tensor.
 
     Raises:
@@ -361,11 +369,11 @@ def facts_of(
     *,
     signature: bytes | None,
     encrypted: bool,
-) -> Facts:
+) -> ArchiveFacts:
     """The facts in these records."""
     origin = provenance.get("source") or {}
     hold = (kept or {}).get("legal_hold") or {}
-    return Facts(
+    return ArchiveFacts(
         name=file,
         bytes=nbytes,
         created=str(provenance.get("created") or ""),
@@ -388,12 +396,12 @@ def facts_of(
     )
 
 
-def _sealed_facts(source: Source, file: str) -> Facts:
+def _sealed_facts(source: Source, file: str) -> ArchiveFacts:
     parsed = sidecar.read(source, file)["archive"]
-    kinds = {f.name: str(f.type) for f in fields(Facts)}
+    kinds = {f.name: str(f.type) for f in fields(ArchiveFacts)}
     if parsed.keys() != kinds.keys() or not all(_FITS[kind](parsed[name]) for name, kind in kinds.items()):
         raise Corrupt(f"{source.root}/{sidecar.name(file)} is damaged: it is not what ckpttool writes.")
-    return Facts(
+    return ArchiveFacts(
         **{
             **parsed,
             "name": file,

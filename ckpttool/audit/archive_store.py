@@ -32,12 +32,12 @@ from ..storage import objects, remote, urls
 from ..storage.retries import Denied
 from ..storage.source import Source
 from . import ledger, sidecar
-from .archive import ENCRYPTED, SUFFIX, Facts, facts
+from .archive import ENCRYPTED, SUFFIX, ArchiveFacts, facts
 from .retention import time_of
 
 __all__ = [
     "History",
-    "Row",
+    "ListingRow",
     "add",
     "archive_names",
     "created_at",
@@ -60,7 +60,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Row:
+class ListingRow:
     """An archive of a store, or one that should be there and is `missing`.
 
     `retain_until` and `held` combine the archive's own records and the ledger. `verified` is when the ledger last
@@ -70,7 +70,7 @@ class Row:
     """
 
     name: str
-    facts: Facts | None
+    facts: ArchiveFacts | None
     retain_until: str | None
     held: tuple[str, ...]
     verified: str | None
@@ -80,7 +80,7 @@ class Row:
     missing: bool = False
 
 
-def evidence(known: Facts) -> dict[str, Any]:
+def evidence(known: ArchiveFacts) -> dict[str, Any]:
     """The fields of a ledger event that identify its archive."""
     return {
         "merkle_root": known.merkle_root,
@@ -90,7 +90,7 @@ def evidence(known: Facts) -> dict[str, Any]:
     }
 
 
-def listing(store: str) -> list[Row]:
+def listing(store: str) -> list[ListingRow]:
     """The archives of a store, the newest first, then those without a date, then what is missing, then what is damaged.
 
     Raises:
@@ -101,7 +101,7 @@ def listing(store: str) -> list[Row]:
     return sorted([*rows, *_missing(store, history, {r.name: r.facts for r in rows})], key=order)
 
 
-def missing(store: str) -> list[Row]:
+def missing(store: str) -> list[ListingRow]:
     """The archives that the ledger or a hold file of a store names, that no line deletes, and that are there under no
     name.
 
@@ -112,15 +112,15 @@ def missing(store: str) -> list[Row]:
     """
     history = History.of(store)
     found = {n: None if n in history.recorded else look(store, n)[1] for n in archive_names(store)}
-    return _missing(store, history, {n: f if isinstance(f, Facts) else None for n, f in found.items()})
+    return _missing(store, history, {n: f if isinstance(f, ArchiveFacts) else None for n, f in found.items()})
 
 
-def _missing(store: str, history: History, there: Mapping[str, Facts | None]) -> list[Row]:
+def _missing(store: str, history: History, there: Mapping[str, ArchiveFacts | None]) -> list[ListingRow]:
     gone = {n: line for n, line in _expected(history).items() if n not in there}
     if gone:  # a deletion since the ledger was read is in it now
         gone = {n: line for n, line in gone.items() if n in _expected(History.of(store))}
     others = {n: f for n, f in there.items() if f is not None and n not in history.recorded}
-    out: list[Row] = []
+    out: list[ListingRow] = []
     for name, line in gone.items():
         if (now := next((n for n, f in others.items() if _about(line, f)), None)) is not None:
             del others[now]
@@ -145,9 +145,9 @@ def _expected(history: History) -> dict[str, dict[str, Any]]:
     return dict(sorted(({n: held[0] for n, held in history.files.items()} | out).items()))
 
 
-def _missing_row(name: str, line: Mapping[str, Any], history: History) -> Row:
-    standing = Standing.of(name, None, history.events(name))
-    row = Row(name, None, standing.retain_until, tuple(standing.holds), standing.verified, None, missing=True)
+def _missing_row(name: str, line: Mapping[str, Any], history: History) -> ListingRow:
+    standing = RetentionStatus.of(name, None, history.events(name))
+    row = ListingRow(name, None, standing.retain_until, tuple(standing.holds), standing.verified, None, missing=True)
     known = f"Line {line['seq']} of the ledger has it" if "seq" in line else f"{sidecar.hold_name(name)} holds it"
     why = why_protected(row, datetime.now(UTC))
     text = f"it is missing although it is {why}" if why else "it is missing"
@@ -184,7 +184,7 @@ def holds_in_file(source: Source, name: str) -> list[dict[str, Any]]:
     return [{"event": "hold", "archive": name, **h} for h in sidecar.holds(source, name)]
 
 
-def order(row: Row) -> tuple[Any, ...]:
+def order(row: ListingRow) -> tuple[Any, ...]:
     """The sort key of a listing: the newest first, then those without a date, then the missing, then the damaged
     ones."""
     made = created_at(row.facts) if row.facts else None
@@ -209,7 +209,7 @@ def archive_names(store: str) -> list[str]:
         return [n for n in source.list() if n.endswith((SUFFIX, ENCRYPTED))]
 
 
-def look(store: str, name: str) -> tuple[Source, Facts | str]:
+def look(store: str, name: str) -> tuple[Source, ArchiveFacts | str]:
     """A source that was used for this archive alone, and its facts, or what is wrong with it."""
     with remote.open_source(store) as source:
         try:
@@ -220,10 +220,10 @@ def look(store: str, name: str) -> tuple[Source, Facts | str]:
             return source, str(e)
 
 
-def row_of(name: str, found: Facts | str, history: History) -> Row:
+def row_of(name: str, found: ArchiveFacts | str, history: History) -> ListingRow:
     """What is known of an archive from all records together; `found` as `look` returned it."""
     known, damaged = (None, found) if isinstance(found, str) else (found, None)
-    standing = Standing.of(name, known, history.events(name))
+    standing = RetentionStatus.of(name, known, history.events(name))
     state, warnings = None, disagreements(name, history.lines, history.files.get(name, []))
     if known is not None and history.lines is None:
         state = "missing"
@@ -233,7 +233,9 @@ def row_of(name: str, found: Facts | str, history: History) -> Row:
         if state != "match":
             warnings.insert(0, found_there.says)
     verified = None if state == "differs" else standing.verified
-    return Row(name, known, standing.retain_until, tuple(standing.holds), verified, damaged, state, tuple(warnings))
+    return ListingRow(
+        name, known, standing.retain_until, tuple(standing.holds), verified, damaged, state, tuple(warnings)
+    )
 
 
 def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict[str, Any]] | None = None) -> list[str]:
@@ -304,7 +306,7 @@ def _released(e: dict[str, Any]) -> list[str]:
     return [str(r) for r in released] if isinstance(released, list) else []
 
 
-def created_at(known: Facts) -> datetime | None:
+def created_at(known: ArchiveFacts) -> datetime | None:
     """When an archive was exported; None if it does not say."""
     try:
         return time_of(known.created)
@@ -316,7 +318,7 @@ def created_at(known: Facts) -> datetime | None:
 
 
 @dataclass
-class Standing:
+class RetentionStatus:
     """The state of an archive after all events."""
 
     retain_until: str | None = None
@@ -326,7 +328,7 @@ class Standing:
     lifted: set[str] = field(default_factory=set)  # reasons that this very archive was released from
 
     @classmethod
-    def of(cls, name: str, known: Facts | None, events: Iterable[dict[str, Any]]) -> Standing:
+    def of(cls, name: str, known: ArchiveFacts | None, events: Iterable[dict[str, Any]]) -> RetentionStatus:
         it = cls()
         events = tuple(events)
         failed = _failed_deletions(events)
@@ -344,7 +346,7 @@ class Standing:
                 it.holds = {known.legal_hold: None, **it.holds}
         return it
 
-    def _take(self, e: dict[str, Any], known: Facts | None) -> None:
+    def _take(self, e: dict[str, Any], known: ArchiveFacts | None) -> None:
         what = e["event"]
         if what == "add":
             self._protect(e)
@@ -381,7 +383,7 @@ class Standing:
             self.retain_until = until
 
 
-def _about(e: Mapping[str, Any], known: Facts) -> bool:
+def _about(e: Mapping[str, Any], known: ArchiveFacts) -> bool:
     return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
 
 
@@ -500,7 +502,7 @@ def _exists(store: str, name: str) -> bool:
         return source.exists(name)
 
 
-def why_protected(row: Row, now: datetime) -> str:
+def why_protected(row: ListingRow, now: datetime) -> str:
     """Why an archive must not be deleted, or ""."""
     if row.held:
         return "under legal hold: " + "; ".join(row.held)

@@ -40,7 +40,7 @@ class _Closed(Exception):
     """The caller has given up."""
 
 
-class _Stream:
+class _CallbackFile:
     """A file object for pyrage, to read from or to write to."""
 
     def __init__(self, give: Callable[[int], bytes] | None = None, take: Callable[[bytes], None] | None = None) -> None:
@@ -162,7 +162,7 @@ class Encryptor:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            _library().encrypt_io(_Stream(give=self._give), _Stream(take=self._take), self._keys)
+            _library().encrypt_io(_CallbackFile(give=self._give), _CallbackFile(take=self._take), self._keys)
         except BaseException as e:
             error = e
         with self._changed:
@@ -270,7 +270,7 @@ def decrypt(
     start = _payload(source, file, what)
     reader, out = _Ahead(source, file, progress), _Gathered(write)
     try:
-        pyrage.decrypt_io(_Stream(give=reader.give), _Stream(take=out.take), list(identities))
+        pyrage.decrypt_io(_CallbackFile(give=reader.give), _CallbackFile(take=out.take), list(identities))
         out.flush()
     except Exception as e:
         for inner in (reader.error, out.error):

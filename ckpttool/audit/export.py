@@ -22,8 +22,8 @@ from ..layouts import Place, place
 from ..options import Hints, Reading, list_reading_keywords
 from ..storage import remote, urls
 from . import ledger, sidecar
-from .archive import ENCRYPTED, Facts
-from .options import ArchiveOptions
+from .archive import ENCRYPTED, ArchiveFacts
+from .archive_options import ArchiveOptions
 from .spool import decrypted
 
 __all__ = ["Exported", "export", "export_with", "restore", "restore_with"]
@@ -34,7 +34,7 @@ class Exported:
     """The result of an export. `entry` is its line in the ledger, None if there is no ledger."""
 
     result: ConvertResult
-    facts: Facts
+    facts: ArchiveFacts
     entry: dict[str, Any] | None
 
 
@@ -110,7 +110,7 @@ def export_with(
     entry, recorded = None, not sealed
     try:
         with remote.open_source(folder) as source:
-            known = Facts(**{**result.about, "bytes": source.size(name)})
+            known = ArchiveFacts(**{**result.about, "bytes": source.size(name)})
             ciphertext = sidecar.ciphertext(source, name, running.progress) if sealed else None
         if ciphertext is not None:
             sidecar.put(folder, sidecar.name(name), sidecar.encode(asdict(known), ciphertext))

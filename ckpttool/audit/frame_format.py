@@ -39,7 +39,7 @@ __all__ = [
     "SEEK_MAGIC",
     "ZSTD_MAGIC",
     "FrameFault",
-    "Table",
+    "FrameTable",
     "ThreadLocal",
     "content_size",
     "crc_table",
@@ -115,7 +115,7 @@ def seek_table(sizes: array[int], lengths: array[int], checksums: array[int], la
 
 
 @dataclass
-class Table:
+class FrameTable:
     """The frames of a file, in columns: the place of each in the file and in the content, its checksum, the CRC32 of
     its bytes."""
 
@@ -132,7 +132,7 @@ class Table:
 LOOK = " Fetch the file again, or run `ckpttool audit verify` to see what is left of it."
 
 
-def read_table(source: Source, file: str) -> Table:
+def read_table(source: Source, file: str) -> FrameTable:
     """The tables at the end of a file.
 
     Raises:
@@ -185,7 +185,7 @@ def read_table(source: Source, file: str) -> Table:
     if (end := offsets.pop()) != size - span - last:
         raise Corrupt(f"{wrong}its {frames} frames take {end} bytes, but {size - span - last} are there.{LOOK}")
     total = starts.pop()
-    return Table(offsets, sizes, starts, lengths, checksums, crcs, total)
+    return FrameTable(offsets, sizes, starts, lengths, checksums, crcs, total)
 
 
 def crcs_in(payload: memoryview) -> array[int] | None:

@@ -14,7 +14,7 @@ from ..storage.source import Source
 from . import byte_planes
 from .frame_format import (
     FrameFault,
-    Table,
+    FrameTable,
     decompress_frame,
 )
 
@@ -36,7 +36,9 @@ class FrameReader:
     were needed in part are cached decompressed.
     """
 
-    def __init__(self, source: Source, file: str, table: Table, item_at: Callable[[int], int], kept: int = 8) -> None:
+    def __init__(
+        self, source: Source, file: str, table: FrameTable, item_at: Callable[[int], int], kept: int = 8
+    ) -> None:
         self.source, self.file, self.table, self.item_at, self.kept = source, file, table, item_at, kept
         self._frames: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._lock = threading.Lock()

@@ -21,14 +21,14 @@ from .frame_format import (
     SEEK_MAGIC,
     ZSTD_MAGIC,
     FrameFault,
-    Table,
+    FrameTable,
     content_size,
     crcs_in,
     decompress_frame,
     read_table,
 )
 
-__all__ = ["Walked", "walk", "walk_frames"]
+__all__ = ["FrameResult", "walk", "walk_frames"]
 
 
 _MAGIC = re.compile(rb"\x28\xb5\x2f\xfd|[\x5c\x5e]\x2a\x4d\x18")
@@ -38,7 +38,7 @@ _BLOCKS = 1 << 13
 _PATIENCE = 1 << 22
 
 
-class Walked(NamedTuple):
+class FrameResult(NamedTuple):
     """A frame of a file, or a fault in it.
 
     `start` and `length` are those of its content, `offset` and `size` of its bytes; `stored` is the content, or None
@@ -53,7 +53,7 @@ class Walked(NamedTuple):
     fault: str | None
 
 
-class _Piece(NamedTuple):
+class _FrameSpan(NamedTuple):
     """A frame to check, or, with a fault, bytes that are not a frame; `raw` if they were read already."""
 
     offset: int
@@ -65,7 +65,7 @@ class _Piece(NamedTuple):
     fault: str | None = None
 
 
-class _Seen(NamedTuple):
+class _CheckedFrame(NamedTuple):
     length: int
     stored: bytes | None
     fault: str | None
@@ -73,7 +73,7 @@ class _Seen(NamedTuple):
     beside: str | None = None  # what is wrong with the tables
 
 
-def walk(source: Source, file: str, jobs: int) -> Iterator[Walked]:
+def walk(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
     """Every frame of a file, in order, decompressed by `jobs` threads; damaged frames and other damage as faults.
 
     If the tables at the end are damaged, frames are found by their own headers and blocks.
@@ -91,7 +91,7 @@ def walk(source: Source, file: str, jobs: int) -> Iterator[Walked]:
     except CkpttoolError as e:
         search = _Search(source, file, size)
         pieces = search.pieces()
-        yield Walked(-1, 0, size, 0, None, str(e))
+        yield FrameResult(-1, 0, size, 0, None, str(e))
     crcs = array("I")
     yield from _walked(source, file, pieces, jobs, 0, crcs)
     if search is not None and search.crcs is not None and search.crcs != crcs:
@@ -100,10 +100,12 @@ def walk(source: Source, file: str, jobs: int) -> Iterator[Walked]:
             min(len(crcs), len(search.crcs)),
         )
         header = f"the CRC table lists {len(search.crcs)} frames, {len(crcs)} are there; they differ from number {k} on"
-        yield Walked(-1, 0, size, 0, None, header)
+        yield FrameResult(-1, 0, size, 0, None, header)
 
 
-def walk_frames(source: Source, file: str, table: Table, first: int, stop: int, jobs: int) -> Iterator[Walked]:
+def walk_frames(
+    source: Source, file: str, table: FrameTable, first: int, stop: int, jobs: int
+) -> Iterator[FrameResult]:
     """The frames [first, stop) of a file whose tables are sound, as `walk`.
 
     Raises:
@@ -113,31 +115,33 @@ def walk_frames(source: Source, file: str, table: Table, first: int, stop: int, 
 
 
 def _walked(
-    source: Source, file: str, pieces: Iterator[_Piece], jobs: int, start: int, crcs: array[int]
-) -> Iterator[Walked]:
+    source: Source, file: str, pieces: Iterator[_FrameSpan], jobs: int, start: int, crcs: array[int]
+) -> Iterator[FrameResult]:
     """Pieces, checked; the content of the first begins at `start`. The CRC32s of frames are added to `crcs`."""
     size = source.size(file)
     for piece, seen in _look(source, file, pieces, jobs):
         if seen.crc is not None:
             crcs.append(seen.crc)
         if seen.length:
-            yield Walked(start, seen.length, piece.offset, piece.size, seen.stored, seen.fault)
+            yield FrameResult(start, seen.length, piece.offset, piece.size, seen.stored, seen.fault)
             start += seen.length
         else:
-            yield Walked(-1, 0, piece.offset, piece.size, None, seen.fault)
+            yield FrameResult(-1, 0, piece.offset, piece.size, None, seen.fault)
         if seen.beside is not None:
-            yield Walked(-1, 0, size, 0, None, seen.beside)
+            yield FrameResult(-1, 0, size, 0, None, seen.beside)
 
 
-def _listed(table: Table, first: int, stop: int) -> Iterator[_Piece]:
+def _listed(table: FrameTable, first: int, stop: int) -> Iterator[_FrameSpan]:
     for k in range(first, stop):
         offset = table.offsets[k]
-        yield _Piece(offset, table.sizes[k], None, table.lengths[k], table.crcs[k], table.checksums[k])
+        yield _FrameSpan(offset, table.sizes[k], None, table.lengths[k], table.crcs[k], table.checksums[k])
 
 
-def _look(source: Source, file: str, pieces: Iterator[_Piece], jobs: int) -> Iterator[tuple[_Piece, _Seen]]:
+def _look(
+    source: Source, file: str, pieces: Iterator[_FrameSpan], jobs: int
+) -> Iterator[tuple[_FrameSpan, _CheckedFrame]]:
     """The pieces, checked in threads, in order; at most 2 * jobs at once."""
-    flying: deque[tuple[_Piece, Future[_Seen]]] = deque()
+    flying: deque[tuple[_FrameSpan, Future[_CheckedFrame]]] = deque()
     pool = ThreadPoolExecutor(jobs, "ckpttool-unfold")
     try:
         for piece in pieces:
@@ -152,9 +156,9 @@ def _look(source: Source, file: str, pieces: Iterator[_Piece], jobs: int) -> Ite
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _see(source: Source, file: str, piece: _Piece) -> _Seen:
+def _see(source: Source, file: str, piece: _FrameSpan) -> _CheckedFrame:
     if piece.fault is not None:
-        return _Seen(piece.length, None, piece.fault)
+        return _CheckedFrame(piece.length, None, piece.fault)
     raw = piece.raw
     if raw is None:
         raw = memoryview(bytearray(piece.size))
@@ -163,12 +167,12 @@ def _see(source: Source, file: str, piece: _Piece) -> _Seen:
         except SourceChanged:
             raise
         except Corrupt as e:
-            return _Seen(piece.length, None, f"the frame cannot be read ({e})")
+            return _CheckedFrame(piece.length, None, f"the frame cannot be read ({e})")
     crc = crc32(raw)
     try:
         data = decompress_frame(raw, piece.crc)
     except FrameFault as e:
-        return _Seen(piece.length, None, str(e), crc)
+        return _CheckedFrame(piece.length, None, str(e), crc)
     beside = None
     if len(data) != piece.length:
         beside = (
@@ -179,7 +183,7 @@ def _see(source: Source, file: str, piece: _Piece) -> _Seen:
         beside = (
             f"the seek table has checksum {piece.checksum:08x} for the frame at {piece.offset}, which has {own:08x}"
         )
-    return _Seen(len(data), data, None, crc, beside)
+    return _CheckedFrame(len(data), data, None, crc, beside)
 
 
 class _Search:
@@ -203,7 +207,7 @@ class _Search:
             self._base, self._data = at, want
         return self._data[at - self._base :][:length]
 
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[_FrameSpan]:
         """What is there, from the first byte to the last."""
         at = 0
         try:
@@ -213,19 +217,19 @@ class _Search:
                     end = self._next(at + 1)
                     header = content_size(self._get(at, 16)) if self._magic(at) == ZSTD_MAGIC else None
                     fault = "the frame is damaged or cut off" if header else "these bytes are not a frame"
-                    yield _Piece(at, end - at, None, header[0] if header else 0, fault=fault)
+                    yield _FrameSpan(at, end - at, None, header[0] if header else 0, fault=fault)
                 elif self._magic(at) == ZSTD_MAGIC:
                     frame = self._get(at, end - at)
                     header = content_size(frame)
                     assert header is not None
-                    yield _Piece(at, end - at, memoryview(bytes(frame)), header[0])
+                    yield _FrameSpan(at, end - at, memoryview(bytes(frame)), header[0])
                 elif not self._table(at, end):
-                    yield _Piece(at, end - at, None, 0, fault="a skippable frame that is not a table of an archive")
+                    yield _FrameSpan(at, end - at, None, 0, fault="a skippable frame that is not a table of an archive")
                 at = end
         except SourceChanged:
             raise
         except Corrupt as e:
-            yield _Piece(at, self.size - at, None, 0, fault=f"the file cannot be read from here on ({e})")
+            yield _FrameSpan(at, self.size - at, None, 0, fault=f"the file cannot be read from here on ({e})")
 
     def _magic(self, at: int) -> int:
         return int.from_bytes(self._get(at, 4), "little")

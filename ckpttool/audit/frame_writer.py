@@ -36,10 +36,10 @@ from .frame_format import (
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Cut", "FrameWriter", "Member"]
+__all__ = ["FrameWriter", "Member", "SplitPoint"]
 
 
-class Cut(NamedTuple):
+class SplitPoint(NamedTuple):
     """A place in the content where a frame begins; it describes the content up to the next one.
 
     `item` is the number of byte planes (1: none), `fast` is for numbers, not text.
@@ -124,7 +124,7 @@ class FrameWriter:
     def __init__(
         self,
         write: Callable[[bytes | memoryview], object],
-        cuts: Sequence[Cut],
+        cuts: Sequence[SplitPoint],
         members: Sequence[Member],
         *,
         level: int,
@@ -224,7 +224,7 @@ class FrameWriter:
         while self._flying and self._flying[0].frame.done() and self._flying[0].hashed.done():
             self._land()
 
-    def _frame(self, data: memoryview, cut: Cut, there: tuple[int, int] | None) -> tuple[bytes, int]:
+    def _frame(self, data: memoryview, cut: SplitPoint, there: tuple[int, int] | None) -> tuple[bytes, int]:
         """(the frame, CRC32 of its bytes): the one at this (offset, length) of the file, if it holds the data."""
         if there and self._read:
             frame = self._read(*there)

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import CkpttoolError, Locked, UsageError
 from ..storage import objects, remote, urls
 from . import ledger, sidecar
-from .archive import Facts
+from .archive import ArchiveFacts
 from .archive_store import (
     History,
     evidence,
@@ -57,7 +57,7 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
                 )
             require(store, name)
             _, known = look(store, name)
-            return evidence(known) if isinstance(known, Facts) else {}
+            return evidence(known) if isinstance(known, ArchiveFacts) else {}
 
         entry = turn.append("hold", name, following=still_there, reason=reason, object_lock=locked)
         require(store, name)
@@ -100,7 +100,7 @@ def release(archive: str, reason: str) -> dict[str, Any]:
         raise _NothingHeld(f"{archive} is not under a legal hold.")  # before a ledger is made for it
     with ledger.turn(store) as turn:
         _, known = look(store, name)
-        identity = evidence(known) if isinstance(known, Facts) else {}
+        identity = evidence(known) if isinstance(known, ArchiveFacts) else {}
         history = History.of(store, turn.read())
 
         def ended(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..errors import Corrupt, Unsafe
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Chunks, Path, TensorEntry, joined
 from ..index.digests import merkle_root
 from ..index.names import COMPONENTS
-from . import plan
+from . import archive_plan as plan
 from .byte_planes import BLOCK
 
 __all__ = [
@@ -63,7 +63,7 @@ def most_bytes(archive_bytes: int) -> int:
     return min(_MOST, _FLOOR + _RATIO * archive_bytes)
 
 
-def encode(found: Manifest, places: Mapping[str, plan.Place]) -> bytes:
+def encode(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> bytes:
     """MANIFEST.json: one line a member, one line a tensor."""
     parts: dict[str, list[str]] = {}
     for name, t in found.tensors.items():
@@ -94,7 +94,7 @@ def encode(found: Manifest, places: Mapping[str, plan.Place]) -> bytes:
     return text + b',\n "members": ' + _lines(members) + b',\n "tensors": ' + _lines(rows) + b"\n}\n"
 
 
-def _row(name: str, found: Manifest, place: plan.Place) -> dict[str, Any]:
+def _row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, Any]:
     t = found.tensors[name]
     row = {
         "name": name,
@@ -171,7 +171,7 @@ def _hex(text: Any) -> str:
     return text
 
 
-def checked(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Manifest, plan.Plan]:
+def checked(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Manifest, plan.ArchivePlan]:
     """A manifest, and the plan of the archive that contains it.
 
     Raises:

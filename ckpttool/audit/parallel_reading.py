@@ -1,10 +1,10 @@
 """The frames of an archive, read by any number of workers: the coordinator's side, and what a worker runs.
 
     {"path", "archive", "first", "stop", "jobs"}              frames [first, stop)
-    what `Reading.run_part` returns, or {"error": ...}
+    what `ArchiveHasher.run_part` returns, or {"error": ...}
 
 A part is a run of members, since the SHA-256 of a member needs its bytes in order; frames begin and end with members
-(plan.py). A worker opens the archive for itself, and refuses one with another manifest.
+(archive_plan.py). A worker opens the archive for itself, and refuses one with another manifest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..engine.workers.parts import Part, least_bytes
 from ..errors import CkpttoolError
 from ..layouts import place
 from .archive import Archive
-from .reading import Reading
+from .archive_hashing import ArchiveHasher
 
 __all__ = ["cut_members", "read_with_workers", "run"]
 
@@ -42,8 +42,10 @@ def cut_members(archive: Archive) -> list[Part]:
     return out
 
 
-def read_with_workers(reading: Reading, path: str, workers: Workers, jobs: int, progress: Progress) -> dict[str, Any]:
-    """Read every frame of an archive whose structure is sound, as `Reading.run`; returns facts of the run.
+def read_with_workers(
+    hasher: ArchiveHasher, path: str, workers: Workers, jobs: int, progress: Progress
+) -> dict[str, Any]:
+    """Read every frame of an archive whose structure is sound, as `ArchiveHasher.run`; returns facts of the run.
 
     The facts: "name" and "count" of the workers, "parts", and how many of them were submitted "again".
 
@@ -54,7 +56,7 @@ def read_with_workers(reading: Reading, path: str, workers: Workers, jobs: int, 
     Raises:
         SourceChanged, CkpttoolError: what a worker raised, or that no worker could read a part.
     """
-    archive = reading.archive
+    archive = hasher.archive
     assert archive is not None
     parts = cut_members(archive)
     same = {"path": absolute_path(path), "archive": _archive_id(archive), "jobs": jobs}
@@ -65,7 +67,7 @@ def read_with_workers(reading: Reading, path: str, workers: Workers, jobs: int, 
     results: dict[int, dict[str, Any]] = {}
     again = run_all(parts, results, request, workers, lambda done, total: progress("verify", done, total), run)
     for part in parts:
-        reading.absorb(results[part.number])
+        hasher.absorb(results[part.number])
     return {"name": workers.name, "count": workers.count, "parts": len(parts), "again": again}
 
 
@@ -74,7 +76,9 @@ def run(request: str) -> str:
     asked = json.loads(request)
     try:
         with _opened.of(json.dumps([asked["path"], asked["archive"]])) as archive:
-            found = Reading(archive.base, archive.file, archive).run_part(asked["first"], asked["stop"], asked["jobs"])
+            found = ArchiveHasher(archive.base, archive.file, archive).run_part(
+                asked["first"], asked["stop"], asked["jobs"]
+            )
             archive.assert_unchanged()
         return json.dumps(found, separators=(",", ":"))
     except CkpttoolError as e:

@@ -21,7 +21,7 @@ from ..index.checkpoint import Checkpoint, joined, tied_weights
 from ..index.names import COMPONENTS, step_count
 from ..storage.source import Source
 from . import manifest, retention, tarball
-from .options import ArchiveOptions
+from .archive_options import ArchiveOptions
 
 __all__ = ["collect", "config_files", "decode", "encode", "mtime"]
 

@@ -17,10 +17,10 @@ from ..storage import remote, urls
 from ..storage.retries import Denied
 from ..storage.source import Source
 from . import ledger, sidecar
-from .archive import ENCRYPTED, Facts
+from .archive import ENCRYPTED, ArchiveFacts
 from .archive_store import (
     History,
-    Row,
+    ListingRow,
     archive_names,
     created_at,
     evidence,
@@ -100,7 +100,7 @@ def prune(
     rows = sorted((row_of(name, known, history) for name, (_, known) in seen.items()), key=order)
     kept: dict[str, tuple[str, ...]] = {}
     refused: dict[str, str] = {}
-    going: list[Row] = []
+    going: list[ListingRow] = []
     ranks: dict[str, int] = {}
     for row in rows:
         why = _not_judged(row, now)
@@ -116,7 +116,7 @@ def prune(
             refused[row.name] = why
         else:
             going.append(row)
-    gone: list[Row] = []
+    gone: list[ListingRow] = []
     for row in going:
         why = "" if dry_run else _delete(store, row, seen[row.name][0], history, now)
         if why:
@@ -126,7 +126,7 @@ def prune(
     return Pruned(tuple(r.name for r in gone), kept, refused, sum(r.facts.bytes for r in gone if r.facts))
 
 
-def _not_judged(row: Row, now: datetime) -> str:
+def _not_judged(row: ListingRow, now: datetime) -> str:
     """Why an archive cannot be judged, or ""."""
     if row.facts is None:
         return f"it is not a valid archive: {row.damaged}"
@@ -143,7 +143,7 @@ def _not_judged(row: Row, now: datetime) -> str:
 
 
 def _policies(
-    known: Facts, rank: int, now: datetime, last: int | None, within: timedelta | None, every: int | None
+    known: ArchiveFacts, rank: int, now: datetime, last: int | None, within: timedelta | None, every: int | None
 ) -> tuple[str, ...]:
     made = created_at(known)
     out: list[str] = []
@@ -168,7 +168,7 @@ def _counted(n: int, what: str) -> str:
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
-def _unrecorded(row: Row, no_ledger: bool) -> str:
+def _unrecorded(row: ListingRow, no_ledger: bool) -> str:
     """Why the ledger does not allow an archive to be deleted, or ""."""
     if row.ledger == "differs":
         return row.warnings[0].rstrip(".")
@@ -181,7 +181,7 @@ def _unrecorded(row: Row, no_ledger: bool) -> str:
     return ""
 
 
-def _delete(store: str, row: Row, source: Source, history: History, now: datetime) -> str:
+def _delete(store: str, row: ListingRow, source: Source, history: History, now: datetime) -> str:
     """Delete an archive, after recording that in the ledger; why it was not deleted, or ""."""
     assert row.facts is not None
     with ledger.turn(store) as turn:

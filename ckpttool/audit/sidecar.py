@@ -162,7 +162,7 @@ def put(folder: str, name: str, data: bytes) -> None:
     if urls.is_url(folder):
         from ..storage import upload
 
-        up = upload.Upload(f"{folder}/{name}", force=True)
+        up = upload.ObjectUpload(f"{folder}/{name}", force=True)
         up.append(data)
         up.commit()
         return

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from ..errors import Corrupt, NoSpace, argument
-from ..storage.destination import write_error
+from ..storage.destination_protocol import write_error
 from ..storage.source import Identity, Source
 from . import encryption
 from .archive import ENCRYPTED, SUFFIX

@@ -18,7 +18,7 @@ from ..options import Reading, list_reading_keywords
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
-from ..storage.destination import Destination
+from ..storage.destination_protocol import Destination
 from ..storage.source import Source
 from .conservation import written_values
 from .copy.fill import Progress, fill, lost_notes, silent

@@ -13,7 +13,7 @@ from ..errors import CkpttoolError, DestinationExists, NotRecognised, UsageError
 from ..formats import other_files
 from ..index.draft import Draft
 from ..storage import partial, urls
-from ..storage.destination import Destination, write_error
+from ..storage.destination_protocol import Destination, write_error
 from ..storage.local_destination import LocalDestination, refuse_full, refuse_target
 from ..storage.object_destinations import ObjectDestination, PrefixDestination
 from ..storage.objects import s3_object

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..errors import CkpttoolError, RemoteError, UsageError, argument
 from ..storage import remote, retries, urls
-from ..storage.answer_limits import LIMITS, Question, Stalled, asking, everywhere
+from ..storage.answer_limits import LIMITS, RequestBudget, Stalled, within_budget, within_budget_in_all_threads
 from ..storage.hub_limits import bound_hub_client
 
 __all__ = [
-    "Conflict",
+    "CommitConflict",
+    "FileToSend",
     "RejectedError",
     "RemoteFile",
     "Repository",
     "RepositoryState",
     "TransientError",
-    "Upload",
     "silence",
     "split",
 ]
@@ -44,7 +44,7 @@ _FAULTS = (AssertionError, AttributeError, LookupError, TypeError)  # also of wh
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels", "models")
 
 
-class Conflict(RemoteError):
+class CommitConflict(RemoteError):
     """Somebody else committed first."""
 
 
@@ -72,7 +72,7 @@ class RepositoryState(NamedTuple):
     files: dict[str, RemoteFile]
 
 
-class Upload(NamedTuple):
+class FileToSend(NamedTuple):
     """One file to send: a file object, bytes or a path, with its size, first bytes and SHA-256 (hex)."""
 
     name: str
@@ -121,11 +121,11 @@ class Repository:
             Conflict, TransientError, RemoteError: with what to do. CkpttoolError: as raised inside the call.
         """
         bound_hub_client()
-        question, stalls = Question(self.url, writes=writes), 0
+        budget, stalls = RequestBudget(self.url, writes=writes), 0
         for k in range(tries):
-            question.begin()
+            budget.begin()
             try:
-                with silence(), everywhere(question) if writes else asking(question):
+                with silence(), within_budget_in_all_threads(budget) if writes else within_budget(budget):
                     return call()
             except Exception as e:
                 if isinstance(e, _FAULTS) and _is_ours(e):
@@ -165,8 +165,8 @@ class Repository:
                 "network and HF_ENDPOINT, then run the same command again; files that were uploaded are not uploaded "
                 "again."
             )
-        if kind is retries.Conflict or status == 409:
-            return Conflict(
+        if kind is retries.ConditionFailed or status == 409:
+            return CommitConflict(
                 f"{self.url}: somebody else is writing to the repository ({words}). Run the same command again; what "
                 "was sent is not sent again."
             )
@@ -276,7 +276,7 @@ class Repository:
         small = [CommitOperationAdd("ckpttool.json", b"{}")]
         self.ask(lambda: self.api.preupload_lfs_files(self.repo_id, small, revision=revision, create_pr=pull))
 
-    def send(self, files: Sequence[Upload], revision: str | None, pull: bool, jobs: int) -> list[Any]:
+    def send(self, files: Sequence[FileToSend], revision: str | None, pull: bool, jobs: int) -> list[Any]:
         """Upload what belongs into LFS and is not on the Hub yet; returns the operations for a commit.
 
         Raises:

@@ -22,14 +22,14 @@ from ..engine.copy.record_crcs import CrcVerifier
 from ..engine.copy.stream import Reader
 from ..engine.opening import OpenCheckpoint
 from ..errors import Interrupted
-from .virtual import Content
+from .virtual_files import Content
 
-__all__ = ["Hashed", "git_oid", "hash_contents", "hash_paths"]
+__all__ = ["FileHashes", "git_oid", "hash_contents", "hash_paths"]
 
 _LARGE = 64 << 10  # a block of fewer bytes is hashed faster than handed to another thread
 
 
-class Hashed(NamedTuple):
+class FileHashes(NamedTuple):
     """The hashes of a file: its SHA-256, and the BLAKE3 of every tensor in it, in hex; and {tensor: what its cast could
     not hold}."""
 
@@ -48,8 +48,8 @@ def hash_contents(
     files: Sequence[Content],
     jobs: int,
     progress: Progress,
-    keep: Callable[[str, Hashed], None],
-) -> dict[str, Hashed]:
+    keep: Callable[[str, FileHashes], None],
+) -> dict[str, FileHashes]:
     """{file: its hashes}; `keep` is called for each finished file.
 
     Raises:
@@ -67,7 +67,7 @@ def hash_contents(
             passed += n
             progress("hash", passed, total)
 
-    def one(content: Content) -> Hashed:
+    def one(content: Content) -> FileHashes:
         done = _hash(content, crcs, count)
         with lock:
             keep(content.name, done)
@@ -86,7 +86,7 @@ def hash_contents(
     return out
 
 
-def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> Hashed:
+def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> FileHashes:
     whole, tensors = sha256(content.head), {}
     lost: dict[str, Lost] = {}
     part: Any = None
@@ -107,7 +107,7 @@ def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> 
                 part = None
             n = block.source_bytes
             count(n)
-    return Hashed(whole.hexdigest(), tensors, lost)
+    return FileHashes(whole.hexdigest(), tensors, lost)
 
 
 def hash_paths(paths: dict[str, str], jobs: int, progress: Progress) -> dict[str, str]:

@@ -18,7 +18,7 @@ from hashlib import sha256
 from typing import Any
 
 from ..engine.copy.dtypes import Lost
-from .hashing import Hashed
+from .hashing import FileHashes
 
 __all__ = ["Journal"]
 
@@ -33,7 +33,7 @@ class Journal:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.folder = os.path.join(cache, "ckpttool", "push")
         self.path = None if plan is None else os.path.join(self.folder, f"{plan[:40]}.jsonl")
-        self.files: dict[str, Hashed] = {}
+        self.files: dict[str, FileHashes] = {}
         self.record: dict[str, Any] | None = None
         self.staged: dict[str, dict[str, Any]] = {}
         for line in self._lines():
@@ -56,7 +56,7 @@ class Journal:
     def _take(self, line: dict[str, Any]) -> None:
         if "file" in line:
             lost = {n: Lost(*counts) for n, counts in line.get("lost", {}).items()}
-            self.files[line["file"]] = Hashed(line["sha256"], line["tensors"], lost)
+            self.files[line["file"]] = FileHashes(line["sha256"], line["tensors"], lost)
         elif "record" in line:
             self.record = line["record"]
         elif "staged" in line:
@@ -68,7 +68,7 @@ class Journal:
             with suppress(OSError):
                 os.unlink(self.path)
 
-    def hashed(self, name: str, done: Hashed) -> None:
+    def hashed(self, name: str, done: FileHashes) -> None:
         """Note a hashed file."""
         self._add({"file": name, "sha256": done.sha256, "tensors": done.tensors, "lost": done.lost})
 

@@ -35,13 +35,13 @@ from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsaf
 from ..index.names import step_count
 from ..options import Reading, list_reading_keywords
 from ..storage.buffers import IOBudget
-from . import card, screening
-from .client import Conflict, RejectedError, Repository, RepositoryState, TransientError, Upload, split
-from .hashing import Hashed, hash_contents, hash_paths
+from . import model_card, screening
+from .client import CommitConflict, FileToSend, RejectedError, Repository, RepositoryState, TransientError, split
+from .hashing import FileHashes, hash_contents, hash_paths
 from .journal import Journal
 from .push_file import PushFile
 from .push_target import PushTarget
-from .virtual import Content, VirtualFile, contents
+from .virtual_files import Content, VirtualFile, contents
 
 __all__ = ["Push", "Pushed", "push", "push_with"]
 
@@ -236,7 +236,7 @@ class Push:
         journal = self.journal()
         for c in self.files:
             known = state.files.get(c.name) if state else None
-            hashed = journal.files.get(c.name) if c.jobs else Hashed(sha256(c.head).hexdigest(), {}, {})
+            hashed = journal.files.get(c.name) if c.jobs else FileHashes(sha256(c.head).hexdigest(), {}, {})
             if hashed and PushFile(c.name, c.size, hashed.sha256, content=c).same(known):
                 out.there.append(c.name)
             else:
@@ -377,7 +377,7 @@ class Push:
                     state._replace(private=self.repository.private())
                 )  # what was sent may have taken hours
                 done = self.repository.commit(adds, out.deleted, message, state.commit, self.revision, self.pull)
-            except (Conflict, TransientError) as e:
+            except (CommitConflict, TransientError) as e:
                 if k + 1 == _ROUNDS or (self.pull and isinstance(e, TransientError)):
                     raise
                 continue
@@ -413,7 +413,7 @@ class Push:
             if f.content is not None:
                 opened[f.name] = VirtualFile(f.content, count, stop)
             what = f.path or f.data if f.content is None else opened[f.name]
-            sending.append(Upload(f.name, b"" if what is None else what, f.size, f.sample(), f.sha256))
+            sending.append(FileToSend(f.name, b"" if what is None else what, f.size, f.sample(), f.sha256))
         try:
             send = self.repository.send
             adds = _stoppable(lambda: send(sending, self.revision, self.pull, self.jobs), stop)
@@ -464,7 +464,7 @@ class Push:
         ckpt, tensors = self.opened.checkpoint, self.draft.checkpoint.tensors
         cast = any(tensors[n].dtype != t.dtype for n, t in self.draft.sources.items() if n in tensors)
         configs = {c.name: _object(c.head) for c in self.files if c.name in ("config.json", "adapter_config.json")}
-        facts = card.Facts(
+        facts = model_card.CardFacts(
             repo_id=self.repo_id,
             version=__version__,
             layout=ckpt.layout,
@@ -479,7 +479,7 @@ class Push:
             adapter=configs.get("adapter_config.json", {}) if self.adapter else {},
             branch=None if self.revision in (None, "main") or str(self.revision).startswith("refs/") else self.revision,
         )
-        return card.merged(old, facts)
+        return model_card.merged(old, facts)
 
     def title(self, record: Mapping[str, Any]) -> str:
         """The default message of a commit."""

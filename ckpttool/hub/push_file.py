@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .client import RemoteFile
 from .hashing import git_oid
-from .virtual import Content, VirtualFile
+from .virtual_files import Content, VirtualFile
 
 __all__ = ["PushFile"]
 

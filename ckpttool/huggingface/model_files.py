@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, Unsafe, Unsupported, argument
-from ..storage.answer_limits import Question, everywhere
+from ..storage.answer_limits import RequestBudget, within_budget_in_all_threads
 from ..storage.hub_limits import bound_hub_client
 from ..storage.source import Source
 
@@ -104,7 +104,7 @@ def fetched(model: str, patterns: list[str]) -> str:
 
     bound_hub_client()
     try:
-        with everywhere(Question(f"hf://{model}", downloads=True)):
+        with within_budget_in_all_threads(RequestBudget(f"hf://{model}", downloads=True)):
             return snapshot_download(model, allow_patterns=patterns)
     except (RepositoryNotFoundError, HFValidationError):
         raise Unsupported(

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from .answer_limits import LIMITS, Question, current, permit_redirect
+from .answer_limits import LIMITS, RequestBudget, current_budget, permit_redirect
 
 __all__ = ["bounded_s3_session", "session_settings"]
 
@@ -20,14 +20,14 @@ _MOST_XML_BYTES = 2 << 20  # a thousand keys of the longest kind; a parsed page 
 _HARMLESS = {"accept", "accept-encoding", "range", "user-agent", "if-match", "if-none-match", "if-modified-since"}
 
 
-class _Body:
+class _BoundedReader:
     """The body of an answer, as aiohttp's StreamReader, which ends with an error where more than `most` bytes
     arrive."""
 
-    def __init__(self, stream: Any, question: Question, most: int, counted: bool, ignored: bool) -> None:
-        self._stream, self._question, self._most, self._counted, self._ignored = (
+    def __init__(self, stream: Any, budget: RequestBudget, most: int, counted: bool, ignored: bool) -> None:
+        self._stream, self._budget, self._most, self._counted, self._ignored = (
             stream,
-            question,
+            budget,
             most,
             counted,
             ignored,
@@ -46,7 +46,7 @@ class _Body:
             pieces.append(piece)
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if self._counted:
-            self._question.check_body(body)
+            self._budget.check_body(body)
         return body
 
     async def readany(self) -> bytes:
@@ -56,13 +56,13 @@ class _Body:
     def _count(self, data: bytes) -> bytes:
         self._got += len(data)
         if self._counted:
-            self._question.read(len(data))
+            self._budget.read(len(data))
         if self._got > self._most:
-            raise self._question.too_long(self._most, ignored=self._ignored)
+            raise self._budget.too_long(self._most, ignored=self._ignored)
         return data
 
 
-class _Answer(aiohttp.ClientResponse):
+class _BoundedAnswer(aiohttp.ClientResponse):
     """An answer whose headers and body have to arrive within the limits of the question that is asked."""
 
     most: int | None = None
@@ -70,24 +70,24 @@ class _Answer(aiohttp.ClientResponse):
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """As ClientResponse's."""
-        question = current()
-        if question is None:
+        budget = current_budget()
+        if budget is None:
             return await super().start(connection)
         try:
             # what is sent has its own watch: `objects.S3Object.request`
-            async with asyncio.timeout(None if question.writes else question.stall_seconds):
+            async with asyncio.timeout(None if budget.writes else budget.stall_seconds):
                 await super().start(connection)
         except TimeoutError:
-            raise question.stalled() from None
+            raise budget.stalled() from None
         asked = self.request_info.headers.get("Range", "")
-        most = question.allowed(self.method, str(self.url), asked, self.status, self.headers, self.most)
+        most = budget.allowed(self.method, str(self.url), asked, self.status, self.headers, self.most)
         ranged = bool(asked) and self.status < 300
         stream = self.content
-        self.content = _Body(stream, question, most, not ranged, ranged and self.status == 200)  # type: ignore[assignment]
-        self._watch(stream, question, stream.total_bytes)
+        self.content = _BoundedReader(stream, budget, most, not ranged, ranged and self.status == 200)  # type: ignore[assignment]
+        self._watch(stream, budget, stream.total_bytes)
         return self
 
-    def _watch(self, stream: Any, question: Question, before: int) -> None:
+    def _watch(self, stream: Any, budget: RequestBudget, before: int) -> None:
         """Look again after some time whether more has arrived."""
 
         if stream.is_eof():
@@ -97,13 +97,13 @@ class _Answer(aiohttp.ClientResponse):
             if self.closed or stream.is_eof():
                 return
             if stream.total_bytes - before < LIMITS.stall_bytes:
-                stream.set_exception(question.stalled())
+                stream.set_exception(budget.stalled())
                 self.close()
                 return
-            question.progress()
-            self._watch(stream, question, stream.total_bytes)
+            budget.progress()
+            self._watch(stream, budget, stream.total_bytes)
 
-        self._progress = asyncio.get_running_loop().call_later(question.stall_seconds, look)
+        self._progress = asyncio.get_running_loop().call_later(budget.stall_seconds, look)
 
     def _response_eof(self) -> None:
         if self._progress is not None:
@@ -111,15 +111,15 @@ class _Answer(aiohttp.ClientResponse):
         super()._response_eof()
 
 
-class _PageOfXml(_Answer):
+class _PageOfXml(_BoundedAnswer):
     """An answer of S3."""
 
     most = _MOST_XML_BYTES
 
 
 async def _before(session: Any, context: Any, params: aiohttp.TraceRequestStartParams) -> None:
-    if (question := current()) is not None:
-        question.request()
+    if (budget := current_budget()) is not None:
+        budget.request()
 
 
 async def _redirected(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
@@ -142,7 +142,7 @@ _TRACES = _tracing()  # one object: fsspec tells file systems apart by their arg
 def session_settings() -> dict[str, Any]:
     """Arguments of aiohttp.ClientSession."""
     return {
-        "response_class": _Answer,
+        "response_class": _BoundedAnswer,
         "trace_configs": _TRACES,
         "auto_decompress": False,
         "headers": {"Accept-Encoding": "identity"},

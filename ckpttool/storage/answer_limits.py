@@ -1,10 +1,10 @@
 """How much of a server's answer is read, and how long it is waited for: one set of limits for S3, GCS, HTTP and the
 Hub.
 
-A `Question` is what with_retries or a page of a listing asks: all its tries and the requests that a client makes of it.
-The transports (aiohttp_limits.py, hub_limits.py) report every request and every answer to the question that is being
-asked, and read no more than it allows. Outside of a question they do nothing, so a program that uses the same clients
-keeps its own rules.
+A `RequestBudget` is for one question that we ask a server: all tries of with_retries, or a page of a listing, with the
+requests that a client makes of it. The transports (aiohttp_limits.py, hub_limits.py) report every request and every
+answer to the budget they are made under, and read no more than it allows. Outside of a budget they do nothing, so a
+program that uses the same clients keeps its own rules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from xml.parsers import expat
 from ..bounded_json import refuse_bomb
 from ..errors import RemoteError, Unsafe
 
-__all__ = ["LIMITS", "Limits", "Question", "Stalled", "asking", "current", "everywhere", "permit_redirect"]
+__all__ = [
+    "LIMITS",
+    "Limits",
+    "RequestBudget",
+    "Stalled",
+    "current_budget",
+    "permit_redirect",
+    "within_budget",
+    "within_budget_in_all_threads",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +75,7 @@ class Stalled(RemoteError):
     """A server makes no progress with its answer."""
 
 
-class Question:
+class RequestBudget:
     """What one answer to `url` is read for; `writes`: something is sent, which may take long; `downloads`: whole files
     are fetched.
 
@@ -229,34 +238,34 @@ def _refuse_deep_xml(body: bytes) -> None:
         parser.Parse(body, True)
 
 
-_CURRENT: ContextVar[Question | None] = ContextVar("ckpttool question", default=None)
-_everywhere: list[Question] = []
+_CURRENT: ContextVar[RequestBudget | None] = ContextVar("ckpttool question", default=None)
+_everywhere: list[RequestBudget] = []
 
 
-def current() -> Question | None:
-    """The question that this thread or task asks; of others, that of `everywhere`."""
+def current_budget() -> RequestBudget | None:
+    """The question that this thread or task asks; of others, that of `within_budget_in_all_threads`."""
     return _CURRENT.get() or (_everywhere[-1] if _everywhere else None)
 
 
 @contextmanager
-def asking(question: Question) -> Iterator[Question]:
+def within_budget(budget: RequestBudget) -> Iterator[RequestBudget]:
     """What this thread requests belongs to the question, and so does what it has an event loop do."""
-    token = _CURRENT.set(question)
+    token = _CURRENT.set(budget)
     try:
-        yield question
+        yield budget
     finally:
         _CURRENT.reset(token)
 
 
 @contextmanager
-def everywhere(question: Question) -> Iterator[Question]:
+def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudget]:
     """The same for all threads that ask no question of their own: huggingface_hub sends and downloads in threads."""
-    _everywhere.append(question)
+    _everywhere.append(budget)
     try:
-        with asking(question):
-            yield question
+        with within_budget(budget):
+            yield budget
     finally:
-        _everywhere.remove(question)
+        _everywhere.remove(budget)
 
 
 def permit_redirect(method: str, at: str, location: str) -> bool:

@@ -31,7 +31,7 @@ from ..errors import (
     note_change,
 )
 from . import partial
-from .destination import ParallelDestination, write_error
+from .destination_protocol import ParallelDestination, write_error
 from .local_file import LocalFile, WriterPool
 from .lock import keep_ours, take_lock, unlock
 from .shared_tree import is_coherent, read_filled_parts
@@ -56,18 +56,18 @@ class LocalDestination(ParallelDestination):
     max_open_finished = 64  # a layout may have a file for every tensor
 
     def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:
-        self.beside = beside = partial.Beside(target)
-        self.target, self.parent, self.name = beside.target, beside.parent, beside.name
+        self.leftovers = leftovers = partial.LeftoverFiles(target)
+        self.target, self.parent, self.name = leftovers.target, leftovers.parent, leftovers.name
         self.is_file, self.force, self.plan = is_file, force, plan
         self._journal = self._lock = self._folder = -1
         self._built: tuple[int, int] | None = None  # device and inode of what is to be renamed to the target
         self.folder = self.location = self.tree = self.journal_path = self.parent
-        self.earlier = partial.Earlier()
+        self.earlier = partial.EarlierRun()
         self.messages: list[str] = []
         refuse_target(self.target, is_file, force)
         try:
-            self._lock = take_lock(beside)
-            if old := partial.put_back(beside):
+            self._lock = take_lock(leftovers)
+            if old := partial.put_back(leftovers):
                 self.messages.append(partial.told(self.target, old))
             refuse_target(self.target, is_file, force)
             self._prepare(need_bytes)
@@ -81,9 +81,9 @@ class LocalDestination(ParallelDestination):
 
     def _prepare(self, need_bytes: int) -> None:
         """Find what an earlier run of this plan left, clear what others did, make room, open the journal."""
-        mine = f"{self.beside.prefix}{self.plan[:12]}"
+        mine = f"{self.leftovers.prefix}{self.plan[:12]}"
         found = None
-        for folder in self.beside.folders():
+        for folder in self.leftovers.folders():
             same = os.path.basename(folder).startswith(mine)
             if why := partial.foreign(folder):
                 self.messages.append(
@@ -139,7 +139,7 @@ class LocalDestination(ParallelDestination):
         shutil.rmtree(os.path.join(self.folder, "parts"), ignore_errors=True)
         os.ftruncate(self._journal, 0)
         self.append_journal({"plan": self.plan, "name": self.name})
-        self.earlier = partial.Earlier()
+        self.earlier = partial.EarlierRun()
 
     @property
     def parallel(self) -> LocalDestination:
@@ -350,7 +350,7 @@ class LocalDestination(ParallelDestination):
         """Stop writing but keep what was built, for the next run; give up the lock."""
         self._close()
         if self._lock >= 0:
-            unlock(self.beside, self._lock)
+            unlock(self.leftovers, self._lock)
         self._lock = -1
 
     def _close(self) -> None:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from .buffers import ALIGN, BufferPool, IOBudget
-from .destination import Altered, DestinationFile, write_error
+from .destination_protocol import Altered, DestinationFile, write_error
 from .lock import keep_ours
 
 if TYPE_CHECKING:

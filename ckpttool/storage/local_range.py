@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 
 from .buffers import ALIGN
-from .destination import write_error
+from .destination_protocol import write_error
 from .local_file import LocalFile, WriterPool, write_at
 
 __all__ = ["LocalRange"]

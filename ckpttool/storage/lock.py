@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..errors import Locked
 
 if TYPE_CHECKING:
-    from .partial import Beside
+    from .partial import LeftoverFiles
 
 __all__ = ["keep_ours", "open_lock", "our_uid", "take_lock", "try_lock", "unlock", "user"]
 
@@ -49,17 +49,17 @@ def keep_ours(path: str | int, owner: int) -> None:
         os.chmod(path, stat.S_IMODE(mode) | owner)
 
 
-def take_lock(beside: Beside) -> int:
+def take_lock(leftovers: LeftoverFiles) -> int:
     """A descriptor of the locked lock file.
 
     Raises:
         Locked: another run holds it, or the lock file is not ours.
     """
     while True:
-        fd = open_lock(beside, os.O_CREAT)
-        try_lock(beside, fd)
+        fd = open_lock(leftovers, os.O_CREAT)
+        try_lock(leftovers, fd)
         try:
-            if os.stat(beside.lock).st_ino == os.fstat(fd).st_ino:
+            if os.stat(leftovers.lock).st_ino == os.fstat(fd).st_ino:
                 break
         except FileNotFoundError:
             pass
@@ -89,7 +89,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def try_lock(beside: Beside, fd: int) -> None:
+def try_lock(leftovers: LeftoverFiles, fd: int) -> None:
     """Lock it, or close it."""
     import fcntl
 
@@ -100,10 +100,10 @@ def try_lock(beside: Beside, fd: int) -> None:
         os.close(fd)
         if e.errno not in (errno.EAGAIN, errno.EACCES):
             raise
-        raise Locked(f"{beside.target} is being written by {holder}. Wait for it, or stop it first.") from None
+        raise Locked(f"{leftovers.target} is being written by {holder}. Wait for it, or stop it first.") from None
 
 
-def open_lock(beside: Beside, create: int) -> int:
+def open_lock(leftovers: LeftoverFiles, create: int) -> int:
     """A descriptor of the lock file, which is ours; with O_CREAT it is made where it is missing.
 
     Raises:
@@ -112,14 +112,14 @@ def open_lock(beside: Beside, create: int) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
         try:
-            _refuse_lock(beside, os.lstat(beside.lock))
-            fd = os.open(beside.lock, flags)
+            _refuse_lock(leftovers, os.lstat(leftovers.lock))
+            fd = os.open(leftovers.lock, flags)
         except FileNotFoundError:
             if not create:
                 raise
             try:
                 # for the owner alone: whoever can open a file can lock it
-                fd = os.open(beside.lock, flags | os.O_CREAT | os.O_EXCL, 0o600)
+                fd = os.open(leftovers.lock, flags | os.O_CREAT | os.O_EXCL, 0o600)
             except FileExistsError:
                 continue
             try:
@@ -129,30 +129,30 @@ def open_lock(beside: Beside, create: int) -> int:
                 raise
             return fd
         try:
-            _refuse_lock(beside, os.fstat(fd))
+            _refuse_lock(leftovers, os.fstat(fd))
         except BaseException:
             os.close(fd)
             raise
         return fd
 
 
-def _refuse_lock(beside: Beside, st: os.stat_result) -> None:
+def _refuse_lock(leftovers: LeftoverFiles, st: os.stat_result) -> None:
     why = None
     if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1:
         why = "is not a lock that ckpttool made (a link or a special file)"
-    elif not our_uid(st.st_uid, beside.parent):
+    elif not our_uid(st.st_uid, leftovers.parent):
         why = f"belongs to {user(st.st_uid)}, who may be writing the same destination"
     if why:
-        raise Locked(f"{beside.lock} {why}. Ask its owner, remove it, or write elsewhere.")
+        raise Locked(f"{leftovers.lock} {why}. Ask its owner, remove it, or write elsewhere.")
 
 
-def unlock(beside: Beside, fd: int) -> None:
+def unlock(leftovers: LeftoverFiles, fd: int) -> None:
     """Remove the lock file and let go of it. In a forked child this does nothing."""
     if fd not in _held:
         return
     _held.remove(fd)
     try:
-        os.unlink(beside.lock)
+        os.unlink(leftovers.lock)
     except OSError:
         pass  # an empty file stays, which holds nobody up; the lock itself goes with the descriptor
     try:

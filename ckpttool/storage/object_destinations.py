@@ -15,10 +15,10 @@ from typing import Any
 from ..errors import CkpttoolError, note_change
 from ..index.draft import Draft
 from . import urls
-from .destination import DestinationFile, ParallelDestination
+from .destination_protocol import DestinationFile, ParallelDestination
 from .local_file import WriterPool
-from .partial import Earlier
-from .upload import SharedUpload, Upload
+from .partial import EarlierRun
+from .upload import ObjectUpload, SharedUpload
 from .upload_folder import UploadFolder
 
 __all__ = ["ObjectDestination", "PrefixDestination"]
@@ -49,10 +49,10 @@ class _UploadDestination(ParallelDestination):
     shared: Mapping[str, SharedUpload] = {}
     max_open_finished = 1  # what is complete need not wait
     readable_path = None  # a store shows an object when it is complete, and not before
-    earlier = Earlier()
-    upload: Upload | UploadFolder
+    earlier = EarlierRun()
+    upload: ObjectUpload | UploadFolder
 
-    def __init__(self, url: str, upload: Upload | UploadFolder) -> None:
+    def __init__(self, url: str, upload: ObjectUpload | UploadFolder) -> None:
         self.location = urls.redact_url(url)
         self.messages: list[str] = []
         self.upload, self.part_bytes = upload, upload.part_bytes
@@ -167,10 +167,10 @@ class ObjectDestination(_UploadDestination):
         DestinationExists: there is such an object, and not `force`.
     """
 
-    upload: Upload
+    upload: ObjectUpload
 
     def __init__(self, url: str, need_bytes: int, force: bool, lock: Mapping[str, Any]) -> None:
-        super().__init__(url, Upload(url, force=force, lock=lock, expect_bytes=need_bytes, keep_parts=True))
+        super().__init__(url, ObjectUpload(url, force=force, lock=lock, expect_bytes=need_bytes, keep_parts=True))
         if lock and not self.upload.locked:
             self.messages.append(
                 "the bucket has no object lock, so retention and legal hold are recorded only in the archive and the "

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 from ..errors import DestinationExists, RemoteError, Unsupported, UsageError, argument
-from .answer_limits import Question, current
+from .answer_limits import RequestBudget, current_budget
 from .listings import pages
 from .remote import filesystem_for
-from .retries import POLICY, Conflict, Denied, NotFound, with_retries
+from .retries import POLICY, ConditionFailed, Denied, NotFound, with_retries
 from .urls import redact_url
 
 __all__ = [
@@ -64,8 +64,8 @@ class S3Object:
             if body is not None:
                 body.seek(0)
             asked = getattr(client, method)(Bucket=self.bucket, **kwargs)
-            question = current()
-            answer: dict[str, Any] = await (_watched(asked, body, question) if question and question.writes else asked)
+            budget = current_budget()
+            answer: dict[str, Any] = await (_watched(asked, body, budget) if budget and budget.writes else asked)
             if read_body:
                 async with answer["Body"] as stream:
                     answer["Body"] = await stream.read()
@@ -166,20 +166,20 @@ class S3Object:
                 pass
 
 
-async def _watched(asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, question: Question) -> dict[str, Any]:
+async def _watched(asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, budget: RequestBudget) -> dict[str, Any]:
     """The answer to a request that sends something. It ends when in one period nothing of the body was sent, nor an
     answer came."""
     import asyncio
 
     task, before = asyncio.ensure_future(asked), -1
     while True:
-        done, _ = await asyncio.wait({task}, timeout=question.stall_seconds)
+        done, _ = await asyncio.wait({task}, timeout=budget.stall_seconds)
         if done:
             return task.result()
         now = body.tell() if body is not None else -1
         if now == before:
             task.cancel()
-            raise question.stalled()
+            raise budget.stalled()
         before = now
 
 
@@ -301,6 +301,6 @@ def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:
     condition: dict[str, Any] = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
     try:
         at.request("put_object", Key=at.key, Body=io.BytesIO(data), **condition)
-    except (Conflict, NotFound):  # with If-Match, missing is another one's deletion
+    except (ConditionFailed, NotFound):  # with If-Match, missing is another one's deletion
         return False
     return True

@@ -32,9 +32,9 @@ from ..errors import DestinationExists, Locked, UsageError, kind_of_failure, not
 from .lock import keep_ours, open_lock, our_uid, take_lock, try_lock, unlock, user
 
 __all__ = [
-    "Beside",
     "Cleaned",
-    "Earlier",
+    "EarlierRun",
+    "LeftoverFiles",
     "clean",
     "command",
     "continuable",
@@ -58,7 +58,7 @@ _OURS = {"journal", "tree", "old", "parts"}
 # ----------------------------------------------------------------------------------------------------------- names
 
 
-class Beside:
+class LeftoverFiles:
     """The names beside a destination.
 
     Raises:
@@ -156,19 +156,19 @@ def make(folder: str) -> None:
 
 
 @contextmanager
-def _locked(beside: Beside, look_only: bool = False) -> Iterator[None]:
+def _locked(leftovers: LeftoverFiles, look_only: bool = False) -> Iterator[None]:
     """Hold the lock; to look only, do not make it where it is missing, nor remove it."""
     fd = -1
     if not look_only:
-        fd = take_lock(beside)
-    elif os.path.lexists(beside.lock):
-        fd = open_lock(beside, 0)
-        try_lock(beside, fd)
+        fd = take_lock(leftovers)
+    elif os.path.lexists(leftovers.lock):
+        fd = open_lock(leftovers, 0)
+        try_lock(leftovers, fd)
     try:
         yield
     finally:
         if not look_only:
-            unlock(beside, fd)
+            unlock(leftovers, fd)
         elif fd >= 0:
             os.close(fd)
 
@@ -176,7 +176,7 @@ def _locked(beside: Beside, look_only: bool = False) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------------------- journal
 
 
-class Earlier(NamedTuple):
+class EarlierRun(NamedTuple):
     """What an earlier run left: tensors done, and what it says of them.
 
     `digests` {tensor: BLAKE3} of those that are done, only where their source is far away, and `lost` {tensor: counts
@@ -203,7 +203,7 @@ def read_journal(folder: str) -> list[dict[str, Any]]:
     return entries
 
 
-def earlier_run(entries: list[dict[str, Any]], plan: str) -> Earlier | None:
+def earlier_run(entries: list[dict[str, Any]], plan: str) -> EarlierRun | None:
     """What a journal says; None where it is of another plan, its tree may be the old destination, or it makes no
     sense."""
     if not entries or entries[0]["plan"] != plan or "committed" in entries[-1]:
@@ -221,13 +221,13 @@ def earlier_run(entries: list[dict[str, Any]], plan: str) -> Earlier | None:
             sinks = {int(file): dict(state) for file, state in e.get("sinks", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return Earlier(done, digests, sinks, lost)
+    return EarlierRun(done, digests, sinks, lost)
 
 
 # -------------------------------------------------------------------------------------- putting back, and removing
 
 
-def put_back(beside: Beside, dry_run: bool = False) -> str | None:
+def put_back(leftovers: LeftoverFiles, dry_run: bool = False) -> str | None:
     """Rename an old destination back that was taken away when a run was interrupted between two renames; where it was.
 
     The lock must be held.
@@ -235,13 +235,13 @@ def put_back(beside: Beside, dry_run: bool = False) -> str | None:
     Raises:
         OSError: it could not be renamed.
     """
-    for folder in beside.folders():
+    for folder in leftovers.folders():
         old = os.path.join(folder, "old")
-        if os.path.lexists(beside.target):
+        if os.path.lexists(leftovers.target):
             return None
         if foreign(folder) is None and os.path.lexists(old):
-            if not dry_run and not rename2(old, beside.target, 1):  # NOREPLACE
-                os.rename(old, beside.target)
+            if not dry_run and not rename2(old, leftovers.target, 1):  # NOREPLACE
+                os.rename(old, leftovers.target)
             return old
     return None
 
@@ -261,12 +261,14 @@ def recover(target: str) -> list[str]:
         UsageError: the name is too long. OSError: what is there could not be put back.
     """
     try:
-        beside = Beside(target)
-        if os.path.lexists(beside.target) or not any(os.path.lexists(os.path.join(f, "old")) for f in beside.folders()):
+        leftovers = LeftoverFiles(target)
+        if os.path.lexists(leftovers.target) or not any(
+            os.path.lexists(os.path.join(f, "old")) for f in leftovers.folders()
+        ):
             return []
-        with _locked(beside):
-            old = put_back(beside)
-            return [told(beside.target, old)] if old else []
+        with _locked(leftovers):
+            old = put_back(leftovers)
+            return [told(leftovers.target, old)] if old else []
     except (Locked, FileNotFoundError, NotADirectoryError, PermissionError):
         return []  # said later, by whoever needs it
 
@@ -327,11 +329,11 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
         raise UsageError(f"{os.path.dirname(target)} is not a folder.")
     out = Cleaned()
     try:
-        besides = [Beside(target)] if os.path.basename(target) else []
+        all_leftovers = [LeftoverFiles(target)] if os.path.basename(target) else []
         if os.path.isdir(target):
-            besides += _inside(target)
-        for beside in besides:
-            _clean(beside, dry_run, out)
+            all_leftovers += _inside(target)
+        for leftovers in all_leftovers:
+            _clean(leftovers, dry_run, out)
             if (out.removed or out.put_back) and not dry_run:
                 note_change("Some of what was left is removed already; the same command again removes the rest.")
     except OSError as e:
@@ -339,7 +341,7 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
     return out
 
 
-def _inside(folder: str) -> list[Beside]:
+def _inside(folder: str) -> list[LeftoverFiles]:
     """The destinations beside which something lies in a folder."""
     names: dict[str, str] = {}
     for entry in sorted(os.listdir(folder)):
@@ -350,33 +352,33 @@ def _inside(folder: str) -> list[Beside]:
             if isinstance(name, str) and "/" not in name and _stem(name, _longest_name(folder)) == stem:
                 names[stem] = name  # a long one, which is cut in the names beside it
             names.setdefault(stem, stem)
-    return [Beside(os.path.join(folder, name)) for name in names.values()]
+    return [LeftoverFiles(os.path.join(folder, name)) for name in names.values()]
 
 
-def _clean(beside: Beside, dry_run: bool, out: Cleaned) -> None:
-    folders = beside.folders()
-    if not folders and not os.path.lexists(beside.lock):
+def _clean(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> None:
+    folders = leftovers.folders()
+    if not folders and not os.path.lexists(leftovers.lock):
         return
-    stale = os.path.lexists(beside.lock)
+    stale = os.path.lexists(leftovers.lock)
     try:
-        with _locked(beside, dry_run):
-            if old := put_back(beside, dry_run):
-                out.put_back.append((old, beside.target))
+        with _locked(leftovers, dry_run):
+            if old := put_back(leftovers, dry_run):
+                out.put_back.append((old, leftovers.target))
             for folder in folders:
                 if why := foreign(folder):
                     out.kept.append((folder, f"{why}; if you know that it can go: rm -r {shlex.quote(folder)}"))
                     continue
                 size = _disk_bytes(folder)
-                left = None if dry_run else remove(folder, beside.target)
+                left = None if dry_run else remove(folder, leftovers.target)
                 if left is None:
                     out.removed.append((folder, size))
                 else:
                     out.kept.append((folder, left))
                     out.failed = True
             if stale:
-                out.removed.append((beside.lock, 0))
+                out.removed.append((leftovers.lock, 0))
     except Locked as e:
-        out.kept += [(path, str(e)) for path in folders or [beside.lock]]
+        out.kept += [(path, str(e)) for path in folders or [leftovers.lock]]
 
 
 def _disk_bytes(folder: str) -> int:

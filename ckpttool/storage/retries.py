@@ -18,12 +18,12 @@ from itertools import takewhile
 from typing import TypeVar
 
 from ..errors import CkpttoolError, RemoteError
-from .answer_limits import LIMITS, Question, Stalled, asking
+from .answer_limits import LIMITS, RequestBudget, Stalled, within_budget
 
 __all__ = [
     "POLICY",
     "BadRange",
-    "Conflict",
+    "ConditionFailed",
     "Denied",
     "NotFound",
     "RetryPolicy",
@@ -73,7 +73,7 @@ class NotFound(RemoteError):
     """The store has no such object."""
 
 
-class Conflict(RemoteError):
+class ConditionFailed(RemoteError):
     """The object is not in the state that a conditional request expects."""
 
 
@@ -95,11 +95,11 @@ def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
     Raises:
         RemoteError: or one of its subclasses above.
     """
-    question, stalls, outer = Question(url, writes=writes), 0, sys.exception()
+    budget, stalls, outer = RequestBudget(url, writes=writes), 0, sys.exception()
     for k in range(POLICY.tries):
-        question.begin()
+        budget.begin()
         try:
-            with asking(question):
+            with within_budget(budget):
                 return call()
         except NotImplementedError:
             raise
@@ -151,7 +151,7 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
         if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
             return None, x
         if code in _CONFLICT or status == 412:
-            return Conflict, x
+            return ConditionFailed, x
         if code == "NoSuchBucket":
             return RemoteError, x
         if status is not None and status >= 400:

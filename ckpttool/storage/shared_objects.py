@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import RemoteError
-from .destination import DestinationFile
+from .destination_protocol import DestinationFile
 from .objects import S3Object, s3_object
 from .retries import NotFound
 from .upload import SIZES, UploadPool, gone, no_room

@@ -20,7 +20,7 @@ from threading import get_ident
 from typing import Any
 
 from ..errors import CkpttoolError
-from .destination import write_error
+from .destination_protocol import write_error
 from .local_file import WriterPool
 from .local_range import LocalRange
 

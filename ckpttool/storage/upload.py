@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import CkpttoolError, NoSpace, RemoteError, Unsupported
 from .objects import NO_LOCK, S3Object, given, hide, s3_object, taken
 from .remote import filesystem_for
-from .retries import Conflict, Denied, NotFound, with_retries
+from .retries import ConditionFailed, Denied, NotFound, with_retries
 from .urls import redact_url
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = [
     "SIZES",
     "FileUpload",
+    "ObjectUpload",
     "PartsUpload",
     "SharedUpload",
-    "Upload",
     "UploadPool",
     "UploadSizes",
     "gone",
@@ -86,7 +86,7 @@ class UploadPool:
         self.pool.shutdown()
 
 
-class Upload:
+class ObjectUpload:
     """One object, written from its first byte to its last; it is not visible before `commit`.
 
     Parts that a killed run left behind for the same object are removed first, so of two runs at one object the first
@@ -304,11 +304,11 @@ class PartsUpload:
                     "complete_multipart_upload", Key=self.at.key, UploadId=self.id, MultipartUpload=parts, **only_new
                 )
                 self._assert_whole()
-        except (Conflict, NotFound) as e:
+        except (ConditionFailed, NotFound) as e:
             found = self.at.head()
             if found and self._is_ours(found):
                 return  # the first try succeeded, only its answer was lost
-            if isinstance(e, Conflict):
+            if isinstance(e, ConditionFailed):
                 self.abort()
                 raise taken(self.at.url) from None
             raise gone(self.at.url) from None

@@ -22,8 +22,8 @@ __all__ = ["UploadFolder"]
 class UploadFolder:
     """Objects below one URL that together are a checkpoint; readers never see a partial one.
 
-    Every object is uploaded as `Upload` does. `commit` makes them visible one after the other, the marker (the last of
-    `names`) last; what it replaces loses its marker first. Meanwhile an object `UNFINISHED` lists the names and
+    Every object is uploaded as `ObjectUpload` does. `commit` makes them visible one after the other, the marker (the
+    last of `names`) last; what it replaces loses its marker first. Meanwhile an object `UNFINISHED` lists the names and
     identifies the run. If it is found later, the folder was never complete, and the next run replaces it. Of two runs,
     one has the note and the other stops; without `force` nothing is overwritten that was not there, as a part of an
     interrupted run, at the beginning. A store without conditional requests (all but S3) is looked at again instead.

@@ -35,14 +35,15 @@ import zstandard
 from blake3 import blake3
 from click.testing import CliRunner
 
-from ckpttool.audit import byte_planes, frame_format, ledger, plan, signing, tarball
+from ckpttool.audit import archive_plan as plan
+from ckpttool.audit import byte_planes, frame_format, ledger, signing, tarball
 from ckpttool.audit import manifest as records
 from ckpttool.audit.archive import Archive
+from ckpttool.audit.archive_options import ArchiveOptions
+from ckpttool.audit.archive_verification import verify_archive
 from ckpttool.audit.export import export, restore
-from ckpttool.audit.frame_writer import Cut, FrameWriter
-from ckpttool.audit.options import ArchiveOptions
-from ckpttool.audit.verification import verify_archive
-from ckpttool.audit.verify import verify
+from ckpttool.audit.frame_writer import FrameWriter, SplitPoint
+from ckpttool.audit.verify_in_store import verify
 from ckpttool.cli.main import _end, app
 from ckpttool.engine.copy import fill
 from ckpttool.engine.opening import open as open_checkpoint
@@ -115,7 +116,7 @@ class Kit:
     member_hashes: dict[str, str] = field(default_factory=dict)
     pieces: Callable[[list[Piece]], list[Piece]] | None = None
     end: bytes = tarball.END
-    cuts: Callable[[list[Cut]], list[Cut]] | None = None
+    cuts: Callable[[list[SplitPoint]], list[SplitPoint]] | None = None
     readme: Callable[[bytes], bytes] | None = None
 
 
@@ -131,7 +132,7 @@ def kit(**change: Any) -> Kit:
     return replace(Kit(tensors, data), **change)
 
 
-def parts(k: Kit) -> tuple[list[Piece], list[Cut]]:
+def parts(k: Kit) -> tuple[list[Piece], list[SplitPoint]]:
     """The members of an archive, and where its frames begin."""
     readme = records.readme(k.shuffle)
     if k.readme:
@@ -1428,7 +1429,7 @@ def limited(*words: object) -> str:
 def many_members(path: Path) -> None:
     """40,000 members of nothing."""
     with path.open("wb") as f:
-        w = FrameWriter(f.write, [Cut(0, 1, False)], [], level=1, jobs=1)
+        w = FrameWriter(f.write, [SplitPoint(0, 1, False)], [], level=1, jobs=1)
         w.append(tarball.header(plan.README, 0, 0))
         for i in range(40_000):
             w.append(tarball.header(f"tensors-{i + 1:05d}.safetensors", 0, 0))
@@ -1488,7 +1489,7 @@ def test_attacks_cause_no_event_by_which_a_process_acts(tmp_path: Path, canary: 
     script = """
         import json, os, sys
         import ckpttool, ckpttool.layouts
-        from ckpttool.audit.verify import verify
+        from ckpttool.audit.verify_in_store import verify
         from ckpttool.audit.archive_store import listing
         ckpttool.layouts.layouts()
         home, paths = sys.argv[1], json.load(sys.stdin)

@@ -15,7 +15,7 @@ from peers import REPOSITORY
 import ckpttool
 from ckpttool.cli.main import commands
 from ckpttool.errors import CkpttoolError
-from ckpttool.hub import card
+from ckpttool.hub import model_card
 from ckpttool.printable import printable, printable_json
 
 sys.path.insert(0, str(REPOSITORY))
@@ -115,10 +115,10 @@ def test_a_model_card_runs_nothing(chromium: Browser, tmp_path: Path) -> None:
         config = {"architectures": [evil], "model_type": evil, "_name_or_path": evil}
         adapter = {"base_model_name_or_path": evil, "task_type": evil, "peft_type": evil}
         for kind in ({}, adapter):
-            facts = card.Facts(
+            facts = model_card.CardFacts(
                 "a/b", "0", evil, 2, evil, 3, {"torch.float32": 3}, {"all": "0", evil: "1"}, True, False, config, kind
             )
-            text = card.merged(None, facts).decode()
+            text = model_card.merged(None, facts).decode()
             assert all(line.isprintable() for line in text.split("\n")), piece
             assert "FORGED" not in [line.strip()[:6] for line in text.replace("# ", "").split("\n")]
             _looks(

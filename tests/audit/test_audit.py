@@ -23,12 +23,13 @@ from safetensors.torch import load_file
 from stores import moto
 
 import ckpttool
-from ckpttool.audit import archive_store, byte_planes, ledger, manifest, plan, pruning
+from ckpttool.audit import archive_plan as plan
+from ckpttool.audit import archive_store, byte_planes, ledger, manifest, pruning
 from ckpttool.audit.archive import Archive, facts
+from ckpttool.audit.archive_options import ArchiveOptions
+from ckpttool.audit.archive_verification import verify_archive
 from ckpttool.audit.export import Exported, export, restore
-from ckpttool.audit.options import ArchiveOptions
-from ckpttool.audit.verification import verify_archive
-from ckpttool.audit.verify import verify
+from ckpttool.audit.verify_in_store import verify
 from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt, DestinationExists, Differs, NoSpace, Unsupported, UsageError
 from ckpttool.storage.source import Source
@@ -559,7 +560,7 @@ KILLED = """
 import os, signal, sys
 from ckpttool.engine.copy import fill
 from ckpttool.audit.export import export
-from ckpttool.audit.options import ArchiveOptions
+from ckpttool.audit.archive_options import ArchiveOptions
 fill._JOURNAL_BYTES, fill._JOURNAL_SECONDS = 1, 0
 at = float(sys.argv[3])
 def hook(what, done, total):

@@ -30,8 +30,8 @@ from hypothesis import strategies as st
 from ckpttool.audit import byte_planes, frame_format, frame_walk, frame_writer
 from ckpttool.audit.frame_format import FRAME, read_table
 from ckpttool.audit.frame_reader import FrameReader
-from ckpttool.audit.frame_walk import Walked, walk
-from ckpttool.audit.frame_writer import Cut, FrameWriter, Member
+from ckpttool.audit.frame_walk import FrameResult, walk
+from ckpttool.audit.frame_writer import FrameWriter, Member, SplitPoint
 from ckpttool.errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceChanged, Unsafe
 from ckpttool.index.draft import EarlierFile
 from ckpttool.storage.source import Source
@@ -57,7 +57,7 @@ def planes_of(data: bytes, item: int, block: int = 1 << 20) -> bytes:
     return out
 
 
-def stored_of(data: bytes, cuts: Sequence[Cut], block: int) -> bytes:
+def stored_of(data: bytes, cuts: Sequence[SplitPoint], block: int) -> bytes:
     ends = [*(c.offset for c in cuts[1:]), len(data)]
     return b"".join(planes_of(data[c.offset : e], c.item, block) for c, e in zip(cuts, ends, strict=True))
 
@@ -85,7 +85,7 @@ class Memory(Source):
 
 
 def pack(
-    data: bytes, cuts: Sequence[Cut], members: Sequence[Member] = (), *, level: int = 1, jobs: int = 2, step: int = 1 << 22,
+    data: bytes, cuts: Sequence[SplitPoint], members: Sequence[Member] = (), *, level: int = 1, jobs: int = 2, step: int = 1 << 22,
 ) -> tuple[bytes, dict[str, str]]:  # fmt: skip
     """(the file, the hashes)."""
     out = bytearray()
@@ -125,7 +125,7 @@ def frame_of(data: bytes, **other: Any) -> bytes:
     return zstandard.ZstdCompressor(compression_params=made).compress(data)
 
 
-def rows_of(data: bytes, jobs: int = 1) -> list[Walked]:
+def rows_of(data: bytes, jobs: int = 1) -> list[FrameResult]:
     """All that `walk` says, and what it must say in any case: rows in order, a fault or the content, never both."""
     rows = list(walk(Memory(data), NAME, jobs))
     for r in rows:
@@ -139,7 +139,7 @@ def rows_of(data: bytes, jobs: int = 1) -> list[Walked]:
     return rows
 
 
-def faults(rows: Sequence[Walked]) -> list[Walked]:
+def faults(rows: Sequence[FrameResult]) -> list[FrameResult]:
     return [r for r in rows if r.fault is not None]
 
 
@@ -184,7 +184,7 @@ def test_blocks_begin_every_mebibyte(item: int, size: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ the file
 
 
-def sample() -> tuple[bytes, list[Cut], list[Member]]:
+def sample() -> tuple[bytes, list[SplitPoint], list[Member]]:
     """Text, bf16 and fp32 of more than one frame, a run of zeros, text again, and a cut at the end of it all."""
     dice = np.random.default_rng(5)
     head = b"README\n" * 100
@@ -194,10 +194,10 @@ def sample() -> tuple[bytes, list[Cut], list[Member]]:
     parts = [(head, 1, False), (bf16, 2, True), (fp32, 4, True), (zeros, 8, True), (tail, 1, False)]
     cuts, members, at = [], [], 0
     for i, (part, item, fast) in enumerate(parts):
-        cuts.append(Cut(at, item, fast))
+        cuts.append(SplitPoint(at, item, fast))
         members.append(Member(f"m{i}", at, at + len(part)))
         at += len(part)
-    cuts.append(Cut(at, 1, False))
+    cuts.append(SplitPoint(at, 1, False))
     return b"".join(p for p, _, _ in parts), cuts, members
 
 
@@ -282,7 +282,9 @@ def test_a_real_file_is_read_and_walked(packed: tuple[bytes, dict[str, str]], tm
 
 @pytest.mark.parametrize("data", [b"", b"x"])
 def test_the_smallest_files(data: bytes) -> None:
-    file, sums = pack(data, [Cut(0, 1, False)], [Member("all", 0, len(data)), Member("none", len(data), len(data))])
+    file, sums = pack(
+        data, [SplitPoint(0, 1, False)], [Member("all", 0, len(data)), Member("none", len(data), len(data))]
+    )
     assert whole(file) == data
     assert sums == ({"all": hashlib.sha256(data).hexdigest(), "none": hashlib.sha256().hexdigest()} if data else {})
     table = read_table(Memory(file), NAME)
@@ -294,25 +296,25 @@ def test_the_smallest_files(data: bytes) -> None:
 @pytest.mark.parametrize("level", [1, 3])
 def test_every_size_of_frame_has_the_one_header(n: int, fast: bool, level: int) -> None:
     data = np.arange(n, dtype="<u4").tobytes()[:n]
-    assert whole(pack(data, [Cut(0, 1, fast)], level=level)[0]) == data
+    assert whole(pack(data, [SplitPoint(0, 1, fast)], level=level)[0]) == data
 
 
 # ----------------------------------------------------------------------------- the same bytes, however they were written
 
 
-def random_plan(dice: random.Random) -> tuple[bytes, list[Cut], list[Member]]:
+def random_plan(dice: random.Random) -> tuple[bytes, list[SplitPoint], list[Member]]:
     """Parts of random lengths, whole elements each, for small frames; members from a cut on or within a cut of text."""
     data, cuts, members = b"", [], []
     for i in range(dice.randrange(1, 7)):
         item = dice.choice([1, 1, 2, 4, 8, 16])
         n = dice.choice([1, 3, 64, 100, 256, 300, 1000]) * dice.choice([1, 7]) * item
         part = dice.choice([bytes(n), dice.randbytes(n), (b"weights " * n)[:n]])
-        cuts.append(Cut(len(data), item, dice.random() < 0.5))
+        cuts.append(SplitPoint(len(data), item, dice.random() < 0.5))
         skip = dice.randrange(n) if item == 1 else 0
         members.append(Member(f"m{i}", len(data) + skip, len(data) + n))
         data += part
     if dice.random() < 0.5:
-        cuts.append(Cut(len(data), 1, False))
+        cuts.append(SplitPoint(len(data), 1, False))
     return data, cuts, members
 
 
@@ -405,7 +407,7 @@ def step_count(call: Any, made: list[int]) -> Any:
 
 
 def test_resumable_only_at_cuts_outside_of_members(small: None) -> None:
-    cuts = [Cut(0, 1, False), Cut(100, 1, False), Cut(200, 2, True), Cut(300, 1, False)]
+    cuts = [SplitPoint(0, 1, False), SplitPoint(100, 1, False), SplitPoint(200, 2, True), SplitPoint(300, 1, False)]
     writer = FrameWriter(lambda b: None, cuts, [Member("a", 50, 250), Member("b", 250, 300)], level=1, jobs=1)
     can = []
     for at in range(400):
@@ -418,7 +420,9 @@ def test_resumable_only_at_cuts_outside_of_members(small: None) -> None:
 
 
 def test_sums_are_of_members_that_have_ended_also_within_a_frame() -> None:
-    writer = FrameWriter(lambda b: None, [Cut(0, 1, False)], [Member("a", 2, 5), Member("b", 6, 9)], level=1, jobs=1)
+    writer = FrameWriter(
+        lambda b: None, [SplitPoint(0, 1, False)], [Member("a", 2, 5), Member("b", 6, 9)], level=1, jobs=1
+    )
     seen = []
     for c in b"0123456789":
         seen.append(writer.sums())
@@ -434,7 +438,7 @@ def test_what_write_raises_reaches_the_caller_and_closing_ends(small: None) -> N
     def full(data: bytes | memoryview) -> None:
         raise OSError(28, "no space")
 
-    writer = FrameWriter(full, [Cut(0, 1, False)], [], level=1, jobs=2)
+    writer = FrameWriter(full, [SplitPoint(0, 1, False)], [], level=1, jobs=2)
     with pytest.raises(OSError, match="no space"):
         for _ in range(100):
             writer.append(bytes(4096))
@@ -459,7 +463,7 @@ def test_no_more_frames_are_in_flight_than_promised(jobs: int, small: None, monk
 
     monkeypatch.setattr(frame_writer._Compress, "__call__", slow)
     written: list[int] = []
-    writer = FrameWriter(lambda b: written.append(len(b)), [Cut(0, 1, False)], [], level=1, jobs=jobs)
+    writer = FrameWriter(lambda b: written.append(len(b)), [SplitPoint(0, 1, False)], [], level=1, jobs=jobs)
     frames, most, seen = 40, 2 * jobs + 2, 0
 
     def append() -> None:
@@ -486,7 +490,7 @@ def test_no_more_frames_are_in_flight_than_promised(jobs: int, small: None, monk
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_walking_reads_no_further_ahead_than_promised(jobs: int, small: None) -> None:
-    file, _ = pack(random.Random(1).randbytes(4096 * 40), [Cut(0, 1, False)])
+    file, _ = pack(random.Random(1).randbytes(4096 * 40), [SplitPoint(0, 1, False)])
     source = Memory(file)
     for k, row in enumerate(walk(source, NAME, jobs)):
         assert row.fault is None
@@ -496,7 +500,7 @@ def test_walking_reads_no_further_ahead_than_promised(jobs: int, small: None) ->
 
 
 def test_walking_may_be_left_early(small: None) -> None:
-    file, _ = pack(random.Random(1).randbytes(4096 * 40), [Cut(0, 1, False)])
+    file, _ = pack(random.Random(1).randbytes(4096 * 40), [SplitPoint(0, 1, False)])
     rows = walk(Memory(file), NAME, 2)
     before = {t.name for t in threading.enumerate()}
     assert next(rows).start == 0
@@ -529,7 +533,7 @@ def plain(data: bytes) -> int:
 
 
 def size(data: bytes, item: int) -> int:
-    file, _ = pack(data, [Cut(0, item, True)])
+    file, _ = pack(data, [SplitPoint(0, item, True)])
     return sum(read_table(Memory(file), NAME).sizes)
 
 
@@ -602,7 +606,7 @@ def test_any_range_comes_out_as_it_was_before_the_planes(seed: int, small: None)
 @pytest.mark.parametrize("item", [1, 4])
 def test_a_frame_is_unfolded_once_while_it_is_kept_whoever_asks(item: int, small: None) -> None:
     data = random.Random(6).randbytes(4096 * 12 - 100)
-    source = Memory(pack(data, [Cut(0, item, True)])[0])
+    source = Memory(pack(data, [SplitPoint(0, item, True)])[0])
     table = read_table(source, NAME)
     reader = FrameReader(source, NAME, table, lambda start: item, kept=12)
     source.reads.clear()
@@ -657,15 +661,15 @@ def test_a_damaged_frame_is_named_and_the_others_are_read(small: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> tuple[bytes, list[Walked]]:
+def tiny() -> tuple[bytes, list[FrameResult]]:
     """A file of a few hundred bytes: text, planes, zeros, noise, text; and its sound rows."""
     dice = np.random.default_rng(9)
     w = (dice.standard_normal(24, dtype="f4") * 0.02).astype(ml_dtypes.bfloat16).tobytes()
     f = dice.standard_normal(6, dtype="f4").tobytes()
     parts = [(b"README " * 6, 1, False), (w, 2, True), (bytes(300), 4, True), (f, 4, True), (b'{"a": 1}\n', 1, False)]
     offsets = [0, *itertools.accumulate(len(p) for p, _, _ in parts)]
-    cuts = [Cut(o, item, fast) for o, (_, item, fast) in zip(offsets[:-1], parts, strict=True)] + [
-        Cut(offsets[-1], 1, False)
+    cuts = [SplitPoint(o, item, fast) for o, (_, item, fast) in zip(offsets[:-1], parts, strict=True)] + [
+        SplitPoint(offsets[-1], 1, False)
     ]
     file, _ = pack(b"".join(p for p, _, _ in parts), cuts)
     rows = rows_of(file)
@@ -691,7 +695,7 @@ def only_ckpttool_errors(data: bytes) -> Any:
         return None
 
 
-def test_every_flipped_bit_is_found_and_the_other_frames_come_out(tiny: tuple[bytes, list[Walked]]) -> None:
+def test_every_flipped_bit_is_found_and_the_other_frames_come_out(tiny: tuple[bytes, list[FrameResult]]) -> None:
     file, sound = tiny
     last = sound[-1].offset + sound[-1].size
     for bit in range(8 * len(file)):
@@ -710,7 +714,7 @@ def test_every_flipped_bit_is_found_and_the_other_frames_come_out(tiny: tuple[by
         only_ckpttool_errors(bytes(bad))
 
 
-def test_every_flipped_bit_of_a_damaged_file_too(tiny: tuple[bytes, list[Walked]]) -> None:
+def test_every_flipped_bit_of_a_damaged_file_too(tiny: tuple[bytes, list[FrameResult]]) -> None:
     """With the tables gone: a frame that is hit is left out, the others come out, though perhaps not where they were."""
     file, sound = tiny
     file = file[: sound[-1].offset + sound[-1].size]
@@ -727,7 +731,7 @@ def test_every_flipped_bit_of_a_damaged_file_too(tiny: tuple[bytes, list[Walked]
         assert faults(rows), bit
 
 
-def test_cut_off_anywhere_it_is_found(tiny: tuple[bytes, list[Walked]]) -> None:
+def test_cut_off_anywhere_it_is_found(tiny: tuple[bytes, list[FrameResult]]) -> None:
     file, sound = tiny
     for n in range(len(file)):
         rows = rows_of(file[:n])
@@ -737,7 +741,7 @@ def test_cut_off_anywhere_it_is_found(tiny: tuple[bytes, list[Walked]]) -> None:
             read_table(Memory(file[:n]), NAME)
 
 
-def test_bytes_that_do_not_belong_are_found_wherever_they_are(tiny: tuple[bytes, list[Walked]]) -> None:
+def test_bytes_that_do_not_belong_are_found_wherever_they_are(tiny: tuple[bytes, list[FrameResult]]) -> None:
     file, sound = tiny
     ends = [0, *(r.offset + r.size for r in sound), len(file) - 17 - 12 * 6, len(file)]
     assert len(set(ends)) == 8
@@ -759,7 +763,7 @@ def test_bytes_that_do_not_belong_are_found_wherever_they_are(tiny: tuple[bytes,
     assert len(faults(twice)) >= 2 and only_ckpttool_errors(file + file) is None
 
 
-def test_frames_that_changed_places_or_are_gone_are_found(tiny: tuple[bytes, list[Walked]]) -> None:
+def test_frames_that_changed_places_or_are_gone_are_found(tiny: tuple[bytes, list[FrameResult]]) -> None:
     file, sound = tiny
     frames = [file[r.offset : r.offset + r.size] for r in sound]
     end = file[sum(map(len, frames)) :]
@@ -778,7 +782,7 @@ def test_frames_that_changed_places_or_are_gone_are_found(tiny: tuple[bytes, lis
             assert only_ckpttool_errors(b"".join(data) + end) is None
 
 
-def test_damage_to_the_tables_and_to_frames_at_once(tiny: tuple[bytes, list[Walked]]) -> None:
+def test_damage_to_the_tables_and_to_frames_at_once(tiny: tuple[bytes, list[FrameResult]]) -> None:
     file, sound = tiny
     dice = random.Random(7)
     for _ in range(300):
@@ -937,7 +941,7 @@ def test_a_frame_of_endless_empty_blocks_is_not_followed() -> None:
     assert [(r.offset, r.stored) for r in rows if r.fault is None] == [(len(many), b"A")]
 
 
-def test_what_cannot_be_read_is_a_fault_and_what_is_not_damage_is_raised(tiny: tuple[bytes, list[Walked]]) -> None:
+def test_what_cannot_be_read_is_a_fault_and_what_is_not_damage_is_raised(tiny: tuple[bytes, list[FrameResult]]) -> None:
     file, sound = tiny
 
     class Broken(Memory):

@@ -24,7 +24,7 @@ from stores import Flaky, first
 from typer.main import get_command
 
 from ckpttool.audit import archive_store, holds, ledger, pruning, retention
-from ckpttool.audit.archive import Facts
+from ckpttool.audit.archive import ArchiveFacts
 from ckpttool.cli.main import app
 from ckpttool.errors import CkpttoolError, Corrupt, DestinationExists, Differs, Locked, NoSpace, RemoteError, UsageError
 from ckpttool.storage import objects, remote, retries
@@ -37,8 +37,8 @@ def day(n: int) -> datetime:
     return NOW - timedelta(days=n)
 
 
-def about(name: str, **what: Any) -> Facts:
-    base = Facts(
+def about(name: str, **what: Any) -> ArchiveFacts:
+    base = ArchiveFacts(
         name=name, bytes=10, created="2031-01-01T00:00:00Z", step=None, layout="dcp", trainer=None, world_size=4,
         tensors=1, tensor_bytes=8, components=("model",), merkle_root="a" * 64, manifest_sha256="", meta={},
         retain_until=None, legal_hold=None, signed=False, encrypted=name.endswith(".age"),
@@ -51,9 +51,9 @@ class Shelf:
     """A store whose archives are a table: what `facts` would read out of files is said here."""
 
     path: str
-    table: dict[str, Facts | str] = field(default_factory=dict)
+    table: dict[str, ArchiveFacts | str] = field(default_factory=dict)
 
-    def add(self, name: str, damaged: str = "", logged: bool = False, **what: Any) -> Facts:
+    def add(self, name: str, damaged: str = "", logged: bool = False, **what: Any) -> ArchiveFacts:
         known = about(name, **what)
         self.table[name] = damaged or known
         Path(self.path, name).write_bytes(b"0123456789")
@@ -61,11 +61,11 @@ class Shelf:
             self.export(known)
         return known
 
-    def export(self, known: Facts) -> None:
+    def export(self, known: ArchiveFacts) -> None:
         said = {k: v for k, v in known.__dict__.items() if k != "name"}
         ledger.append(self.path, "export", known.name, **said)
 
-    def facts(self, source: Source, file: str) -> Facts:
+    def facts(self, source: Source, file: str) -> ArchiveFacts:
         source.size(file)
         found = self.table.get(file, f"{file} is no archive")
         if isinstance(found, str):

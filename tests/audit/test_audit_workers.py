@@ -21,11 +21,11 @@ from programs import mpiexec, script
 
 from ckpttool.audit import parallel_reading
 from ckpttool.audit.archive import Archive
+from ckpttool.audit.archive_options import ArchiveOptions
+from ckpttool.audit.archive_verification import ArchiveVerdict
 from ckpttool.audit.export import export
-from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.parallel_reading import cut_members
-from ckpttool.audit.verification import Verdict
-from ckpttool.audit.verify import verify
+from ckpttool.audit.verify_in_store import verify
 from ckpttool.engine.workers import parts
 from ckpttool.engine.workers.local_processes import LocalProcesses
 from ckpttool.errors import CkpttoolError, Differs, SourceChanged, UsageError
@@ -67,7 +67,7 @@ def store(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(made, tmp_path / "a.tar.zst"))
 
 
-def said(found: Verdict) -> dict[str, Any]:
+def said(found: ArchiveVerdict) -> dict[str, Any]:
     return {k: v for k, v in found.to_json().items() if k != "workers"}
 
 

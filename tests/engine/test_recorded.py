@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.audit.archive_options import ArchiveOptions
 from ckpttool.audit.export import export
-from ckpttool.audit.options import ArchiveOptions
 from ckpttool.engine.recorded import RECORD
 from ckpttool.errors import Corrupt, Differs
 

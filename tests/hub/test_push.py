@@ -55,10 +55,10 @@ from ckpttool.errors import (
     Unsupported,
     UsageError,
 )
-from ckpttool.hub import card, client, hashing, screening
+from ckpttool.hub import client, hashing, model_card, screening
 from ckpttool.hub import push as pushing
 from ckpttool.hub.push import push
-from ckpttool.hub.virtual import VirtualFile, contents
+from ckpttool.hub.virtual_files import VirtualFile, contents
 from ckpttool.storage import answer_limits, hub_limits, retries
 from ckpttool.storage.buffers import IOBudget
 from ckpttool.storage.source import Source
@@ -841,35 +841,35 @@ def test_a_new_card(hub: Hub) -> None:
     [(b"", b""), (b"---\nlicense: mit\n---\n# Mine\r\ncaf\xe9\n", b""), (b"top", b"\n\nbelow <b>\n"), (b"<!-- ckpttool --> torn\n", b"\n")],
 )  # fmt: skip
 def test_an_existing_card_keeps_everything_but_our_section(before: bytes, after: bytes) -> None:
-    facts = card.Facts(
+    facts = model_card.CardFacts(
         "org/name", "1", "dcp", 8, "my|<b>trainer\n", 7, {"bfloat16": 10}, {"all": "a", "model": "a"}, False
     )
-    section = card._section(facts).encode()
+    section = model_card._section(facts).encode()
     old = before + b"<!-- ckpttool -->\nold\n<!-- /ckpttool -->" + after
-    assert card.merged(old, facts) == before + section + after
-    assert card.merged(before, facts).startswith(before) and section in card.merged(before, facts)
-    again = card.merged(before, facts)
-    assert card.merged(again, facts) == again
+    assert model_card.merged(old, facts) == before + section + after
+    assert model_card.merged(before, facts).startswith(before) and section in model_card.merged(before, facts)
+    again = model_card.merged(before, facts)
+    assert model_card.merged(again, facts) == again
     for odd in (
         b"<!-- /ckpttool -->\n",
         b"a<!-- /ckpttool -->\n<!-- ckpttool -->mine<!-- /ckpttool -->\nrest",
         b"<!-- ckpttool -->\n",
     ):
-        once = card.merged(odd + before, facts)  # marks that stand alone, or the wrong way round
-        assert card.merged(once, facts) == once and once.count(section) == 1
+        once = model_card.merged(odd + before, facts)  # marks that stand alone, or the wrong way round
+        assert model_card.merged(once, facts) == once and once.count(section) == 1
     assert b"<b>" not in section and b"my__b_trainer_" in section and b"load_file" in section
 
 
 def test_a_card_on_a_branch_speaks_of_that_branch() -> None:
     """What it tells people to run finds these files, not those of main."""
-    facts = card.Facts(
+    facts = model_card.CardFacts(
         "org/name", "1", "dcp", None, None, None, {"bfloat16": 1}, {}, False, False,
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, {}, "bf16",
     )  # fmt: skip
-    section = card._section(facts)
+    section = model_card._section(facts)
     assert 'from_pretrained("org/name", revision="bf16", dtype="auto")' in section
     assert "ckpttool pull hf://org/name@bf16 " in section and "ckpttool verify hf://org/name@bf16 " in section
-    assert "@" not in card._section(dataclasses.replace(facts, branch=None))
+    assert "@" not in model_card._section(dataclasses.replace(facts, branch=None))
 
 
 @pytest.mark.parametrize(
@@ -889,8 +889,8 @@ def test_a_card_on_a_branch_speaks_of_that_branch() -> None:
 )  # fmt: skip
 def test_base_model(monkeypatch: pytest.MonkeyPatch, config: Any, adapter: Any, wanted: str | None) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    facts = card.Facts("org/name", "1", "dcp", None, None, None, {}, {}, False, False, config, adapter)
-    assert card.base_model(facts) == wanted
+    facts = model_card.CardFacts("org/name", "1", "dcp", None, None, None, {}, {}, False, False, config, adapter)
+    assert model_card.base_model(facts) == wanted
 
 
 # ------------------------------------------------------------------------------------------------- what is never pushed

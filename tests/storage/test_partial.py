@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.audit.archive_options import ArchiveOptions
 from ckpttool.audit.export import export
-from ckpttool.audit.options import ArchiveOptions
 from ckpttool.cli import main as cli
 from ckpttool.engine import conversion
 from ckpttool.engine.copy import fill
@@ -91,7 +91,7 @@ def interrupted(src: Path, dst: Path, n: int = 4, **how: Any) -> Path:
 
 
 def beside(dst: Path) -> list[Path]:
-    prefix = os.path.basename(partial.Beside(str(dst)).prefix)
+    prefix = os.path.basename(partial.LeftoverFiles(str(dst)).prefix)
     return sorted(p for p in dst.parent.iterdir() if p.name.startswith(prefix))
 
 
@@ -193,10 +193,10 @@ time.sleep(60)
     child = int(run.stdout.readline())
     try:
         with pytest.raises(Locked, match=f"is being written by process {run.pid} on"):
-            lock.take_lock(partial.Beside(str(dst)))
+            lock.take_lock(partial.LeftoverFiles(str(dst)))
         run.kill()
         run.wait()
-        lock.unlock(beside := partial.Beside(str(dst)), lock.take_lock(beside))
+        lock.unlock(beside := partial.LeftoverFiles(str(dst)), lock.take_lock(beside))
         assert not os.path.exists(beside.lock)
     finally:
         run.kill()

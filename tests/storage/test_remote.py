@@ -37,7 +37,7 @@ from ckpttool.errors import (
 from ckpttool.storage import answer_limits, objects, retries, upload, urls
 from ckpttool.storage.prefetch import FetchSizes
 from ckpttool.storage.remote import RemoteSource
-from ckpttool.storage.upload import Upload, UploadSizes
+from ckpttool.storage.upload import ObjectUpload, UploadSizes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MIB = 1 << 20
@@ -349,7 +349,7 @@ def test_no_credential_in_any_message(s3: Moto, bucket: str, monkeypatch: pytest
         calls = [
             lambda: RemoteSource(bucket).read("a", 0, 1),
             lambda: RemoteSource(bucket).list(),
-            lambda: Upload(f"{bucket}/n", force=True).commit(),
+            lambda: ObjectUpload(f"{bucket}/n", force=True).commit(),
             lambda: objects.put_if_unchanged(f"{bucket}/n", b"x", None),
             lambda: objects.get_with_token(f"{bucket}/n"),
             lambda: objects.legal_hold(f"{bucket}/a", on=True),
@@ -379,7 +379,7 @@ def test_no_credential_of_a_url(url: str) -> None:
             call()
         assert "hunter2" not in str(e.value) and "127.0.0.1:9/d" in str(e.value)
     with pytest.raises(Unsupported) as e2:
-        Upload(url, force=True)
+        ObjectUpload(url, force=True)
     assert "hunter2" not in str(e2.value)
 
 
@@ -463,7 +463,7 @@ def test_http(web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(RemoteError, match="requested bytes from 1000 on, but the server sent 'bytes 1007-51006/"):
         RemoteSource(f"{web}/d").read("a b#c", 1000, 50_000)
     with pytest.raises(Unsupported, match="for reading only"):
-        Upload(f"{web}/d/new", force=True)
+        ObjectUpload(f"{web}/d/new", force=True)
     with pytest.raises(Unsupported, match="conditional"):
         objects.put_if_unchanged(f"{web}/d/new", b"", None)
 
@@ -509,7 +509,7 @@ class Plain(MemoryFileSystem):
 def test_any_store_of_fsspec() -> None:
     fsspec.register_implementation("plain", Plain, clobber=True)
     url = "plain://t"
-    up = Upload(f"{url}/a", force=False)
+    up = ObjectUpload(f"{url}/a", force=False)
     up.append(b"01234")
     up.append(memoryview(b"56789"))
     source = RemoteSource(url)
@@ -517,22 +517,22 @@ def test_any_store_of_fsspec() -> None:
     up.commit()
     assert source.exists("a") and source.list() == ["a"] and source.read("a", 3, 4) == b"3456"
     with pytest.raises(DestinationExists):
-        Upload(f"{url}/a", force=False)
-    up = Upload(f"{url}/a", force=True)
+        ObjectUpload(f"{url}/a", force=False)
+    up = ObjectUpload(f"{url}/a", force=True)
     up.append(b"other")
     up.abort()
     source.assert_unchanged()
-    up = Upload(f"{url}/a", force=True)
+    up = ObjectUpload(f"{url}/a", force=True)
     up.append(b"9876543210")
     up.commit()
     with pytest.raises(SourceChanged):
         source.assert_unchanged()
-    one, two = Upload(f"{url}/b", force=False), Upload(f"{url}/b", force=False)
+    one, two = ObjectUpload(f"{url}/b", force=False), ObjectUpload(f"{url}/b", force=False)
     one.commit()
     with pytest.raises(DestinationExists):
         two.commit()
     with pytest.raises(Unsupported, match="object locks"):
-        Upload(f"{url}/c", force=False, lock=LOCKED)
+        ObjectUpload(f"{url}/c", force=False, lock=LOCKED)
     assert objects.get_with_token(f"{url}/a") == (b"9876543210", "")
     assert objects.get_with_token(f"{url}/none") == (b"", None)
     assert objects.legal_hold(f"{url}/a", on=True) is False
@@ -546,7 +546,7 @@ def test_memory_is_read_only() -> None:
     source = RemoteSource("memory://t")
     assert source.list() == ["a"] and source.read("a", 1, 2) == b"12"
     with pytest.raises(Unsupported, match="for reading only"):
-        Upload("memory://t/b", force=True)
+        ObjectUpload("memory://t/b", force=True)
     assert RemoteSource("memory://t").list() == ["a"]
 
 
@@ -559,7 +559,7 @@ def test_upload_in_parts(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch)
     url = f"{bucket}/run/a.tar.zst"
     with Flaky(s3.endpoint, lambda *_: None) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
-        up = Upload(url, force=False)
+        up = ObjectUpload(url, force=False)
         for at in range(0, len(data), 999_999):
             up.append(memoryview(data)[at : at + 999_999])
         assert get(s3, url) is None and unfinished(s3, url) == ["run/a.tar.zst"]
@@ -572,9 +572,9 @@ def test_upload_in_parts(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch)
         ]
         assert sorted(sizes) == [3 * MIB + 77, 5 * MIB, 5 * MIB]
     with pytest.raises(DestinationExists, match="force=True"):
-        Upload(url, force=False)
+        ObjectUpload(url, force=False)
     assert unfinished(s3, url) == []
-    up = Upload(url, force=True)
+    up = ObjectUpload(url, force=True)
     up.commit()
     assert get(s3, url) == b""
 
@@ -584,7 +584,7 @@ def test_upload_in_parts(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch)
     [(0, 16 * MIB), (160_000 * MIB, 16 * MIB), (160_000 * MIB + 1, 17 * MIB), (5 << 40, 525 * MIB)],
 )
 def test_size_of_parts(bucket: str, expect: int, part: int) -> None:
-    up = Upload(f"{bucket}/a", force=False, expect_bytes=expect)
+    up = ObjectUpload(f"{bucket}/a", force=False, expect_bytes=expect)
     assert up._to.size == part and part * 10_000 >= expect
     assert up._to.size * up._to.pool.many <= max(48 * MIB, part)
     up.abort()
@@ -592,7 +592,7 @@ def test_size_of_parts(bucket: str, expect: int, part: int) -> None:
 
 def test_more_than_expected(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "SIZES", UploadSizes(part_bytes=1 * MIB, parts=2))
-    up = Upload(f"{bucket}/a", force=False)
+    up = ObjectUpload(f"{bucket}/a", force=False)
     with pytest.raises(RemoteError, match="2 parts of 1,048,576 bytes are full"):
         up.append(bytes(3 * MIB + 1))
     up.abort()
@@ -600,7 +600,7 @@ def test_more_than_expected(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_abort_leaves_nothing(s3: Moto, bucket: str) -> None:
     url = f"{bucket}/a"
-    up = Upload(url, force=False)
+    up = ObjectUpload(url, force=False)
     up.append(bytes(17 * MIB))
     up.abort()
     assert get(s3, url) is None and unfinished(s3, url) == []
@@ -613,7 +613,7 @@ def test_abandoned_parts_are_removed(s3: Moto, bucket: str) -> None:
         upload = client.create_multipart_upload(Bucket=name, Key=key)["UploadId"]
         client.upload_part(Bucket=name, Key=key, UploadId=upload, PartNumber=1, Body=b"left behind")
     assert unfinished(s3, bucket) == ["a", "a", "ab"]
-    up = Upload(f"{bucket}/a", force=False)
+    up = ObjectUpload(f"{bucket}/a", force=False)
     assert unfinished(s3, bucket) == ["ab"]
     up.append(bytes(17 * MIB))
     assert sorted(unfinished(s3, bucket)) == ["a", "ab"]
@@ -623,14 +623,14 @@ def test_abandoned_parts_are_removed(s3: Moto, bucket: str) -> None:
 
 def test_two_runs_at_one_object(s3: Moto, bucket: str) -> None:
     """In parts, the first loses them to the second; in one request, the second finds the first's."""
-    one = Upload(f"{bucket}/a", force=False)
+    one = ObjectUpload(f"{bucket}/a", force=False)
     one.append(bytes(17 * MIB))
-    two = Upload(f"{bucket}/a", force=False)
+    two = ObjectUpload(f"{bucket}/a", force=False)
     two.append(b"two")
     with pytest.raises(RemoteError, match=f"{bucket}/a"):
         one.commit()
     one.abort()
-    three = Upload(f"{bucket}/a", force=False)
+    three = ObjectUpload(f"{bucket}/a", force=False)
     three.append(b"three")
     two.commit()
     with pytest.raises(DestinationExists):
@@ -639,7 +639,7 @@ def test_two_runs_at_one_object(s3: Moto, bucket: str) -> None:
 
 
 def test_somebody_was_first(s3: Moto, bucket: str) -> None:
-    up = Upload(f"{bucket}/a", force=False)
+    up = ObjectUpload(f"{bucket}/a", force=False)
     up.append(b"ours")
     put(s3, f"{bucket}/a", b"theirs")
     with pytest.raises(DestinationExists):
@@ -662,7 +662,7 @@ def test_writing_through_failures(s3: Moto, bucket: str, monkeypatch: pytest.Mon
 
     with Flaky(s3.endpoint, rule) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
-        up = Upload(url, force=False)
+        up = ObjectUpload(url, force=False)
         up.append(data)
         up.commit()
         assert proxy.did(what) >= 6
@@ -685,7 +685,7 @@ def test_completed_though_nobody_heard(
 
     with Flaky(s3.endpoint, rule) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
-        up = Upload(f"{bucket}/a", force=False)
+        up = ObjectUpload(f"{bucket}/a", force=False)
         data = bytes(16 * MIB) + b"ours" if parts else b"ours"
         up.append(data)
         if done:
@@ -701,7 +701,7 @@ def test_completed_though_nobody_heard(
 def test_parts_that_never_get_through(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Flaky(s3.endpoint, first(1000, 500, "PUT")) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
-        up = Upload(f"{bucket}/a", force=False)
+        up = ObjectUpload(f"{bucket}/a", force=False)
         with pytest.raises(RemoteError, match="no answer in 5 tries"):
             up.append(bytes(16 * MIB))
             up.commit()
@@ -711,7 +711,7 @@ def test_parts_that_never_get_through(s3: Moto, bucket: str, monkeypatch: pytest
 
 def test_a_bucket_is_no_object(bucket: str) -> None:
     with pytest.raises(UsageError, match="names a bucket"):
-        Upload(bucket, force=True)
+        ObjectUpload(bucket, force=True)
 
 
 # ----------------------------------------------------------------------------------------------------- locks, deletion
@@ -722,7 +722,7 @@ def test_lock_is_asked_for(s3: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = s3.bucket(monkeypatch, lock=True)
     with Flaky(s3.endpoint, lambda *_: None) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
-        up = Upload(f"{bucket}/a", force=False, lock=LOCKED)
+        up = ObjectUpload(f"{bucket}/a", force=False, lock=LOCKED)
         assert up.locked
         sent = [h for (m, p, _), h in zip(proxy.seen, proxy.headers, strict=True) if m == "POST" and "uploads" in p]
         up.abort()
@@ -736,7 +736,7 @@ def test_bucket_without_lock(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPa
     told = b"<Error><Code>InvalidRequest</Code><Message>Bucket is missing Object Lock Configuration</Message></Error>"
     with Flaky(s3.endpoint, first(1, (400, told), "POST")) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
-        up = Upload(f"{bucket}/a", force=False, lock=LOCKED)
+        up = ObjectUpload(f"{bucket}/a", force=False, lock=LOCKED)
         assert up.locked is False
         assert "x-amz-object-lock-mode" not in proxy.headers[-1]
         up.append(b"x")
@@ -745,7 +745,7 @@ def test_bucket_without_lock(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPa
     with Flaky(s3.endpoint, first(1, (400, told.replace(b"Object Lock", b"Something")), "POST")) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
         with pytest.raises(RemoteError, match="Something"):
-            Upload(f"{bucket}/b", force=False, lock={k: v for k, v in LOCKED.items() if "Mode" in k})
+            ObjectUpload(f"{bucket}/b", force=False, lock={k: v for k, v in LOCKED.items() if "Mode" in k})
 
 
 @pytest.mark.parametrize("mode", ["retention", "hold"])
@@ -870,7 +870,7 @@ def test_an_upload_that_the_store_completes_without_a_part(
     url = f"{bucket}/a"
     with Flaky(s3.endpoint, completes_otherwise(s3, url, parts)) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
-        up = Upload(url, force=False)
+        up = ObjectUpload(url, force=False)
         up.append(noise(13 * MIB))
         with pytest.raises(RemoteError, match=rf"{url}: the store made it of [\d,]+ bytes, not of the 13,631,488 that"):
             up.commit()
@@ -893,7 +893,7 @@ def test_a_completion_that_is_an_error_with_status_200(
     for times in (1, 1000):
         with Flaky(s3.endpoint, lambda m, p, left=[times]: left.append(left.pop() - 1) or (200, said) if m == "POST" and "uploadId=" in p and left[0] > 0 else None) as proxy:  # fmt: skip
             s3.environment(monkeypatch, proxy.endpoint)
-            up = Upload(f"{bucket}/{times}", force=False)
+            up = ObjectUpload(f"{bucket}/{times}", force=False)
             up.append(data)
             try:
                 up.commit()
@@ -916,7 +916,7 @@ def test_answers_without_what_they_are_asked_for(
     with Flaky(s3.endpoint, rule) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
         try:
-            up = Upload(f"{bucket}/a", force=True)
+            up = ObjectUpload(f"{bucket}/a", force=True)
             up.append(noise(6 * MIB))
             up.commit()
         except CkpttoolError as e:
@@ -950,7 +950,7 @@ def test_a_store_that_takes_no_part(s3: Moto, bucket: str, monkeypatch: pytest.M
                 stores, "body_of", lambda request: time.sleep(3) or b"" if request.command == "PUT" else b""
             )
         s3.environment(monkeypatch, proxy.endpoint)
-        up = Upload(f"{bucket}/a", force=True)
+        up = ObjectUpload(f"{bucket}/a", force=True)
         began = time.monotonic()
         with pytest.raises(RemoteError, match=r"makes no progress: in 0\.5 seconds"):
             up.append(bytes(21 * MIB))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..help import App
 from ..layout_options import LayoutCommand
-from . import ledger, store
-from .export import export
-from .restore import restore
-from .verify import verify
+from . import ledger_commands, store_commands
+from .export_command import export
+from .restore_command import restore
+from .verify_command import verify
 
 __all__ = ["app"]
 
@@ -21,10 +21,10 @@ app.add_typer(ledger_app)
 app.command()(export)
 app.command()(verify)
 app.command(cls=LayoutCommand)(restore)
-app.command("list")(store.list_)
-app.command()(store.prune)
-app.command()(store.hold)
-app.command()(store.release)
-ledger_app.command("verify")(ledger.verify)
-ledger_app.command("add")(ledger.add)
-ledger_app.command("show")(ledger.show)
+app.command("list")(store_commands.list_)
+app.command()(store_commands.prune)
+app.command()(store_commands.hold)
+app.command()(store_commands.release)
+ledger_app.command("verify")(ledger_commands.verify)
+ledger_app.command("add")(ledger_commands.add)
+ledger_app.command("show")(ledger_commands.show)

@@ -34,7 +34,7 @@ from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, TensorEntry, joined
 from ...index.draft import Draft, EarlierFile, Sink, Written
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
-from ...storage.destination import Altered, Destination, DestinationFile
+from ...storage.destination_protocol import Altered, Destination, DestinationFile
 from ...storage.local_file import WriterPool
 from ...storage.source import Source
 from .averages import Averages, said_of

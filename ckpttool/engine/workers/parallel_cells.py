@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import RemoteError
 from ...index.draft import Draft, Written
-from ...storage.destination import ParallelDestination
+from ...storage.destination_protocol import ParallelDestination
 from ..copy.fill import Progress
 from .dispatch import run_all
 from .executors import Workers

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...index.draft import Draft, Written
 from ...storage.buffers import IOBudget
-from ...storage.destination import ParallelDestination, write_error
+from ...storage.destination_protocol import ParallelDestination, write_error
 from ...storage.local_file import write_at
 from ..copy.fill import Progress, note_lost
 from ..copy.stream import Reader

@@ -1,7 +1,7 @@
-"""Every frame of an archive, hashed by member and by tensor, and what is wrong with it.
+"""Hashes every frame of an archive, by member and by tensor, and says what is wrong with it.
 
-`Reading` reads all frames, or a run of them; what it found of a run can be added to another one, which then judges the
-whole.
+`ArchiveHasher` reads all frames, or a run of them; what it found of a run can be added to another one, which then
+judges the whole.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from ..engine.copy.fill import Progress, silent
 from ..errors import CkpttoolError
 from ..printable import printable
 from ..storage.source import Source
-from . import byte_planes, plan, tarball
+from . import archive_plan as plan
+from . import byte_planes, tarball
 from . import manifest as records
 from .archive import Archive
 from .frame_format import FRAME, LOOK, read_table
 from .frame_reader import FrameReader
-from .frame_walk import Walked, walk, walk_frames
+from .frame_walk import FrameResult, walk, walk_frames
 
-__all__ = ["Finding", "Reading"]
+__all__ = ["ArchiveFinding", "ArchiveHasher"]
 
 _MOST_FINDINGS = 1000
 
 
 @dataclass(frozen=True)
-class Finding:
+class ArchiveFinding:
     """One piece of damage, or one difference.
 
     `start`, `end` are bytes of the member; `tensor_start`, `tensor_end` bytes of the tensor; `file_start`, `file_end`
@@ -70,7 +71,7 @@ class _Map:
     tensors: list[tuple[int, int, str, int]]  # start, end, name, bytes of an element where in planes
     starts: list[int]
 
-    def of(self, start: int, end: int) -> Iterator[Finding]:
+    def of(self, start: int, end: int) -> Iterator[ArchiveFinding]:
         """What a range of the tar contains, as findings without text."""
         for a, b, member in self.members:
             if a >= end:
@@ -85,19 +86,19 @@ class _Map:
                 if y > max(start, a):
                     named = True
                     p, q = max(x, start), min(y, end)
-                    yield Finding("", member, p - a, q - a, name, p - x, q - x)
+                    yield ArchiveFinding("", member, p - a, q - a, name, p - x, q - x)
             if not named:
-                yield Finding("", member, max(a, start) - a, min(b, end) - a)
+                yield ArchiveFinding("", member, max(a, start) - a, min(b, end) - a)
 
 
-class Reading:
+class ArchiveHasher:
     """Frames of an archive, hashed by member and by tensor; `findings` is the damage that was met on the way."""
 
     def __init__(self, source: Source, file: str, archive: Archive | None) -> None:
         self.source, self.file, self.archive = source, file, archive
         self.file_bytes = source.size(file)
         self.found: records.Manifest | None = None
-        planned: plan.Plan | None = None
+        planned: plan.ArchivePlan | None = None
         if archive is not None:
             self.found, planned = archive.manifest, archive.plan
         else:
@@ -109,7 +110,7 @@ class Reading:
         self.places = planned.places if planned else {}
         tensors = sorted((p.at, p.at + p.nbytes, n, p.item) for n, p in self.places.items())
         self.map = _Map(members, tensors, [t[0] for t in tensors])
-        self.findings: list[Finding] = []
+        self.findings: list[ArchiveFinding] = []
         self.wrong_members: set[str] = set()
         self.wrong_tensors: set[str] = set()
         self.frames_end = 0  # of the file, so far
@@ -119,7 +120,7 @@ class Reading:
         self.sums: dict[str, str] = {}
         self.digests: dict[str, str] = {}
 
-    def note(self, finding: Finding) -> None:
+    def note(self, finding: ArchiveFinding) -> None:
         if len(self.findings) < _MOST_FINDINGS:
             self.findings.append(finding)
 
@@ -149,13 +150,13 @@ class Reading:
     def absorb(self, found: Mapping[str, Any]) -> None:
         """Add what `run_part` found, part after part in their order."""
         for f in found["findings"]:
-            self.note(Finding(**f))
+            self.note(ArchiveFinding(**f))
         self.wrong_members.update(found["wrong_members"])
         self.wrong_tensors.update(found["wrong_tensors"])
         self.sums |= found["sums"]
         self.digests |= found["digests"]
 
-    def _read(self, rows: Iterable[Walked], progress: Progress) -> None:
+    def _read(self, rows: Iterable[FrameResult], progress: Progress) -> None:
         total = self.file_bytes
         waiting: list[Future[None]] = []
         first_tensor = 0
@@ -183,7 +184,7 @@ class Reading:
         self._sums.clear()
         self._digests.clear()
 
-    def _damaged(self, row: Walked) -> None:
+    def _damaged(self, row: FrameResult) -> None:
         assert row.fault is not None
         fault = row.fault.removesuffix(LOOK)  # which names this command
         # a fault of the tables is in them: behind the last frame
@@ -196,7 +197,7 @@ class Reading:
                 self.wrong_tensors.add(f.tensor)
             self.note(replace(f, what=fault, file_start=a, file_end=b))
         if not named:
-            self.note(Finding(fault, file_start=a, file_end=b))
+            self.note(ArchiveFinding(fault, file_start=a, file_end=b))
 
     def _sha256(self, start: int, end: int, data: bytes) -> None:
         view = memoryview(data)
@@ -224,7 +225,7 @@ class Reading:
                 self._digests.setdefault(name, blake3()).update(byte_planes.merge(part, item) if item > 1 else part)
         return k
 
-    def judge(self) -> list[Finding]:
+    def judge(self) -> list[ArchiveFinding]:
         """Compare what was hashed, of the whole archive, with what was recorded; all findings."""
         if self.found is None:
             return self.findings
@@ -235,15 +236,15 @@ class Reading:
                 p = self.places[name]
                 self.wrong_members.add(p.member)
                 what = "the bytes do not have the digest of the manifest"
-                self.note(Finding(what, p.member, p.offset, p.offset + p.nbytes, name, 0, p.nbytes))
+                self.note(ArchiveFinding(what, p.member, p.offset, p.offset + p.nbytes, name, 0, p.nbytes))
         want = {n: h for n, (_, h) in self.found.hashes.items()} | (self.archive.sums if self.archive else {})
         for a, b, name in self.map.members:
             if name in want and name not in self.wrong_members and self.sums.get(name) != want[name]:
-                self.note(Finding("the bytes do not have the SHA-256 that was recorded", name, 0, b - a))
+                self.note(ArchiveFinding("the bytes do not have the SHA-256 that was recorded", name, 0, b - a))
         return self.findings
 
 
-def _salvaged(source: Source, file: str) -> tuple[records.Manifest | None, plan.Plan | None]:
+def _salvaged(source: Source, file: str) -> tuple[records.Manifest | None, plan.ArchivePlan | None]:
     """The manifest of an archive whose structure is damaged, found by the header before it; None where it is lost."""
     try:
         table = read_table(source, file)

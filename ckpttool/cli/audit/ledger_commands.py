@@ -15,10 +15,10 @@ from ..terminal import (
     print_json,
     say,
 )
-from .arguments import ArchivePath, FailIfMissing, Store, print_entry
+from .audit_arguments import ArchivePath, FailIfMissing, Store, print_entry
 
 if TYPE_CHECKING:
-    from ...audit.archive_store import Row
+    from ...audit.archive_store import ListingRow
 
 __all__ = ["add", "show", "verify"]
 
@@ -55,7 +55,7 @@ def verify(
         raise typer.Exit(Differs.exit_code)
 
 
-def _print(found: dict[str, Any], gone: list[Row]) -> None:
+def _print(found: dict[str, Any], gone: list[ListingRow]) -> None:
     """Print what is known of a ledger."""
     note(f"{found['entries']} entries, from {found['first']} to {found['last']}, in one chain")
     for b in found["backwards"]:

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Facts", "base_model", "merged"]
+__all__ = ["CardFacts", "base_model", "merged"]
 
 _BEGIN, _END = b"<!-- ckpttool -->", b"<!-- /ckpttool -->"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -29,7 +29,7 @@ _STEP = re.compile(r"(?:checkpoint|ckpt|step|iter|epoch|global_step)[-_]?\d+", r
 
 
 @dataclass(frozen=True)
-class Facts:
+class CardFacts:
     """The content of the section. `dtypes` {dtype: parameters}; `digest` {component: root}; `training` whether all
     state is there; `changed` whether tensors have other dtypes or names than in the checkpoint; `config` and `adapter`
     the config.json and adapter_config.json of the push, {} if there are none."""
@@ -54,7 +54,7 @@ class Facts:
         return f"hf://{self.repo_id}" + (f"@{self.branch}" if self.branch else "")
 
 
-def base_model(facts: Facts) -> str | None:
+def base_model(facts: CardFacts) -> str | None:
     """The Hub id of the base model, if the config names one; never a path."""
     import os
 
@@ -66,7 +66,7 @@ def base_model(facts: Facts) -> str | None:
     return None
 
 
-def merged(existing: bytes | None, facts: Facts) -> bytes:
+def merged(existing: bytes | None, facts: CardFacts) -> bytes:
     """README.md with our section as it is now."""
     section = _section(facts).encode()
     if existing is None:
@@ -79,7 +79,7 @@ def merged(existing: bytes | None, facts: Facts) -> bytes:
     return existing + gap + section + b"\n"
 
 
-def _head(facts: Facts) -> str:
+def _head(facts: CardFacts) -> str:
     from huggingface_hub import ModelCardData
 
     peft, known = bool(facts.adapter), "model_type" in facts.config
@@ -91,7 +91,7 @@ def _head(facts: Facts) -> str:
     return f"---\n{data.to_yaml()}\n---\n\n# {facts.repo_id.split('/')[1]}\n\n"
 
 
-def _section(facts: Facts) -> str:
+def _section(facts: CardFacts) -> str:
     total = sum(facts.dtypes.values())
     most = sorted(facts.dtypes, key=lambda d: -facts.dtypes[d])
     dtypes = ", ".join(d if len(most) == 1 else f"{d} ({facts.dtypes[d]:,})" for d in most)
@@ -133,7 +133,7 @@ def _section(facts: Facts) -> str:
     )
 
 
-def _checking(facts: Facts) -> list[str]:
+def _checking(facts: CardFacts) -> list[str]:
     if facts.changed:
         lines, option = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
     else:
@@ -146,7 +146,7 @@ def _checking(facts: Facts) -> list[str]:
     return [*lines, "", "```", f"ckpttool verify {facts.url} {option}", "```"]
 
 
-def _loading(facts: Facts) -> list[str]:
+def _loading(facts: CardFacts) -> list[str]:
     where = f'"{facts.repo_id}"' + (f', revision="{facts.branch}"' if facts.branch else "")
     if facts.adapter:
         name = {"CAUSAL_LM": "AutoPeftModelForCausalLM"}.get(str(facts.adapter.get("task_type")), "AutoPeftModel")

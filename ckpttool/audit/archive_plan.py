@@ -24,7 +24,7 @@ from ..formats import safetensors_header
 from ..index.checkpoint import ITEMSIZE, TensorEntry
 from ..index.names import COMPONENTS
 from . import tarball
-from .frame_writer import Cut, Member
+from .frame_writer import Member, SplitPoint
 
 __all__ = [
     "LARGE",
@@ -35,8 +35,8 @@ __all__ = [
     "SIGNATURE",
     "SUMS",
     "VALUES",
-    "Place",
-    "Plan",
+    "ArchivePlan",
+    "TensorPlace",
     "groups",
     "make",
     "padding_after",
@@ -49,7 +49,7 @@ RETENTION, SUMS, SIGNATURE = "RETENTION.json", "SHA256SUMS", "model.sig"
 LARGE = 256 << 10
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of a tensor: its member, its first byte there, and its first byte in the tar.
 
     `item` is the bytes of an element if they are in planes, else 1.
@@ -63,16 +63,16 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Plan:
+class ArchivePlan:
     """The first part of the tar, up to the end of the last member with tensors.
 
     `before[name]` are the bytes that stand before a tensor which is the first of its member; `head` those at the very
     beginning; `end` the length of all of it, padding included.
     """
 
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
     members: list[Member]
-    cuts: list[Cut]
+    cuts: list[SplitPoint]
     before: dict[str, bytes]
     head: bytes
     headers: dict[str, bytes]
@@ -111,10 +111,12 @@ def _stored(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
 
 def make(
     grouped: Sequence[Sequence[str]], tensors: Mapping[str, TensorEntry], shuffle: bool, mtime: int, readme: bytes
-) -> Plan:
+) -> ArchivePlan:
     """The plan of members with these tensors, in this order."""
     head = tarball.header(README, len(readme), mtime) + readme + tarball.padding(len(readme))
-    plan = Plan({}, [Member(README, tarball.BLOCK, tarball.BLOCK + len(readme))], [Cut(0, 1, False)], {}, head, {}, 0)
+    plan = ArchivePlan(
+        {}, [Member(README, tarball.BLOCK, tarball.BLOCK + len(readme))], [SplitPoint(0, 1, False)], {}, head, {}, 0
+    )
     at, between = len(head), b""
     for i, names in enumerate(grouped):
         member = f"tensors-{i + 1:05d}.safetensors"
@@ -134,7 +136,7 @@ def make(
             item = planes(t, shuffle)
             if t.nbytes >= LARGE:
                 _cut(plan, at, item, True)
-            plan.places[n] = Place(member, at - start, at, t.nbytes, item)
+            plan.places[n] = TensorPlace(member, at - start, at, t.nbytes, item)
             at += t.nbytes
             if t.nbytes >= LARGE:
                 _cut(plan, at, 1, True)
@@ -146,10 +148,10 @@ def make(
     return plan
 
 
-def _cut(plan: Plan, at: int, item: int, fast: bool) -> None:
+def _cut(plan: ArchivePlan, at: int, item: int, fast: bool) -> None:
     while plan.cuts and plan.cuts[-1].offset == at:
         plan.cuts.pop()
-    plan.cuts.append(Cut(at, item, fast))
+    plan.cuts.append(SplitPoint(at, item, fast))
 
 
 def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: bool) -> bytes:
@@ -163,7 +165,7 @@ def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: b
     return safetensors_header.header(rows, meta)
 
 
-def padding_after(plan: Plan) -> bytes:
+def padding_after(plan: ArchivePlan) -> bytes:
     """The zeros between the last member with tensors and what follows; none if there is no such member."""
     last = plan.members[-1]
     return b"" if last.name == README else tarball.padding(last.end - last.start)

@@ -17,7 +17,7 @@ from .source import short_of
 
 if TYPE_CHECKING:
     from .local_file import WriterPool
-    from .partial import Earlier
+    from .partial import EarlierRun
 
 __all__ = ["Altered", "Destination", "DestinationFile", "ParallelDestination", "write_error"]
 
@@ -95,7 +95,7 @@ class Destination(Protocol):
 
     messages: list[str]
     location: str
-    earlier: Earlier
+    earlier: EarlierRun
     resumable: bool
     max_open_finished: int
     readable_path: str | None

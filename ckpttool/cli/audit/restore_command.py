@@ -29,7 +29,7 @@ from ..terminal import (
     ranks,
     say,
 )
-from .arguments import ArchivePath, Identity, Jobs, Scratch, threads_of
+from .audit_arguments import ArchivePath, Identity, Jobs, Scratch, threads_of
 
 __all__ = ["restore"]
 

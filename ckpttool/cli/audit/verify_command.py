@@ -19,7 +19,7 @@ from ..terminal import (
     print_json,
     say,
 )
-from .arguments import ArchivePath, Identity, Jobs, NoLedger, Scratch, threads_of
+from .audit_arguments import ArchivePath, Identity, Jobs, NoLedger, Scratch, threads_of
 
 __all__ = ["verify"]
 
@@ -65,7 +65,7 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Check an archive without extracting it; exit 4 if it is damaged, 5 if it is not the expected one."""
-    from ...audit.verify import verify
+    from ...audit.verify_in_store import verify
 
     if quick and (deep or against or root):
         raise UsageError("--quick reads no data, so it goes with neither --deep, --against nor --root.")

@@ -19,10 +19,10 @@ from ..terminal import (
     print_json,
     say,
 )
-from .arguments import ArchivePath, FailIfMissing, Store, print_entry
+from .audit_arguments import ArchivePath, FailIfMissing, Store, print_entry
 
 if TYPE_CHECKING:
-    from ...audit.archive_store import Row
+    from ...audit.archive_store import ListingRow
 
 __all__ = ["hold", "list_", "prune", "release"]
 
@@ -48,7 +48,7 @@ def list_(store: Store, fail_if_missing: FailIfMissing = False, as_json: Json = 
         raise typer.Exit(Differs.exit_code)
 
 
-def _print(store: str, rows: Sequence[Row]) -> None:
+def _print(store: str, rows: Sequence[ListingRow]) -> None:
     """Print a listing."""
     from ...engine.inspect import human
 

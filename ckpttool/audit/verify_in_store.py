@@ -18,8 +18,8 @@ from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import ENCRYPTED
 from .archive_store import disagreements
+from .archive_verification import ArchiveFinding, ArchiveVerdict, verify_archive
 from .spool import decrypted
-from .verification import Finding, Verdict, verify_archive
 
 __all__ = ["verify"]
 
@@ -39,7 +39,7 @@ def verify(
     jobs: int = 2,
     workers: WorkersSpec = None,
     progress: Progress = silent,
-) -> Verdict:
+) -> ArchiveVerdict:
     """Verify an archive. Of an encrypted one without a key, the ciphertext is compared with its sidecar.
 
     If the store has a ledger, the archive is compared with the one recorded under this name, at any depth, and the
@@ -151,7 +151,7 @@ def _lines(store: str, in_ledger: bool) -> tuple[list[dict[str, Any]] | None, st
 
 
 def _compare(
-    found: Verdict,
+    found: ArchiveVerdict,
     store: str,
     file: str,
     lines: list[dict[str, Any]] | None,
@@ -177,19 +177,19 @@ def _compare(
         found.against = "what the ledger recorded at the export"
 
 
-def _ciphertext(source: Source, file: str, root: str | None, quick: bool, progress: Progress) -> Verdict:
+def _ciphertext(source: Source, file: str, root: str | None, quick: bool, progress: Progress) -> ArchiveVerdict:
     """Verify an encrypted archive without its key: the ciphertext against the hashes in its sidecar."""
     parsed = sidecar.read(source, file)
     known, want = parsed["archive"], parsed["ciphertext"]
     have = {**want, "bytes": source.size(file)} if quick else sidecar.ciphertext(source, file, progress)
-    out = Verdict(f"{source.root}/{file}", "quick" if quick else "ciphertext", have["bytes"])
+    out = ArchiveVerdict(f"{source.root}/{file}", "quick" if quick else "ciphertext", have["bytes"])
     for i, (a, b) in enumerate(zip(have["blocks"], want["blocks"], strict=False)):
         if a != b:
             what = "the ciphertext does not have the SHA-256 of the sidecar"
             end = min(have["bytes"], (i + 1) * sidecar.BLOCK)
-            out.findings.append(Finding(what, file_start=i * sidecar.BLOCK, file_end=end))
+            out.findings.append(ArchiveFinding(what, file_start=i * sidecar.BLOCK, file_end=end))
     if not out.findings and have != want:
-        out.findings.append(Finding(f"the file has {have['bytes']} bytes, by its sidecar {want['bytes']}"))
+        out.findings.append(ArchiveFinding(f"the file has {have['bytes']} bytes, by its sidecar {want['bytes']}"))
     out.ciphertext_sha256 = have["sha256"]
     out.signature = f"in the ciphertext, not checked (give {argument('identities')})" if known.get("signed") else "none"
     out.manifest_sha256, out.created = known.get("manifest_sha256"), known.get("created")
@@ -200,7 +200,7 @@ def _ciphertext(source: Source, file: str, root: str | None, quick: bool, progre
     return out
 
 
-def _note(found: Verdict, store: str, file: str, in_ledger: bool) -> Verdict:
+def _note(found: ArchiveVerdict, store: str, file: str, in_ledger: bool) -> ArchiveVerdict:
     _append(
         store,
         file,

@@ -4,8 +4,9 @@
     default   also every frame, the SHA-256 of every member and the digest of every tensor
     deep      also a live checkpoint, or a Merkle root that was written down
 
-Damage becomes a `Finding`: which bytes of which tensor of which member. Reading continues after a damaged frame. If the
-structure itself is damaged, the manifest is searched for at the end of the tar, so that findings have names even then.
+Damage becomes an `ArchiveFinding`: which bytes of which tensor of which member. Reading continues after a damaged
+frame. If the structure itself is damaged, the manifest is searched for at the end of the tar, so that findings have
+names even then.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from ..engine.workers.parallel_digests import for_reading
 from ..errors import CkpttoolError, Corrupt, Differs, argument
 from ..layouts import Place, ReadOptions, find
 from ..storage.source import Source
-from . import plan, signing
+from . import archive_plan as plan
+from . import signing
 from .archive import Archive
+from .archive_hashing import ArchiveFinding, ArchiveHasher
 from .frame_format import LOOK
 from .parallel_reading import read_with_workers
-from .reading import Finding, Reading
 
-__all__ = ["Finding", "Verdict", "verify_archive"]
+__all__ = ["ArchiveFinding", "ArchiveVerdict", "verify_archive"]
 
 
 @dataclass
-class Verdict:
+class ArchiveVerdict:
     """The result of a verification; sound if `findings` is empty. `signature` says who signed, or why that is unknown,
     `ledger` what the store's ledger says about the archive, `warnings` where ledger and hold file disagree and why
     workers were not used, `workers` who read: `parallel_reading.read_with_workers`, None for one process."""
@@ -40,7 +42,7 @@ class Verdict:
     path: str
     depth: str
     file_bytes: int
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ArchiveFinding] = field(default_factory=list)
     tensors: int = 0
     tensor_bytes: int = 0
     merkle_root: str | None = None
@@ -82,7 +84,7 @@ def verify_archive(
     workers: WorkersSpec = None,
     path_for_workers: str | None = None,
     progress: Progress = silent,
-) -> Verdict:
+) -> ArchiveVerdict:
     """Judge an archive; what is wrong with it is in the verdict.
 
     Args:
@@ -97,7 +99,7 @@ def verify_archive(
         Differs: signature, checkpoint or root are others. UsageError: a key cannot be read.
     """
     path = f"{source.root}/{file}"
-    out = Verdict(path, "quick" if quick else "deep" if against or root else "full", source.size(file))
+    out = ArchiveVerdict(path, "quick" if quick else "deep" if against or root else "full", source.size(file))
     archive: Archive | None = None
     structure: CkpttoolError | None = None
     try:
@@ -107,16 +109,16 @@ def verify_archive(
     except CkpttoolError as e:
         structure = e
     if not quick:
-        reading = Reading(source, file, archive)
+        hasher = ArchiveHasher(source, file, archive)
         with _workers(archive, workers, path_for_workers, out) as crew:
             if crew is None or path_for_workers is None:
-                reading.run(jobs, progress)
+                hasher.run(jobs, progress)
             else:
-                out.workers = read_with_workers(reading, path_for_workers, crew, jobs, progress)
-        out.findings += reading.judge()
+                out.workers = read_with_workers(hasher, path_for_workers, crew, jobs, progress)
+        out.findings += hasher.judge()
     if structure is not None and not out.findings:
         text = str(structure).removeprefix(path).lstrip("/: ")
-        out.findings.append(Finding(text.removesuffix(LOOK)))
+        out.findings.append(ArchiveFinding(text.removesuffix(LOOK)))
     if archive is None or structure is not None:
         return out
     out.tensors = len(archive.manifest.tensors)
@@ -141,7 +143,9 @@ def verify_archive(
 
 
 @contextmanager
-def _workers(archive: Archive | None, spec: WorkersSpec, path: str | None, out: Verdict) -> Iterator[Workers | None]:
+def _workers(
+    archive: Archive | None, spec: WorkersSpec, path: str | None, out: ArchiveVerdict
+) -> Iterator[Workers | None]:
     """The workers that read an archive; None for one process, and a warning says why if others were asked for."""
     why = None
     if path is None:
@@ -157,7 +161,7 @@ def _workers(archive: Archive | None, spec: WorkersSpec, path: str | None, out: 
     yield None
 
 
-def _signature(archive: Archive, out: Verdict, public_key: str | None, certificates: Sequence[str]) -> None:
+def _signature(archive: Archive, out: ArchiveVerdict, public_key: str | None, certificates: Sequence[str]) -> None:
     asked = public_key is not None or bool(certificates)
     if not archive.signed:
         if asked:

@@ -30,7 +30,7 @@ from ..terminal import (
     print_json,
     say,
 )
-from .arguments import Jobs, NoLedger, threads_of
+from .audit_arguments import Jobs, NoLedger, threads_of
 
 __all__ = ["export"]
 
@@ -133,8 +133,8 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     """Write a checkpoint in any layout into one archive that anyone can check."""
+    from ...audit.archive_options import ArchiveOptions
     from ...audit.export import export_with as run
-    from ...audit.options import ArchiveOptions
     from ...engine.conversion import RunOptions
     from ...engine.inspect import human
     from ...engine.planning import WriteRequest
