@@ -5,8 +5,8 @@
 
 docs/reference/archive-format.md has the format, ckpttool/audit/archive_plan.py the arithmetic of it. Tensors are
 ordered by name and values by name, so that the layout and the world size of the source play no part. Reading is by
-`Archive`, whose members are files; an encrypted archive (NAME.tar.zst.age) is read by `audit verify` and `audit restore`, which
-take its key.
+`Archive`, whose members are files; an encrypted archive (NAME.tar.zst.age) is read by `audit verify` and
+`audit restore`, which take its key.
 
 Tied tensors are stored under each of their names, since some layouts know of them and others do not; that they were one
 is in PROVENANCE.json, and so is the order of the source, which is that of the model.
