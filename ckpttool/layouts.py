@@ -516,7 +516,7 @@ def _longer_revisions(url: str) -> list[str]:
 
 
 def _object_or_prefix(url: str, is_folder: bool) -> Place | None:
-    folder, name = urls.split(url)
+    folder, name = urls.split_url(url)
     if not is_folder and name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)
         if source.exists(name):

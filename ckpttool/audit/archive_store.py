@@ -494,7 +494,7 @@ def _refuse_protected(store: str, name: str, history: History) -> None:
 
 
 def _split(archive: str) -> tuple[str, str]:
-    return urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
+    return urls.split_url(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
 
 
 def _exists(store: str, name: str) -> bool:
@@ -518,7 +518,7 @@ def why_protected(row: ListingRow, now: datetime) -> str:
 def remove_file(store: str, name: str) -> None:
     """Delete a file of a store, durably; one that is already gone is fine."""
     if urls.is_url(store):
-        objects.remove(f"{store.rstrip('/')}/{name}")
+        objects.remove_object(f"{store.rstrip('/')}/{name}")
         return
     try:
         os.unlink(os.path.join(store, name))

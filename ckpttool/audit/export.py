@@ -94,7 +94,7 @@ def export_with(
 ) -> Exported:
     """`export`."""
     sealed = bool(options.recipients)
-    folder, name = urls.split(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
+    folder, name = urls.split_url(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
     clock = None
     if in_ledger and (urls.is_url(folder) or os.path.isdir(folder)):
         clock = ledger.clock_behind(ledger.refuse_unwritable(folder))  # warn now, not after everything was copied

@@ -43,7 +43,7 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
     """
     store, name = _placed(archive, reason)
     require(store, name)
-    locked = urls.is_url(archive) and objects.legal_hold(archive, on=True)
+    locked = urls.is_url(archive) and objects.set_legal_hold(archive, on=True)
     with ledger.turn(store) as turn:
 
         def still_there(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def release(archive: str, reason: str) -> dict[str, Any]:
         if name in history.files:
             remove_file(store, sidecar.hold_name(name))
         if not turn.alone:
-            objects.legal_hold(archive, on=False)
+            objects.set_legal_hold(archive, on=False)
             _restore_later(archive, turn, entry)
         return entry
 
@@ -129,7 +129,7 @@ def _restore_later(archive: str, turn: ledger.Turn, entry: dict[str, Any]) -> No
     store, name = split_path(archive)
     for later in holds_in_ledger(turn.read(), name)[0].values():
         if later["seq"] > entry["seq"]:
-            objects.legal_hold(archive, on=True)
+            objects.set_legal_hold(archive, on=True)
             _write_beside(store, name, turn, later)
 
 

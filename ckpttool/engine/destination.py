@@ -14,7 +14,7 @@ from ..formats import other_files
 from ..index.draft import Draft
 from ..storage import partial, urls
 from ..storage.destination_protocol import Destination, write_error
-from ..storage.local_destination import LocalDestination, refuse_full, refuse_target
+from ..storage.local_destination import LocalDestination, check_free_space, refuse_target
 from ..storage.object_destinations import ObjectDestination, PrefixDestination
 from ..storage.objects import s3_object
 from ..storage.urls import UNFINISHED
@@ -71,7 +71,7 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
     if urls.is_url(dst):
         return None
     refuse_target(where, planned.target.is_file, force)
-    return refuse_full(os.path.dirname(where), _room(planned.draft))
+    return check_free_space(os.path.dirname(where), _room(planned.draft))
 
 
 def sharable(dst: str, is_file: bool, draft: Draft) -> bool:
@@ -148,7 +148,9 @@ def recovered(target: str) -> list[str]:
         return partial.recover(target)
     except OSError as e:
         raise write_error(
-            e, target, f"An earlier run left the old checkpoint beside it; `{partial.command(target)}` puts it back."
+            e,
+            target,
+            f"An earlier run left the old checkpoint beside it; `{partial.clean_command(target)}` puts it back.",
         ) from e
 
 

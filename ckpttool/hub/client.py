@@ -123,7 +123,7 @@ class Repository:
         bound_hub_client()
         budget, stalls = RequestBudget(self.url, writes=writes), 0
         for k in range(tries):
-            budget.begin()
+            budget.start_try()
             try:
                 with silence(), within_budget_in_all_threads(budget) if writes else within_budget(budget):
                     return call()
@@ -148,7 +148,7 @@ class Repository:
         if isinstance(e, _FAULTS):
             return RemoteError(
                 f"{self.url}: {urls.redact_url(self.api.endpoint)} does not answer like a Hub ({type(e).__name__}: "
-                f"{retries.redacted(e)}). Check HF_ENDPOINT and the proxy, then run the same command again."
+                f"{retries.redacted_message(e)}). Check HF_ENDPOINT and the proxy, then run the same command again."
             )
         kind, by = retries.classify_error(e)
         if isinstance(e, JSONDecodeError):  # an answer that is no JSON is of something in between
@@ -206,7 +206,7 @@ class Repository:
         for f in self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit):
             if not hasattr(f, "blob_id"):
                 continue
-            name = urls.inside(str(f.path), self.url)
+            name = urls.check_inside(str(f.path), self.url)
             if name in found or len(found) >= LIMITS.names:
                 many = f"{name!r} twice" if name in found else f"more than {LIMITS.names:,} files"
                 raise RemoteError(f"{self.url}: the Hub lists {many}. Check HF_ENDPOINT.")
@@ -348,7 +348,7 @@ def _chain(e: BaseException | None) -> Iterator[BaseException]:
 
 def _words(e: BaseException) -> str:
     """The Hub's message, without the boilerplate."""
-    text = retries.redacted(e)
+    text = retries.redacted_message(e)
     text = re.sub(r"(Client|Server) error '(\d+ [^']*)' for url '[^']*'", r"\2", text)
     text = re.sub(r" ?For more information check: \S+| ?\(Request ID: [^)]*\)", "", text)
     text = re.sub(r"[. ]*Cannot access content at: \S+ Make sure your token has the correct permissions\.?", "", text)

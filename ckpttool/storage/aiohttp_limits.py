@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from .answer_limits import LIMITS, RequestBudget, current_budget, permit_redirect
+from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget
 
 __all__ = ["bounded_s3_session", "session_settings"]
 
@@ -40,7 +40,7 @@ class _BoundedReader:
     async def read(self, n: int = -1) -> bytes:
         """As StreamReader's."""
         if n >= 0:
-            return self._count(await self._stream.read(n))
+            return self._count_bytes(await self._stream.read(n))
         pieces = []
         while piece := await self.readany():
             pieces.append(piece)
@@ -51,14 +51,14 @@ class _BoundedReader:
 
     async def readany(self) -> bytes:
         """As StreamReader's."""
-        return self._count(await self._stream.readany())
+        return self._count_bytes(await self._stream.readany())
 
-    def _count(self, data: bytes) -> bytes:
+    def _count_bytes(self, data: bytes) -> bytes:
         self._got += len(data)
         if self._counted:
-            self._budget.read(len(data))
+            self._budget.count_bytes(len(data))
         if self._got > self._most:
-            raise self._budget.too_long(self._most, ignored=self._ignored)
+            raise self._budget.too_long_error(self._most, ignored=self._ignored)
         return data
 
 
@@ -78,9 +78,9 @@ class _BoundedAnswer(aiohttp.ClientResponse):
             async with asyncio.timeout(None if budget.writes else budget.stall_seconds):
                 await super().start(connection)
         except TimeoutError:
-            raise budget.stalled() from None
+            raise budget.stalled_error() from None
         asked = self.request_info.headers.get("Range", "")
-        most = budget.allowed(self.method, str(self.url), asked, self.status, self.headers, self.most)
+        most = budget.body_limit(self.method, str(self.url), asked, self.status, self.headers, self.most)
         ranged = bool(asked) and self.status < 300
         stream = self.content
         self.content = _BoundedReader(stream, budget, most, not ranged, ranged and self.status == 200)  # type: ignore[assignment]
@@ -97,10 +97,10 @@ class _BoundedAnswer(aiohttp.ClientResponse):
             if self.closed or stream.is_eof():
                 return
             if stream.total_bytes - before < LIMITS.stall_bytes:
-                stream.set_exception(budget.stalled())
+                stream.set_exception(budget.stalled_error())
                 self.close()
                 return
-            budget.progress()
+            budget.note_progress()
             self._watch(stream, budget, stream.total_bytes)
 
         self._progress = asyncio.get_running_loop().call_later(budget.stall_seconds, look)
@@ -117,26 +117,26 @@ class _PageOfXml(_BoundedAnswer):
     most = _MOST_XML_BYTES
 
 
-async def _before(session: Any, context: Any, params: aiohttp.TraceRequestStartParams) -> None:
+async def _count_request(session: Any, context: Any, params: aiohttp.TraceRequestStartParams) -> None:
     if (budget := current_budget()) is not None:
-        budget.request()
+        budget.count_request()
 
 
-async def _redirected(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
+async def _strip_credentials(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
     location = params.response.headers.get("Location") or params.response.headers.get("URI")
-    if location and not permit_redirect(params.method, str(params.response.url), location):
+    if location and not check_redirect(params.method, str(params.response.url), location):
         for name in set(params.headers) - {n for n in params.headers if n.lower() in _HARMLESS}:
             params.headers.popall(name, None)
 
 
-def _tracing() -> list[aiohttp.TraceConfig]:
+def _make_traces() -> list[aiohttp.TraceConfig]:
     trace = aiohttp.TraceConfig()
-    trace.on_request_start.append(_before)
-    trace.on_request_redirect.append(_redirected)
+    trace.on_request_start.append(_count_request)
+    trace.on_request_redirect.append(_strip_credentials)
     return [trace]
 
 
-_TRACES = _tracing()  # one object: fsspec tells file systems apart by their arguments
+_TRACES = _make_traces()  # one object: fsspec tells file systems apart by their arguments
 
 
 def session_settings() -> dict[str, Any]:

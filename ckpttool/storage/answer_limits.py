@@ -26,8 +26,8 @@ __all__ = [
     "Limits",
     "RequestBudget",
     "Stalled",
+    "check_redirect",
     "current_budget",
-    "permit_redirect",
     "within_budget",
     "within_budget_in_all_threads",
 ]
@@ -88,9 +88,9 @@ class RequestBudget:
         self._until = time.monotonic() + LIMITS.question_seconds
         self._waits = LIMITS.wait_seconds
         self.in_body: set[int] = set()  # threads that have a whole header, where threads read
-        self.begin()
+        self.start_try()
 
-    def begin(self) -> None:
+    def start_try(self) -> None:
         """The first request of a try comes next."""
         self._asked: dict[str, int] = {}
         self._left = LIMITS.question_bytes
@@ -101,21 +101,21 @@ class RequestBudget:
         """How long an answer may take without progress."""
         return LIMITS.write_seconds if self.writes else LIMITS.stall_seconds
 
-    def request(self) -> None:
+    def count_request(self) -> None:
         """A request is about to be sent."""
         if self._stalled:  # clients ask again in other words
-            raise self.stalled()
+            raise self.stalled_error()
         if not self.writes and time.monotonic() > self._until:
             raise RemoteError(
                 f"{self.url}: the server has not given a whole answer in {LIMITS.question_seconds:.0f} seconds. Check "
                 "the network and the server, then run the same command again."
             )
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """A body arrives."""
         self._until = max(self._until, time.monotonic() + LIMITS.question_seconds)
 
-    def stalled(self) -> Stalled:
+    def stalled_error(self) -> Stalled:
         """The error for an answer without progress."""
         self._stalled = True
         return Stalled(
@@ -124,7 +124,7 @@ class RequestBudget:
             "again."
         )
 
-    def allowed(
+    def body_limit(
         self, method: str, url: str, asked: str, status: int, headers: Mapping[str, str], most: int | None = None
     ) -> int:
         """The bytes of a body that may be read.
@@ -135,7 +135,7 @@ class RequestBudget:
             most: a smaller limit than `answer_bytes`.
         """
         if status >= 300:
-            self._hold_back(status, headers)
+            self._allow_wait(status, headers)
             return LIMITS.error_bytes
         coding = headers.get("Content-Encoding", "").strip().lower()
         if coding not in ("", "identity", "aws-chunked"):  # the last is a word that some stores keep from an upload
@@ -153,7 +153,7 @@ class RequestBudget:
                 )
             length = headers.get("Content-Length", "")
             if method != "HEAD" and length.isdecimal() and int(length[:20]) > n:
-                raise self.too_long(n, ignored=status == 200)
+                raise self.too_long_error(n, ignored=status == 200)
             return n
         if method == "GET":
             self._asked[url] = again = self._asked.get(url, 0) + 1
@@ -164,7 +164,7 @@ class RequestBudget:
                 )
         return min(most or LIMITS.answer_bytes, self._left)
 
-    def read(self, n: int) -> None:
+    def count_bytes(self, n: int) -> None:
         """`n` bytes of an answer without a range were read."""
         self._left = max(0, self._left - n)
 
@@ -183,7 +183,7 @@ class RequestBudget:
             found = str(e).partition(". ")[0]
             raise RemoteError(f"{self.url}: {found}. Check the address, the server and the proxy.") from None
 
-    def _hold_back(self, status: int, headers: Mapping[str, str]) -> None:
+    def _allow_wait(self, status: int, headers: Mapping[str, str]) -> None:
         """Grant the time that a server wants us to wait."""
         waits = re.findall(r"^\s*(\d+)\s*$", headers.get("Retry-After", "")) + re.findall(
             r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
@@ -197,7 +197,7 @@ class RequestBudget:
         self._waits -= wait
         self._until += wait
 
-    def too_long(self, most: int, *, ignored: bool = False) -> RemoteError:
+    def too_long_error(self, most: int, *, ignored: bool = False) -> RemoteError:
         """The error for a body of more than `most` bytes; `ignored`: the server sends all instead of a range."""
         if ignored:
             return RemoteError(
@@ -268,7 +268,7 @@ def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudge
         _everywhere.remove(budget)
 
 
-def permit_redirect(method: str, at: str, location: str) -> bool:
+def check_redirect(method: str, at: str, location: str) -> bool:
     """Whether a redirect stays on the server.
 
     Raises:

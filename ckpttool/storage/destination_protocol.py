@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CkpttoolError, Interrupted, NoSpace, NotPermitted, kind_of_failure
-from .source import short_of
+from .source import missing_resource
 
 if TYPE_CHECKING:
     from .local_file import WriterPool
@@ -203,7 +203,7 @@ def write_error(e: OSError, path: str, outcome: str = "The destination is untouc
             f"{path}: {e.strerror}. {outcome} Free some space and run the same command again; what was written is kept "
             "and used."
         )
-    if (what := short_of(e)) is not None:
+    if (what := missing_resource(e)) is not None:
         return NoSpace(
             f"{path}: {e.strerror}: {what}. {outcome} Fix that or write elsewhere, then run the same command again."
         )

@@ -14,7 +14,7 @@ from functools import cache
 from threading import get_ident
 from typing import Any
 
-from .answer_limits import LIMITS, RequestBudget, current_budget, permit_redirect
+from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget
 
 __all__ = ["bound_hub_client"]
 
@@ -25,19 +25,22 @@ def bound_hub_client() -> None:
     import huggingface_hub
     from huggingface_hub.utils import _http
 
-    if _bounded(huggingface_hub.get_session()):
+    if _is_bounded(huggingface_hub.get_session()):
         return
     make = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
-    huggingface_hub.set_client_factory(lambda: _bind(make()))
+    huggingface_hub.set_client_factory(lambda: _bound(make()))
 
 
-def _bounded(client: Any) -> bool:
-    return _answered in client.event_hooks["response"]
+def _is_bounded(client: Any) -> bool:
+    return _after_response in client.event_hooks["response"]
 
 
-def _bind(client: Any) -> Any:
+def _bound(client: Any) -> Any:
     hooks = client.event_hooks
-    client.event_hooks = {"request": [*hooks["request"], _asked], "response": [*hooks["response"], _answered]}
+    client.event_hooks = {
+        "request": [*hooks["request"], _before_request],
+        "response": [*hooks["response"], _after_response],
+    }
     for transport in (client._transport, *client._mounts.values()):
         pool = getattr(transport, "_pool", None)
         if pool is not None:
@@ -45,27 +48,27 @@ def _bind(client: Any) -> Any:
     return client
 
 
-def _asked(request: Any) -> None:
+def _before_request(request: Any) -> None:
     if (budget := current_budget()) is not None:
-        budget.request()
+        budget.count_request()
         request.headers["Accept-Encoding"] = "identity"
 
 
-def _answered(response: Any) -> None:
+def _after_response(response: Any) -> None:
     budget = current_budget()
     if budget is None:
         return
     budget.in_body.add(get_ident())
     request = response.request
     if response.has_redirect_location:
-        permit_redirect(request.method, str(request.url), response.headers["Location"])
+        check_redirect(request.method, str(request.url), response.headers["Location"])
     link = response.links.get("next", {}).get("url", "")
     if link:  # the token goes with the request for the next page
-        permit_redirect("POST", str(request.url), link)
+        check_redirect("POST", str(request.url), link)
     asked = request.headers.get("Range", "")
     downloads = budget.downloads and request.method == "GET" and not asked
     most = LIMITS.download_bytes if downloads else None
-    most = budget.allowed(request.method, str(request.url), asked, response.status_code, response.headers, most)
+    most = budget.body_limit(request.method, str(request.url), asked, response.status_code, response.headers, most)
     if downloads and response.status_code < 300:
         most = LIMITS.download_bytes
     ranged = bool(asked) and response.status_code < 300
@@ -99,9 +102,9 @@ class _BoundedBody:
         for data in self._stream:
             got += len(data)
             if self._counted:
-                self._budget.read(len(data))
+                self._budget.count_bytes(len(data))
             if got > self._most:
-                raise self._budget.too_long(self._most, ignored=self._ignored and not self._counted)
+                raise self._budget.too_long_error(self._most, ignored=self._ignored and not self._counted)
             if self._counted:
                 whole += data
             yield data
@@ -163,16 +166,16 @@ class _WatchedStream:
             data = self._stream.read(most, timeout=left)
         except Exception as e:
             if type(e).__name__ == "ReadTimeout":
-                raise budget.stalled() from None
+                raise budget.stalled_error() from None
             raise
         now = time.monotonic()
         self._waited += now - began
         self._got += len(data)
         if get_ident() not in budget.in_body and now - self._sent >= budget.stall_seconds:
-            raise budget.stalled()  # headers, of however many answers that are none (status 100 to 199)
+            raise budget.stalled_error()  # headers, of however many answers that are none (status 100 to 199)
         if self._got >= LIMITS.stall_bytes:
-            budget.progress()
+            budget.note_progress()
             self._waited, self._got = 0.0, 0
         elif self._waited >= budget.stall_seconds and data:
-            raise budget.stalled()
+            raise budget.stalled_error()
         return data

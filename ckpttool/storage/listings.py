@@ -17,9 +17,9 @@ from urllib.parse import unquote, urljoin
 from ..errors import RemoteError, Unsafe
 from .answer_limits import LIMITS
 from .retries import with_retries
-from .urls import inside
+from .urls import check_inside
 
-__all__ = ["entries", "pages"]
+__all__ = ["follow_pages", "list_entries"]
 
 # every part of it takes time linear in the page
 _LINK = re.compile(
@@ -29,7 +29,7 @@ _LINK = re.compile(
 _MOST_TOKEN = 1 << 14  # characters; S3 and GCS send some hundred, and refuse a longer URL themselves
 
 
-def pages(
+def follow_pages(
     url: str,
     ask: Callable[[dict[str, Any]], dict[str, Any]],
     following: Callable[[dict[str, Any]], dict[str, Any] | None],
@@ -71,7 +71,7 @@ def pages(
         seen.add(token)
 
 
-def entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str, Any]]:
+def list_entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str, Any]]:
     """{name: what the store says of it, as fsspec's `info`} directly below a folder of a file system.
 
     Raises:
@@ -80,17 +80,17 @@ def entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str, Any
     protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
     out: dict[str, dict[str, Any]] = {}
     if "http" in protocols:
-        for name in with_retries(url, lambda: _links(fs, path + query)):
+        for name in with_retries(url, lambda: _list_links(fs, path + query)):
             out[name] = {"name": name, "type": "file", "size": None}
-            _few(out, url)
+            _check_count(out, url)
         return out
     found: Iterable[dict[str, Any]]
     if "s3" in protocols:
-        found = _of_s3(fs, path, url)
+        found = _list_s3(fs, path, url)
     elif "gs" in protocols:
-        found = _of_gcs(fs, path, url)
+        found = _list_gcs(fs, path, url)
     elif "hf" in protocols and hasattr(at := with_retries(url, lambda: fs.resolve_path(path)), "repo_id"):
-        found = with_retries(url, lambda: _of_hub(fs, path, at, url))
+        found = with_retries(url, lambda: _list_hub(fs, path, at, url))
     else:
         found = with_retries(url, lambda: fs.ls(path, detail=True))
     head = path + "/"
@@ -103,30 +103,30 @@ def entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str, Any
         name = name.removeprefix(head)
         name = name[:-1] if info.get("type") == "directory" and name.endswith("/") else name
         if "/" in name:
-            inside(name, url)
+            check_inside(name, url)
             raise RemoteError(
                 f"{url}: the store lists {name[:200]!r}, which does not lie directly below. Check the store."
             )
-        if inside(name, url) in out and {out[name].get("type"), info.get("type")} == {"file"}:
+        if check_inside(name, url) in out and {out[name].get("type"), info.get("type")} == {"file"}:
             raise RemoteError(f"{url}: the store lists {name[:200]!r} twice. Check the store.")
         if out.get(name, info).get("type") == info.get("type") or info.get("type") == "file":
             out[name] = info
-        _few(out, url)
+        _check_count(out, url)
     return out
 
 
-def _few(found: dict[str, Any], url: str) -> None:
+def _check_count(found: dict[str, Any], url: str) -> None:
     if len(found) > LIMITS.names:
         raise RemoteError(
             f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder."
         )
 
 
-def _of_s3(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
+def _list_s3(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
     """Objects and common prefixes below a prefix of a bucket."""
     bucket, _, key = path.partition("/")
     where = {"Bucket": bucket, "Prefix": key + "/" if key else "", "Delimiter": "/"}
-    for page in pages(
+    for page in follow_pages(
         url,
         lambda more: with_retries(url, lambda: fs.call_s3("list_objects_v2", **where, **more, **fs.req_kw)),
         lambda page: {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else None,
@@ -143,11 +143,11 @@ def _of_s3(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
             }
 
 
-def _of_gcs(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
+def _list_gcs(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
     """The same of Google's store."""
     bucket, _, key = path.partition("/")
     where = {"delimiter": "/", "prefix": key + "/" if key else "", "maxResults": 1000}
-    for page in pages(
+    for page in follow_pages(
         url,
         lambda more: with_retries(url, lambda: fs.call("GET", "b/{}/o", bucket, json_out=True, **where, **more)),
         lambda page: {"pageToken": page["nextPageToken"]} if page.get("nextPageToken") else None,
@@ -164,7 +164,7 @@ def _of_gcs(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
             }
 
 
-def _of_hub(fs: Any, path: str, at: Any, url: str) -> list[dict[str, Any]]:
+def _list_hub(fs: Any, path: str, at: Any, url: str) -> list[dict[str, Any]]:
     """Files and folders of a repository on the Hub."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
@@ -186,7 +186,7 @@ def _of_hub(fs: Any, path: str, at: Any, url: str) -> list[dict[str, Any]]:
     return out
 
 
-def _links(fs: Any, url: str) -> list[str]:
+def _list_links(fs: Any, url: str) -> list[str]:
     """Names that the page of a folder links to, directly below it. A page is made for people, so what it links to
     besides is no error."""
     from fsspec.asyn import sync
@@ -211,7 +211,7 @@ def _links(fs: Any, url: str) -> list[str]:
             name = unquote(link.partition("://")[2].removeprefix(base.partition("://")[2]).rstrip("/"))
             try:
                 if name and "/" not in name:
-                    out[inside(name, url)] = None
+                    out[check_inside(name, url)] = None
             except Unsafe:
                 continue
         if len(out) > LIMITS.names:

@@ -33,10 +33,10 @@ from ..errors import (
 from . import partial
 from .destination_protocol import ParallelDestination, write_error
 from .local_file import LocalFile, WriterPool
-from .lock import keep_ours, take_lock, unlock
+from .lock import ensure_owner_mode, take_lock, unlock
 from .shared_tree import is_coherent, read_filled_parts
 
-__all__ = ["LocalDestination", "refuse_full", "refuse_target"]
+__all__ = ["LocalDestination", "check_free_space", "refuse_target"]
 
 
 class LocalDestination(ParallelDestination):
@@ -68,12 +68,12 @@ class LocalDestination(ParallelDestination):
         try:
             self._lock = take_lock(leftovers)
             if old := partial.put_back(leftovers):
-                self.messages.append(partial.told(self.target, old))
+                self.messages.append(partial.put_back_message(self.target, old))
             refuse_target(self.target, is_file, force)
             self._prepare(need_bytes)
         except BaseException as e:
-            if self._folder >= 0 and not self._kept:
-                self._clear()
+            if self._folder >= 0 and not self._has_progress:
+                self._remove_folder()
             self.release()
             if isinstance(e, OSError):
                 raise write_error(e, e.filename or self.folder) from e
@@ -85,13 +85,13 @@ class LocalDestination(ParallelDestination):
         found = None
         for folder in self.leftovers.folders():
             same = os.path.basename(folder).startswith(mine)
-            if why := partial.foreign(folder):
+            if why := partial.why_foreign(folder):
                 self.messages.append(
                     f"{folder} {why}, so it was not used; if you know that it can go: rm -r {shlex.quote(folder)}"
                 )
                 continue
-            earlier = partial.earlier_run(partial.read_journal(folder), self.plan) if same and not found else None
-            if earlier and partial.continuable(folder):
+            earlier = partial.parse_journal(partial.read_journal(folder), self.plan) if same and not found else None
+            if earlier and partial.is_continuable(folder):
                 found, self.earlier = folder, earlier
                 continue
             if left := partial.remove(folder, self.target):
@@ -100,9 +100,9 @@ class LocalDestination(ParallelDestination):
                 self.messages.append(
                     f"removed {os.path.basename(folder)}, left by an interrupted run with other options"
                 )
-        self._enter(found or self._new_folder(mine))
-        have = sum(e.stat().st_blocks * 512 for e in _walk(self.tree))
-        refuse_full(self.parent, need_bytes, have)
+        self._open_folder(found or self._new_folder(mine))
+        have = sum(e.stat().st_blocks * 512 for e in _list_files(self.tree))
+        check_free_space(self.parent, need_bytes, have)
         if not found:
             self.restart()
 
@@ -111,13 +111,13 @@ class LocalDestination(ParallelDestination):
         for k in range(100):
             folder = os.path.join(self.parent, f"{name}-{k}" if k else name)
             try:
-                partial.make(folder)
+                partial.make_private_folder(folder)
                 return folder
             except FileExistsError:
                 continue
         raise DestinationExists(f"100 entries of {self.parent} are named like {name}; remove them, or write elsewhere.")
 
-    def _enter(self, folder: str) -> None:
+    def _open_folder(self, folder: str) -> None:
         """Work in this folder from now on."""
         self.folder = self.location = folder
         self.tree, self.journal_path = os.path.join(folder, "tree"), os.path.join(folder, "journal")
@@ -125,10 +125,10 @@ class LocalDestination(ParallelDestination):
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         if not os.path.isdir(self.tree):
             os.mkdir(self.tree)
-            keep_ours(self.tree, 0o700)
+            ensure_owner_mode(self.tree, 0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._journal = os.open(self.journal_path, flags, 0o600)
-        keep_ours(self._journal, 0o600)
+        ensure_owner_mode(self._journal, 0o600)
         with open(self.journal_path, "rb") as f:
             os.ftruncate(self._journal, f.read().rfind(b"\n") + 1)  # a line that was cut off
 
@@ -160,7 +160,7 @@ class LocalDestination(ParallelDestination):
         if self.in_place:
             left = ""
             if os.path.lexists(self.folder):
-                left = f" What was left beside it is removed by `{partial.command(self.target)}`."
+                left = f" What was left beside it is removed by `{partial.clean_command(self.target)}`."
             return f"The new checkpoint is in place at {self.target} and complete.{left}"
         return "The destination is untouched."
 
@@ -169,19 +169,19 @@ class LocalDestination(ParallelDestination):
         """What is there after an interruption, and what to do."""
         if self.in_place:
             return self.state_after_error
-        if not self._kept:
+        if not self._has_progress:
             return f"{self.target} is untouched. Too little was copied to be kept: the same command starts over."
         return f"{self.target} is untouched. Run the same command again to continue, or remove {self.folder}."
 
     @property
-    def _kept(self) -> bool:
+    def _has_progress(self) -> bool:
         """Whether there is something that the next run can go on from."""
-        earlier = partial.earlier_run(partial.read_journal(self.folder), self.plan)
+        earlier = partial.parse_journal(partial.read_journal(self.folder), self.plan)
         return (earlier is not None and earlier.done > 0) or bool(self.filled_parts)
 
     def interrupt(self) -> None:
         """Keep what the next run can continue from, and remove the rest."""
-        if self.in_place or not self._kept:
+        if self.in_place or not self._has_progress:
             self.abandon()
         else:
             self.release()
@@ -205,11 +205,11 @@ class LocalDestination(ParallelDestination):
         parts = os.path.join(self.folder, "parts")
         if not os.path.isdir(parts):
             os.mkdir(parts)
-            keep_ours(parts, 0o700)
+            ensure_owner_mode(parts, 0o700)
         for name, size in files.items():
             fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
-                keep_ours(fd, 0o600)
+                ensure_owner_mode(fd, 0o600)
                 if os.fstat(fd).st_size < size:
                     os.ftruncate(fd, size)
             finally:
@@ -246,7 +246,7 @@ class LocalDestination(ParallelDestination):
     def write_file(self, name: str, data: bytes) -> None:
         """A file that is no part of the draft, made durable."""
         with open(self.path(name), "wb") as f:
-            keep_ours(f.fileno(), 0o600)
+            ensure_owner_mode(f.fileno(), 0o600)
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -258,7 +258,7 @@ class LocalDestination(ParallelDestination):
         if folder != self.tree and not os.path.isdir(folder):
             self.path(os.path.relpath(folder, self.tree))
             os.mkdir(folder)
-            keep_ours(folder, 0o700)
+            ensure_owner_mode(folder, 0o700)
         return path
 
     def commit(self) -> None:
@@ -289,9 +289,9 @@ class LocalDestination(ParallelDestination):
         except OSError as e:
             old = ""
             if self._replaced:
-                old = f" The old one is kept in {self.folder}; `{partial.command(self.target)}` removes it."
+                old = f" The old one is kept in {self.folder}; `{partial.clean_command(self.target)}` removes it."
             else:
-                self._clear()
+                self._remove_folder()
             error = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else CkpttoolError
             raise error(
                 f"{self.parent}: {e.strerror} (errno {e.errno}) while the folder was synced. The new checkpoint is in "
@@ -311,9 +311,9 @@ class LocalDestination(ParallelDestination):
             os.replace(built, self.target, src_dir_fd=self._folder)
         elif os.path.lexists(self.target):
             self._replaced = True
-            if not partial.rename2(built, self.target, 2, self._folder):  # EXCHANGE
+            if not partial.rename_special(built, self.target, 2, self._folder):  # EXCHANGE
                 self._rename_twice(built)
-        elif not partial.rename2(built, self.target, 1, self._folder):  # NOREPLACE
+        elif not partial.rename_special(built, self.target, 1, self._folder):  # NOREPLACE
             os.rename(built, self.target, src_dir_fd=self._folder)
         note_change(f"The new checkpoint is in place at {self.target} and complete.")
 
@@ -331,11 +331,11 @@ class LocalDestination(ParallelDestination):
                 except OSError as e:
                     raise CkpttoolError(
                         f"{self.target}: {e.strerror} (errno {e.errno}). The old checkpoint is whole in {old} "
-                        f"and could not be put back; `{partial.command(self.target)}` does that, or the next run."
+                        f"and could not be put back; `{partial.clean_command(self.target)}` does that, or the next run."
                     ) from e
             raise
 
-    def _clear(self) -> None:
+    def _remove_folder(self) -> None:
         """Remove the partial folder, and say what is left of it."""
         self._close()  # on NFS an open file is renamed, not removed
         if left := partial.remove(self.folder, self.target):
@@ -343,7 +343,7 @@ class LocalDestination(ParallelDestination):
 
     def abandon(self) -> None:
         """Remove everything that was built, and the lock."""
-        self._clear()
+        self._remove_folder()
         self.release()
 
     def release(self) -> None:
@@ -363,7 +363,7 @@ class LocalDestination(ParallelDestination):
         self._journal = self._folder = -1
 
 
-def refuse_full(folder: str, need_bytes: int, have: int = 0) -> int:
+def check_free_space(folder: str, need_bytes: int, have: int = 0) -> int:
     """The free bytes of a file system, if what is to be written there fits; `have` bytes of it are there already.
 
     Raises:
@@ -422,11 +422,11 @@ _KINDS = {
 }
 
 
-def _walk(folder: str) -> list[os.DirEntry[str]]:
+def _list_files(folder: str) -> list[os.DirEntry[str]]:
     out: list[os.DirEntry[str]] = []
     with os.scandir(folder) as entries:
         for e in entries:
-            out.extend(_walk(e.path) if e.is_dir(follow_symlinks=False) else [e])
+            out.extend(_list_files(e.path) if e.is_dir(follow_symlinks=False) else [e])
     return out
 
 

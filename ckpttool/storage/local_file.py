@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from .buffers import ALIGN, BufferPool, IOBudget
 from .destination_protocol import Altered, DestinationFile, write_error
-from .lock import keep_ours
+from .lock import ensure_owner_mode
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["LocalFile", "WriterPool", "write_at"]
+__all__ = ["LocalFile", "WriterPool", "write_all_at"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _SMALL = (
@@ -24,7 +24,7 @@ _SMALL = (
 )  # so many bytes of a file wait without a buffer of the pool, which many files would take from each other
 
 
-def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+def write_all_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     """All of the data, however many system calls it takes.
 
     Raises:
@@ -43,9 +43,9 @@ class WriterPool:
         self.buffers = BufferPool(count, size)
         self.spare = count
         self.size = size
-        from .threads import reading_or_writing
+        from .threads import make_executor
 
-        self.pool = reading_or_writing(budget.writer_threads, "ckpttool-write")
+        self.pool = make_executor(budget.writer_threads, "ckpttool-write")
         self.most_pending = max(
             1, budget.writer_threads - 1
         )  # a longer queue writes no faster, and its buffers leave the cache
@@ -114,7 +114,7 @@ class LocalFile(DestinationFile):
             self.fd = os.open(path, flags, 0o666)
         self.there = -1  # a descriptor to read what is there, until `start_writing`
         try:
-            keep_ours(self.fd, 0o600)
+            ensure_owner_mode(self.fd, 0o600)
             if existing:
                 self.there = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except BaseException:
@@ -206,11 +206,11 @@ class LocalFile(DestinationFile):
             try:
                 done += os.pwrite(fd, data[done:], offset + done)
             except OSError as e:
-                if e.errno == errno.EINVAL and self._through_cache(fd):
+                if e.errno == errno.EINVAL and self._reopen_cached(fd):
                     continue
                 raise write_error(e, self.path) from e
 
-    def _through_cache(self, fd: int) -> bool:
+    def _reopen_cached(self, fd: int) -> bool:
         """After a direct write that the file system refused: whether there is now another descriptor to write to."""
         with self.writer.lock:
             if self.fd == fd and self.direct:

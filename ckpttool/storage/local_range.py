@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from .buffers import ALIGN
 from .destination_protocol import write_error
-from .local_file import LocalFile, WriterPool, write_at
+from .local_file import LocalFile, WriterPool, write_all_at
 
 __all__ = ["LocalRange"]
 
@@ -46,7 +46,7 @@ class LocalRange(LocalFile):
         view = memoryview(data)
         if self.at < self.base:  # on the page that the range before ends on
             k = min(self.base - self.at, len(view))
-            self._through(view[:k], self.at)
+            self._write_shared_page(view[:k], self.at)
             self.at += k
             view = view[k:]
         if len(view):
@@ -62,20 +62,20 @@ class LocalRange(LocalFile):
             return
         self.release_buffer()
         if self.tail:
-            self._through(memoryview(self.tail), self.base)
+            self._write_shared_page(memoryview(self.tail), self.base)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
         self.may_write()
         super().pwrite(data, offset)
 
-    def _through(self, data: memoryview, offset: int) -> None:
+    def _write_shared_page(self, data: memoryview, offset: int) -> None:
         """Write bytes of a shared page."""
         if self.fringes is not None:
             self.fringes.append((offset, bytes(data)))
             return
         self.may_write()
         try:
-            write_at(self.cached, data, offset)
+            write_all_at(self.cached, data, offset)
         except OSError as e:
             raise write_error(e, self.path) from e
 

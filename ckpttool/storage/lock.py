@@ -17,10 +17,10 @@ from ..errors import Locked
 if TYPE_CHECKING:
     from .partial import LeftoverFiles
 
-__all__ = ["keep_ours", "open_lock", "our_uid", "take_lock", "try_lock", "unlock", "user"]
+__all__ = ["describe_user", "ensure_owner_mode", "is_our_uid", "open_lock", "take_lock", "try_lock", "unlock"]
 
 
-def our_uid(uid: int, where: str) -> bool:
+def is_our_uid(uid: int, where: str) -> bool:
     """Whether files of this owner are ours: on some file systems (NFS that squashes root, SMB) what we create belongs
     to another number than our own."""
     if uid == os.geteuid():
@@ -32,7 +32,7 @@ def our_uid(uid: int, where: str) -> bool:
         return False
 
 
-def user(uid: int) -> str:
+def describe_user(uid: int) -> str:
     """A user, in words."""
     import pwd
 
@@ -42,7 +42,7 @@ def user(uid: int) -> str:
         return f"user {uid}"
 
 
-def keep_ours(path: str | int, owner: int) -> None:
+def ensure_owner_mode(path: str | int, owner: int) -> None:
     """Give the owner the permissions `owner` for what was just created, where the umask has taken them away."""
     mode = os.stat(path).st_mode
     if mode & owner != owner:
@@ -123,7 +123,7 @@ def open_lock(leftovers: LeftoverFiles, create: int) -> int:
             except FileExistsError:
                 continue
             try:
-                keep_ours(fd, 0o600)
+                ensure_owner_mode(fd, 0o600)
             except OSError:
                 os.close(fd)
                 raise
@@ -140,8 +140,8 @@ def _refuse_lock(leftovers: LeftoverFiles, st: os.stat_result) -> None:
     why = None
     if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1:
         why = "is not a lock that ckpttool made (a link or a special file)"
-    elif not our_uid(st.st_uid, leftovers.parent):
-        why = f"belongs to {user(st.st_uid)}, who may be writing the same destination"
+    elif not is_our_uid(st.st_uid, leftovers.parent):
+        why = f"belongs to {describe_user(st.st_uid)}, who may be writing the same destination"
     if why:
         raise Locked(f"{leftovers.lock} {why}. Ask its owner, remove it, or write elsewhere.")
 

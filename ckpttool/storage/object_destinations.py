@@ -112,7 +112,7 @@ class _UploadDestination(ParallelDestination):
     @property
     def has_earlier_parts(self) -> bool:
         """Whether an earlier run left parts to go on from."""
-        return self.upload.sharable and self.upload.begun
+        return self.upload.sharable and self.upload.has_earlier_parts
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
         """Begin the uploads of these files, or go on with those of an earlier run; what `SharedObjects` is made of."""
@@ -132,7 +132,7 @@ class _UploadDestination(ParallelDestination):
         """
         with ThreadPoolExecutor(8, "ckpttool-send") as pool:
             calls = {
-                name: pool.submit(up.confirm, {n + 1: etag for n, etag in sent[name].items()}, sizes[name])
+                name: pool.submit(up.find_wrong_parts, {n + 1: etag for n, etag in sent[name].items()}, sizes[name])
                 for name, up in self.shared.items()
             }
             return [(name, number - 1) for name, call in calls.items() for number in call.result()]

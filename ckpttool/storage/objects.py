@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from ..errors import DestinationExists, RemoteError, Unsupported, UsageError, argument
 from .answer_limits import RequestBudget, current_budget
-from .listings import pages
+from .listings import follow_pages
 from .remote import filesystem_for
 from .retries import POLICY, ConditionFailed, Denied, NotFound, with_retries
 from .urls import redact_url
@@ -24,14 +24,14 @@ from .urls import redact_url
 __all__ = [
     "NO_LOCK",
     "S3Object",
+    "exists_error",
     "get_with_token",
-    "given",
-    "hide",
-    "legal_hold",
+    "hide_object",
     "put_if_unchanged",
-    "remove",
+    "remove_object",
+    "required_value",
     "s3_object",
-    "taken",
+    "set_legal_hold",
 ]
 
 _WRITES = frozenset({"upload_part", "put_object", "complete_multipart_upload"})
@@ -65,7 +65,7 @@ class S3Object:
                 body.seek(0)
             asked = getattr(client, method)(Bucket=self.bucket, **kwargs)
             budget = current_budget()
-            answer: dict[str, Any] = await (_watched(asked, body, budget) if budget and budget.writes else asked)
+            answer: dict[str, Any] = await (_watch_upload(asked, body, budget) if budget and budget.writes else asked)
             if read_body:
                 async with answer["Body"] as stream:
                     answer["Body"] = await stream.read()
@@ -80,13 +80,13 @@ class S3Object:
         Raises:
             RemoteError: or one of its subclasses in retries.py; the listing has no end.
         """
-        return pages(
+        return follow_pages(
             self.url,
             lambda more: self.request(method, **kwargs, **more),
             lambda page: {k: page[name] for k, name in following.items()} if page.get("IsTruncated") else None,
         )
 
-    def unfinished(self, prefix: str, ours: Callable[[str], bool]) -> list[tuple[str, str]]:
+    def list_unfinished_uploads(self, prefix: str, ours: Callable[[str], bool]) -> list[tuple[str, str]]:
         """(key, id) of uploads that were never finished, of keys with that prefix that are `ours`; none if the store
         does not allow listing them."""
         found: list[tuple[str, str]] = []
@@ -105,9 +105,9 @@ class S3Object:
             NotFound: the upload was completed or aborted.
         """
         answer = self.request("upload_part", Key=self.key, UploadId=upload, PartNumber=number, Body=body)
-        return _part(number, answer, self.url)
+        return _completed_part(number, answer, self.url)
 
-    def parts(self, upload: str, key: str | None = None) -> dict[int, dict[str, Any]]:
+    def list_parts(self, upload: str, key: str | None = None) -> dict[int, dict[str, Any]]:
         """{number: what completes an upload with this part, and its "Size"} of the parts that the store has.
 
         Raises:
@@ -118,14 +118,14 @@ class S3Object:
             "list_parts", {"PartNumberMarker": "NextPartNumberMarker"}, Key=key or self.key, UploadId=upload
         ):
             for row in page.get("Parts", []):
-                number = given(row, "PartNumber", self.url)
-                out[number] = {**_part(number, row, self.url), "Size": given(row, "Size", self.url)}
+                number = required_value(row, "PartNumber", self.url)
+                out[number] = {**_completed_part(number, row, self.url), "Size": required_value(row, "Size", self.url)}
         return out
 
-    def begun(self, upload: str, key: str | None = None) -> bool:
+    def has_parts(self, upload: str, key: str | None = None) -> bool:
         """Whether the store has parts of an upload, as far as it says so."""
         try:
-            return bool(self.parts(upload, key))
+            return bool(self.list_parts(upload, key))
         except (NotFound, Denied):
             return False
 
@@ -143,7 +143,7 @@ class S3Object:
             except NotFound:
                 return
             try:
-                if not self.parts(upload, key):
+                if not self.list_parts(upload, key):
                     return
             except (NotFound, Denied):  # or nobody may look
                 return
@@ -157,7 +157,7 @@ class S3Object:
         except NotFound:
             return None
 
-    def sweep(self, left: Iterable[tuple[str, str]]) -> None:
+    def abort_uploads(self, left: Iterable[tuple[str, str]]) -> None:
         """Abort these uploads (key, id), which an earlier run left; what cannot be aborted stays."""
         for key, upload in left:
             try:
@@ -166,7 +166,9 @@ class S3Object:
                 pass
 
 
-async def _watched(asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, budget: RequestBudget) -> dict[str, Any]:
+async def _watch_upload(
+    asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, budget: RequestBudget
+) -> dict[str, Any]:
     """The answer to a request that sends something. It ends when in one period nothing of the body was sent, nor an
     answer came."""
     import asyncio
@@ -179,17 +181,17 @@ async def _watched(asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, bud
         now = body.tell() if body is not None else -1
         if now == before:
             task.cancel()
-            raise budget.stalled()
+            raise budget.stalled_error()
         before = now
 
 
-def _part(number: int, answer: Mapping[str, Any], url: str) -> dict[str, Any]:
+def _completed_part(number: int, answer: Mapping[str, Any], url: str) -> dict[str, Any]:
     """What completes an upload with a part."""
     sums = {k: v for k, v in answer.items() if k.startswith("Checksum") and k != "ChecksumType"}
-    return {"PartNumber": number, "ETag": given(answer, "ETag", url), **sums}
+    return {"PartNumber": number, "ETag": required_value(answer, "ETag", url), **sums}
 
 
-def given(answer: Mapping[str, Any], name: str, url: str) -> Any:
+def required_value(answer: Mapping[str, Any], name: str, url: str) -> Any:
     """A value in an answer of S3.
 
     Raises:
@@ -207,12 +209,12 @@ def s3_object(url: str) -> S3Object | None:
     return S3Object(fs, path, url) if "s3" in protocol else None
 
 
-def taken(url: str) -> DestinationExists:
+def exists_error(url: str) -> DestinationExists:
     """The error for an object that is already there."""
     return DestinationExists(f"{url} exists. Choose another destination, or {argument('force', True)} to replace it.")
 
 
-def hide(url: str) -> None:
+def hide_object(url: str) -> None:
     """Remove an object from sight; a bucket that keeps versions keeps those that were there."""
     at = s3_object(url)
     if at is not None:
@@ -225,7 +227,7 @@ def hide(url: str) -> None:
         pass
 
 
-def remove(url: str) -> None:
+def remove_object(url: str) -> None:
     """Remove an object, with every version that the store keeps of it, the oldest first; a missing object is not an
     error.
 
@@ -237,7 +239,7 @@ def remove(url: str) -> None:
     """
     at = s3_object(url)
     if at is None or not (at.head() or {}).get("VersionId"):
-        hide(url)
+        hide_object(url)
         return
     for version in _versions(at):
         at.request("delete_object", Key=at.key, VersionId=version)
@@ -252,7 +254,7 @@ def _versions(at: S3Object) -> list[str]:
     return [v["VersionId"] for v in sorted(found, key=lambda v: (bool(v.get("IsLatest")), v["LastModified"]))]
 
 
-def legal_hold(url: str, *, on: bool) -> bool:
+def set_legal_hold(url: str, *, on: bool) -> bool:
     """Put the object under a legal hold of the store, or end it; False if the store or bucket has none.
 
     Raises:
@@ -280,7 +282,7 @@ def get_with_token(url: str) -> tuple[bytes, str | None]:
             fs, path, _ = filesystem_for(url)
             return with_retries(redact_url(url), lambda: fs.cat_file(path)), ""
         answer = at.request("get_object", read_body=True, Key=at.key)
-        return answer["Body"], given(answer, "ETag", at.url)
+        return answer["Body"], required_value(answer, "ETag", at.url)
     except NotFound:
         return b"", None
 

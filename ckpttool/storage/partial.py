@@ -29,24 +29,24 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import DestinationExists, Locked, UsageError, kind_of_failure, note_change
-from .lock import keep_ours, open_lock, our_uid, take_lock, try_lock, unlock, user
+from .lock import describe_user, ensure_owner_mode, is_our_uid, open_lock, take_lock, try_lock, unlock
 
 __all__ = [
     "Cleaned",
     "EarlierRun",
     "LeftoverFiles",
     "clean",
-    "command",
-    "continuable",
-    "earlier_run",
-    "foreign",
-    "make",
+    "clean_command",
+    "is_continuable",
+    "make_private_folder",
+    "parse_journal",
     "put_back",
+    "put_back_message",
     "read_journal",
     "recover",
     "remove",
-    "rename2",
-    "told",
+    "rename_special",
+    "why_foreign",
 ]
 
 _ID = 12  # hex digits of the plan's digest
@@ -100,7 +100,7 @@ def _stem(name: str, most: int) -> str:
     return f"{raw[: room - 17].decode('utf-8', 'ignore')}~{hashlib.sha256(raw).hexdigest()[:16]}"
 
 
-def command(target: str) -> str:
+def clean_command(target: str) -> str:
     """The command that removes what lies beside a destination."""
     return f"ckpttool clean {shlex.quote(target)}"
 
@@ -108,15 +108,15 @@ def command(target: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- whose
 
 
-def foreign(path: str) -> str | None:
+def why_foreign(path: str) -> str | None:
     """Why a partial folder is not ours to use or to remove, as the end of a sentence; None where it is ours."""
     st = os.lstat(path)
     if stat.S_ISLNK(st.st_mode):
         return "is a link"
     if not stat.S_ISDIR(st.st_mode):
         return "is not a folder"
-    if not our_uid(st.st_uid, os.path.dirname(path)):
-        return f"belongs to {user(st.st_uid)}"
+    if not is_our_uid(st.st_uid, os.path.dirname(path)):
+        return f"belongs to {describe_user(st.st_uid)}"
     if st.st_mode & 0o022:
         return f"can be changed by other users (mode {st.st_mode & 0o7777:04o})"
     try:
@@ -128,7 +128,7 @@ def foreign(path: str) -> str | None:
     return None
 
 
-def continuable(folder: str) -> bool:
+def is_continuable(folder: str) -> bool:
     """Whether nobody else could enter a partial folder of ours, and its journal and tree are plain files of ours."""
     if os.lstat(folder).st_mode & 0o077:
         return False
@@ -140,7 +140,7 @@ def continuable(folder: str) -> bool:
     while todo:
         path = todo.pop()
         st = os.lstat(path)
-        if not our_uid(st.st_uid, folder):
+        if not is_our_uid(st.st_uid, folder):
             return False
         if stat.S_ISDIR(st.st_mode):
             todo += [os.path.join(path, name) for name in os.listdir(path)]
@@ -149,10 +149,10 @@ def continuable(folder: str) -> bool:
     return True
 
 
-def make(folder: str) -> None:
+def make_private_folder(folder: str) -> None:
     """Create a folder that nobody else can enter, whatever the umask is."""
     os.mkdir(folder, 0o700)
-    keep_ours(folder, 0o700)
+    ensure_owner_mode(folder, 0o700)
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def read_journal(folder: str) -> list[dict[str, Any]]:
     return entries
 
 
-def earlier_run(entries: list[dict[str, Any]], plan: str) -> EarlierRun | None:
+def parse_journal(entries: list[dict[str, Any]], plan: str) -> EarlierRun | None:
     """What a journal says; None where it is of another plan, its tree may be the old destination, or it makes no
     sense."""
     if not entries or entries[0]["plan"] != plan or "committed" in entries[-1]:
@@ -239,14 +239,14 @@ def put_back(leftovers: LeftoverFiles, dry_run: bool = False) -> str | None:
         old = os.path.join(folder, "old")
         if os.path.lexists(leftovers.target):
             return None
-        if foreign(folder) is None and os.path.lexists(old):
-            if not dry_run and not rename2(old, leftovers.target, 1):  # NOREPLACE
+        if why_foreign(folder) is None and os.path.lexists(old):
+            if not dry_run and not rename_special(old, leftovers.target, 1):  # NOREPLACE
                 os.rename(old, leftovers.target)
             return old
     return None
 
 
-def told(target: str, old: str) -> str:
+def put_back_message(target: str, old: str) -> str:
     """What `put_back` did, in words."""
     return (
         f"an earlier run was interrupted after it had taken the old {target} away and before the new one was in its "
@@ -268,7 +268,7 @@ def recover(target: str) -> list[str]:
             return []
         with _locked(leftovers):
             old = put_back(leftovers)
-            return [told(leftovers.target, old)] if old else []
+            return [put_back_message(leftovers.target, old)] if old else []
     except (Locked, FileNotFoundError, NotADirectoryError, PermissionError):
         return []  # said later, by whoever needs it
 
@@ -276,7 +276,9 @@ def recover(target: str) -> list[str]:
 def remove(folder: str, target: str) -> str | None:
     """Remove a partial folder of ours. What is left of it, and why, as a sentence; None where nothing is."""
     if os.path.lexists(os.path.join(folder, "old")) and not os.path.lexists(target):
-        return f"{folder} holds the old {target}, which is missing, and was kept; `{command(target)}` puts it back"
+        return (
+            f"{folder} holds the old {target}, which is missing, and was kept; `{clean_command(target)}` puts it back"
+        )
     failed: list[str] = []
 
     def note(function: Any, path: str, what: Any) -> None:
@@ -286,8 +288,8 @@ def remove(folder: str, target: str) -> str | None:
     if not os.path.lexists(folder):
         return None
     return (
-        f"{folder} could not be removed ({failed[0] if failed else 'it is there again'}); `{command(target)}` removes "
-        "it"
+        f"{folder} could not be removed ({failed[0] if failed else 'it is there again'}); `{clean_command(target)}` "
+        "removes it"
     )
 
 
@@ -331,9 +333,9 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
     try:
         all_leftovers = [LeftoverFiles(target)] if os.path.basename(target) else []
         if os.path.isdir(target):
-            all_leftovers += _inside(target)
+            all_leftovers += _leftovers_in(target)
         for leftovers in all_leftovers:
-            _clean(leftovers, dry_run, out)
+            _clean_leftovers(leftovers, dry_run, out)
             if (out.removed or out.put_back) and not dry_run:
                 note_change("Some of what was left is removed already; the same command again removes the rest.")
     except OSError as e:
@@ -341,7 +343,7 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
     return out
 
 
-def _inside(folder: str) -> list[LeftoverFiles]:
+def _leftovers_in(folder: str) -> list[LeftoverFiles]:
     """The destinations beside which something lies in a folder."""
     names: dict[str, str] = {}
     for entry in sorted(os.listdir(folder)):
@@ -355,7 +357,7 @@ def _inside(folder: str) -> list[LeftoverFiles]:
     return [LeftoverFiles(os.path.join(folder, name)) for name in names.values()]
 
 
-def _clean(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> None:
+def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> None:
     folders = leftovers.folders()
     if not folders and not os.path.lexists(leftovers.lock):
         return
@@ -365,7 +367,7 @@ def _clean(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> None:
             if old := put_back(leftovers, dry_run):
                 out.put_back.append((old, leftovers.target))
             for folder in folders:
-                if why := foreign(folder):
+                if why := why_foreign(folder):
                     out.kept.append((folder, f"{why}; if you know that it can go: rm -r {shlex.quote(folder)}"))
                     continue
                 size = _disk_bytes(folder)
@@ -387,7 +389,7 @@ def _disk_bytes(folder: str) -> int:
     )
 
 
-def rename2(a: str, b: str, flags: int, a_folder: int = -100) -> bool:
+def rename_special(a: str, b: str, flags: int, a_folder: int = -100) -> bool:
     """renameat2(2) with NOREPLACE (1) or EXCHANGE (2); False where the system or the file system has no such thing.
 
     `a_folder` is the descriptor of the folder that `a` is relative to.

@@ -60,12 +60,12 @@ class Prefetcher:
         if n > self._sizes.range_bytes:
             return None  # what `stream.Reader` reads in many threads does not wait for each other here
         with self._lock:
-            found = self._look(name, offset, n)
-            if found is None and self._coming and self._load(name, offset, n):
-                found = self._look(name, offset, n)
+            found = self._find_kept(name, offset, n)
+            if found is None and self._coming and self._fetch_around(name, offset, n):
+                found = self._find_kept(name, offset, n)
             return found
 
-    def _look(self, name: str, offset: int, n: int) -> memoryview | None:
+    def _find_kept(self, name: str, offset: int, n: int) -> memoryview | None:
         starts = self._starts.get(name, [])
         i = bisect_right(starts, offset) - 1
         if i < 0:
@@ -77,7 +77,7 @@ class Prefetcher:
             else None
         )
 
-    def _load(self, name: str, offset: int, n: int) -> bool:
+    def _fetch_around(self, name: str, offset: int, n: int) -> bool:
         """Fetch the announced range that holds this one, and those that follow it."""
         for k in range(len(self._coming) - 1, -1, -1):
             waiting, more = self._coming[k]
@@ -113,11 +113,11 @@ class Prefetcher:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(self._sizes.threads, len(spans)), "ckpttool-fetch") as pool:
-            for span, data in zip(spans, pool.map(self._try, spans), strict=True):
+            for span, data in zip(spans, pool.map(self._fetch_or_empty, spans), strict=True):
                 if data:
                     self._keep(span[0], span[1], data)
 
-    def _try(self, span: list[Any]) -> bytes:
+    def _fetch_or_empty(self, span: list[Any]) -> bytes:
         try:
             return self._fetch(span[0], span[1], span[2] - span[1])
         except Stalled:

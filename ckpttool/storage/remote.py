@@ -22,11 +22,11 @@ from urllib.parse import quote
 
 from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
 from ..extras import missing
-from .listings import entries
+from .listings import list_entries
 from .prefetch import FetchSizes, Prefetcher
-from .retries import BadRange, NotFound, redacted, with_retries
+from .retries import BadRange, NotFound, redacted_message, with_retries
 from .source import Identity, Source
-from .urls import inside, is_url, redact_url, scheme_of
+from .urls import check_inside, is_url, redact_url, scheme_of
 
 __all__ = ["RemoteSource", "commit_of", "filesystem_for", "open_source"]
 
@@ -75,7 +75,7 @@ def filesystem_for(url: str) -> tuple[Any, str, str]:
     try:
         from fsspec.core import url_to_fs
 
-        options |= _bounds(scheme)
+        options |= _bounding_options(scheme)
         fs, path = url_to_fs(url, **options)
     except ImportError:
         if scheme in _PACKAGE:
@@ -83,9 +83,9 @@ def filesystem_for(url: str) -> tuple[Any, str, str]:
         how = "pip install aiohttp" if scheme in ("http", "https") else f"install fsspec's package for {scheme}://"
         raise MissingPackage(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
-        raise UsageError(f"{redact_url(url)}: {redacted(e)}.") from None
+        raise UsageError(f"{redact_url(url)}: {redacted_message(e)}.") from None
     except OSError as e:  # some stores (ftp) are asked for at once
-        raise RemoteError(f"{redact_url(url)}: {redacted(e)}. Check the address and the network.") from None
+        raise RemoteError(f"{redact_url(url)}: {redacted_message(e)}. Check the address and the network.") from None
     if scheme == "hf":
         import logging
 
@@ -99,7 +99,7 @@ def filesystem_for(url: str) -> tuple[Any, str, str]:
 
 
 @cache
-def _bounds(scheme: str) -> dict[str, Any]:
+def _bounding_options(scheme: str) -> dict[str, Any]:
     """Arguments that make a file system's clients keep to answer_limits.py. They are made once: fsspec tells file
     systems apart by them."""
     if scheme in ("s3", "s3a"):
@@ -134,31 +134,31 @@ class RemoteSource(Source):
             str, dict[str, Identity | None]
         ] = {}  # folder: {name: what the listing says, None of folders}
         self._files: dict[str, int | None] = {}  # names that listings tell as those of files, with their bytes
-        self._ahead = Prefetcher(self._piece, self.sizes)
+        self._ahead = Prefetcher(self._fetch_range, self.sizes)
 
-    def _base(self) -> str:
+    def _pinned_prefix(self) -> str:
         """The path that all objects are below. On the Hub it names the commit that was first seen, so that all reads
         are of one commit even if the branch moves on."""
         if not self._hub:
             return self._prefix
         with self._pin:
             if self._pinned is None:
-                self._pinned, self.commit = with_retries(self.root, lambda: _at_commit(self._fs, self._prefix))
+                self._pinned, self.commit = with_retries(self.root, lambda: _pin_commit(self._fs, self._prefix))
             return self._pinned
 
     def _path(self, name: str) -> str:
-        inside(name, self.root)
-        return f"{self._base()}/{quote(name) if self._web else name}{self._query}"
+        check_inside(name, self.root)
+        return f"{self._pinned_prefix()}/{quote(name) if self._web else name}{self._query}"
 
     def _url(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
 
-    def _ask_identity(self, name: str) -> Identity:
+    def _fetch_identity(self, name: str) -> Identity:
         path = self._path(name)
         info: dict[str, Any] = with_retries(self._url(name), lambda: self._fs.info(path))
         if info.get("type") != "file":
             raise NotFound(f"{self._url(name)} is a folder, not an object.")
-        found = self._identity_in(name, info)
+        found = self._identity_of_info(name, info)
         if found is None and isinstance(info.get("size"), int):
             raise NotFound(f"{self._url(name)} is a folder, not an object.")
         if found is None:
@@ -168,7 +168,7 @@ class RemoteSource(Source):
             )
         return found
 
-    def _identity_in(self, name: str, info: dict[str, Any]) -> Identity | None:
+    def _identity_of_info(self, name: str, info: dict[str, Any]) -> Identity | None:
         """The five numbers of a file, here: a hash of the URL, a hash of the version that the store gives, the size, 0
         and 0."""
         if info.get("type") != "file" or not isinstance(info.get("size"), int) or info["size"] < 0:
@@ -176,17 +176,17 @@ class RemoteSource(Source):
         if self._web and str(info.get("url", "")).partition("?")[0].endswith("/"):
             return None  # the server redirected to the page of a folder
         version = next((f"{k} {info[k]}" for k in _VERSION if info.get(k)), "")
-        return _number(f"{self._prefix}/{name}{self._query}"), _number(version), info["size"], 0, 0
+        return _hash64(f"{self._prefix}/{name}{self._query}"), _hash64(version), info["size"], 0, 0
 
     def list(self, folder: str = "") -> list[str]:
         """Sorted names of the objects and prefixes directly below the URL, or below one prefix under it; [] if there
         are none. The store is asked once for each."""
         if folder not in self._listed:
-            no_folder = folder in self._files or (folder and self._known(folder) is not None)
-            self._listed[folder] = {} if no_folder else self._ask_list(folder)
+            no_folder = folder in self._files or (folder and self._known_from_listing(folder) is not None)
+            self._listed[folder] = {} if no_folder else self._fetch_listing(folder)
         return sorted(self._listed[folder])
 
-    def _known(self, name: str) -> Identity | bool | None:
+    def _known_from_listing(self, name: str) -> Identity | bool | None:
         """What earlier listings say about a name: its identity; False if nothing has that name; None if it is a folder,
         or if they do not say."""
         if self._web:  # pages for people need not list everything
@@ -198,10 +198,10 @@ class RemoteSource(Source):
                 return False
         return self._listed.get("/".join(parts[:-1]), {}).get(parts[-1])
 
-    def _ask_list(self, folder: str) -> dict[str, Identity | None]:
+    def _fetch_listing(self, folder: str) -> dict[str, Identity | None]:
         try:
-            path = self._path(folder).removesuffix(self._query) if folder else self._base()
-            found = entries(self._fs, path, self._query, self._url(folder))
+            path = self._path(folder).removesuffix(self._query) if folder else self._pinned_prefix()
+            found = list_entries(self._fs, path, self._query, self._url(folder))
         except NotFound:
             return {}
         out: dict[str, Identity | None] = {}
@@ -211,19 +211,19 @@ class RemoteSource(Source):
                 size = info.get("size")
                 self._files[below] = size if isinstance(size, int) else None
             versioned = any(info.get(k) for k in _STRONG)  # else a listing may not say the same as info() of one object
-            out[name] = self._identity_in(below, info) if versioned else None
+            out[name] = self._identity_of_info(below, info) if versioned else None
         return out
 
     def exists(self, name: str) -> bool:
         """Whether there is an object of that name."""
-        if (known := self._known(name)) is not None:
+        if (known := self._known_from_listing(name)) is not None:
             return bool(known)
         try:
-            inside(name, self.root)
+            check_inside(name, self.root)
         except Unsafe:
             return False
         try:
-            self._identity.setdefault(name, self._ask_identity(name))
+            self._identity.setdefault(name, self._fetch_identity(name))
         except NotFound:
             return False
         return True
@@ -239,13 +239,13 @@ class RemoteSource(Source):
             Corrupt: it is missing. Unsafe: the name leads elsewhere. RemoteError: the store does not tell.
         """
         if name not in self._identity:
-            known = self._known(name)
+            known = self._known_from_listing(name)
             try:
-                now = known if isinstance(known, tuple) else self._ask_identity(name)
+                now = known if isinstance(known, tuple) else self._fetch_identity(name)
             except NotFound:
                 raise Corrupt(f"{self._url(name)} is missing. The copy is incomplete; fetch the file again.") from None
             self._identity.setdefault(name, now)
-            self._compare(name)
+            self._check_expected(name)
         return self._identity[name][2]
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
@@ -273,7 +273,7 @@ class RemoteSource(Source):
 
         def fill(at: int) -> None:
             n = min(piece, len(into) - at)
-            into[at : at + n] = self._piece(name, offset + at, n)
+            into[at : at + n] = self._fetch_range(name, offset + at, n)
 
         starts = range(0, len(into), piece)
         if len(starts) == 1:
@@ -285,14 +285,14 @@ class RemoteSource(Source):
             for _ in pool.map(fill, starts):
                 pass
 
-    def _piece(self, name: str, start: int, n: int) -> bytes:
+    def _fetch_range(self, name: str, start: int, n: int) -> bytes:
         self._refuse_closed()
         path, how = self._path(name), {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead
 
         def once() -> bytes:
             data: bytes
             if self._web:
-                data = _of_web(self._fs, path, start, start + n)
+                data = _fetch_web_range(self._fs, path, start, start + n)
             else:
                 data = self._fs.cat_file(path, start=start, end=start + n, **how)
             if len(data) < n:
@@ -306,7 +306,7 @@ class RemoteSource(Source):
                 f"{self._url(name)} changed while it was read. Wait until its writer has finished."
             ) from None
         except RemoteError:
-            self._same([name], sure=False)
+            self._check_same([name], sure=False)
             raise
         if len(data) > n:  # of a store whose answers are not bounded while they arrive
             raise RemoteError(
@@ -335,24 +335,24 @@ class RemoteSource(Source):
             folders.setdefault(name.rpartition("/")[0], []).append(name)
         single: list[str] = []
         for folder, names in folders.items():
-            now = self._ask_list(folder) if len(names) > 2 else {}
+            now = self._fetch_listing(folder) if len(names) > 2 else {}
             for name in names:
                 found = now.get(name.rpartition("/")[2])
                 if found is None:
                     single.append(name)
                 elif found != self._identity[name]:
-                    raise self._changed(name)
+                    raise self._changed_error(name)
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(self.sizes.threads, "ckpttool-fetch") as pool:
-            for _ in pool.map(lambda name: self._same([name]), single):
+            for _ in pool.map(lambda name: self._check_same([name]), single):
                 pass
 
-    def _same(self, names: Iterable[str], sure: bool = True) -> None:
+    def _check_same(self, names: Iterable[str], sure: bool = True) -> None:
         """Prove that these objects did not change. If not `sure`, a request that fails is ignored."""
         for name in names:
             try:
-                now = self._ask_identity(name)
+                now = self._fetch_identity(name)
             except NotFound:
                 now = None
             except RemoteError:
@@ -360,9 +360,9 @@ class RemoteSource(Source):
                     raise
                 continue
             if now != self._identity.get(name, now):
-                raise self._changed(name)
+                raise self._changed_error(name)
 
-    def _changed(self, name: str) -> SourceChanged:
+    def _changed_error(self, name: str) -> SourceChanged:
         return SourceChanged(f"{self._url(name)} changed while it was read. Wait until its writer has finished.")
 
     def close(self) -> None:
@@ -370,7 +370,7 @@ class RemoteSource(Source):
         self._closed = True
 
 
-def _at_commit(fs: Any, path: str) -> tuple[str, str | None]:
+def _pin_commit(fs: Any, path: str) -> tuple[str, str | None]:
     """(a path on the Hub with the commit in the place of its branch, that commit); as it is where it names no
     repository."""
     from huggingface_hub import HfApi, constants
@@ -404,7 +404,7 @@ def commit_of(found: Any, url: str) -> str:
     return str(found.sha)
 
 
-def _number(text: str) -> int:
+def _hash64(text: str) -> int:
     from hashlib import sha256
 
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
@@ -413,7 +413,7 @@ def _number(text: str) -> int:
 _NO_VERSION = 0x141CFC9842C4B0E3  # _number("")
 
 
-def _of_web(fs: Any, url: str, start: int, end: int) -> bytes:
+def _fetch_web_range(fs: Any, url: str, start: int, end: int) -> bytes:
     """Bytes [start, end) of the file at a URL."""
     from fsspec.asyn import sync
 

@@ -28,8 +28,8 @@ __all__ = [
     "NotFound",
     "RetryPolicy",
     "classify_error",
-    "of_ours",
-    "redacted",
+    "find_own_error",
+    "redacted_message",
     "with_retries",
 ]
 
@@ -97,14 +97,14 @@ def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
     """
     budget, stalls, outer = RequestBudget(url, writes=writes), 0, sys.exception()
     for k in range(POLICY.tries):
-        budget.begin()
+        budget.start_try()
         try:
             with within_budget(budget):
                 return call()
         except NotImplementedError:
             raise
         except Exception as e:
-            ours = of_ours(e, outer)
+            ours = find_own_error(e, outer)
             if isinstance(ours, Stalled) and stalls + 1 < LIMITS.stalls:
                 stalls += 1
                 continue
@@ -114,18 +114,18 @@ def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
             if kind is None and k + 1 < POLICY.tries:
                 time.sleep(POLICY.first_wait_seconds * 2**k)
                 continue
-            error = _error_for(url, kind, redacted(by))
+            error = _error_for(url, kind, redacted_message(by))
         raise error from None
     raise AssertionError
 
 
-def of_ours(e: BaseException, outer: BaseException | None = None) -> CkpttoolError | None:
+def find_own_error(e: BaseException, outer: BaseException | None = None) -> CkpttoolError | None:
     """The error of errors.py among an exception and its causes: clients wrap what is raised while they read an answer.
 
     Args:
         outer: what was being handled when the call began; it is no cause.
     """
-    return next((x for x in takewhile(lambda x: x is not outer, _chain(e)) if isinstance(x, CkpttoolError)), None)
+    return next((x for x in takewhile(lambda x: x is not outer, _error_chain(e)) if isinstance(x, CkpttoolError)), None)
 
 
 def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteError:
@@ -146,8 +146,8 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
 
     fsspec wraps the errors of its clients, so the chain of causes is searched.
     """
-    for x in _chain(e):
-        code, status = _code(x), _status(x)
+    for x in _error_chain(e):
+        code, status = _botocore_code(x), _http_status(x)
         if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
             return None, x
         if code in _CONFLICT or status == 412:
@@ -167,7 +167,7 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
     return RemoteError, e
 
 
-def _chain(e: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
         seen.add(id(e))
@@ -175,13 +175,13 @@ def _chain(e: BaseException | None) -> Iterator[BaseException]:
         e = e.__cause__ or (None if e.__suppress_context__ else e.__context__)
 
 
-def _code(e: BaseException) -> str | None:
+def _botocore_code(e: BaseException) -> str | None:
     """The error code in an answer of botocore."""
     response = getattr(e, "response", None)
     return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
 
-def _status(e: BaseException) -> int | None:
+def _http_status(e: BaseException) -> int | None:
     """The HTTP status: of botocore, of httpx and requests, of aiohttp, of gcsfs."""
     response = getattr(e, "response", None)
     if isinstance(response, dict):
@@ -191,7 +191,7 @@ def _status(e: BaseException) -> int | None:
     return found if isinstance(found, int) and 100 <= found < 600 else None
 
 
-def redacted(e: BaseException) -> str:
+def redacted_message(e: BaseException) -> str:
     """The message of an error in one line, without anything that may be a credential."""
     response = getattr(e, "response", None)
     text = "it redirects for ever" if type(e).__name__ == "TooManyRedirects" else str(e)

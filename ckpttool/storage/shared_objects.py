@@ -24,7 +24,7 @@ from ..errors import RemoteError
 from .destination_protocol import DestinationFile
 from .objects import S3Object, s3_object
 from .retries import NotFound
-from .upload import SIZES, UploadPool, gone, no_room
+from .upload import SIZES, UploadPool, temp_space_error, upload_lost_error
 from .urls import redact_url
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class SharedObjects:
         self.pool = UploadPool(max(2, SIZES.in_flight_bytes // self.part_bytes))
         self.cells: dict[str, Cells] = {}
 
-    def of(self, name: str) -> Cells:
+    def cells_of(self, name: str) -> Cells:
         """The cells of an object."""
         if name not in self.cells:
             url, upload = self.objects[name]
@@ -59,7 +59,7 @@ class SharedObjects:
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> CellRange:
         """An object, to be filled from byte `start` on."""
-        return CellRange(self.of(name), start)
+        return CellRange(self.cells_of(name), start)
 
     def record_part(self, number: int, result: Mapping[str, Any]) -> None:
         """The store lists what it has."""
@@ -72,7 +72,7 @@ class SharedObjects:
             RemoteError: the store fails, or the coordinator has completed or aborted the upload.
         """
         for cells in self.cells.values():
-            cells.arrive()
+            cells.wait()
         return {
             "cells": {name: cells.etags for name, cells in self.cells.items() if cells.etags},
             "kept": sum(len(cells.kept) for cells in self.cells.values()),
@@ -81,7 +81,7 @@ class SharedObjects:
     def close(self) -> None:
         """Stop sending."""
         for cells in self.cells.values():
-            cells.drop()
+            cells.cancel()
         self.pool.close()
 
 
@@ -106,35 +106,35 @@ class Cells:
     def _empty(self) -> IO[bytes]:
         return tempfile.TemporaryFile() if self.shared.on_disk else io.BytesIO()
 
-    def put(self, offset: int, data: bytes | memoryview) -> None:
+    def append_at(self, offset: int, data: bytes | memoryview) -> None:
         """Bytes of the object; what was put before lies before them."""
         view = memoryview(data).cast("B")
         while len(view):
             number, inside = divmod(offset, self.size)
             if number != self.number:  # the one before has a gap
-                self.begin(number)
+                self.start_cell(number)
             n = min(len(view), self.size - inside)
-            self.write(offset, view[:n])
+            self.write_cell(offset, view[:n])
             if self.have == self.size:
-                self.end()
+                self.finish_cell()
             view, offset = view[n:], offset + n
 
-    def begin(self, number: int) -> None:
+    def start_cell(self, number: int) -> None:
         """From here on, this cell; what came of another one is dropped."""
         self.number, self.have = number, 0
         self.body.seek(0)
         self.body.truncate()
 
-    def write(self, offset: int, data: bytes | memoryview) -> None:
+    def write_cell(self, offset: int, data: bytes | memoryview) -> None:
         """Bytes of the object that lie in the cell that was begun; none of them twice."""
         self.have += len(data)
         try:
             self.body.seek(offset - self.number * self.size)
             self.body.write(data)
         except OSError as e:
-            raise no_room(e) from None
+            raise temp_space_error(e) from None
 
-    def end(self) -> None:
+    def finish_cell(self) -> None:
         """Send the cell, which has all its bytes."""
         while self.pending and self.pending[0].done():
             self.pending.pop(0).result()
@@ -145,7 +145,7 @@ class Cells:
         """Send a cell, unless the store has it."""
         try:
             if self.there is None:
-                self.there = self.at.parts(self.upload)
+                self.there = self.at.list_parts(self.upload)
             found = self.there.get(number + 1)
             if found is not None and found["ETag"].strip('"') == _md5(body):
                 self.etags[number] = found["ETag"]
@@ -153,15 +153,15 @@ class Cells:
             else:
                 self.etags[number] = self.at.put_part(self.upload, number + 1, body)["ETag"]
         except NotFound:
-            raise gone(self.at.url) from None
+            raise upload_lost_error(self.at.url) from None
         body.close()
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for what is being sent."""
         while self.pending:
             self.pending.pop(0).result()
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Send no more."""
         for future in self.pending:
             future.cancel()
@@ -182,7 +182,7 @@ class CellRange(DestinationFile):
         self.cells, self.path, self.at = cells, cells.at.url, start
 
     def append(self, data: bytes | memoryview) -> None:
-        self.cells.put(self.at, data)
+        self.cells.append_at(self.at, data)
         self.at += len(data)
 
     def skip_to(self, to: int) -> None:

@@ -34,7 +34,7 @@ from ..errors import (
 if TYPE_CHECKING:
     from .overlay import PatchedSource
 
-__all__ = ["FileBytes", "OverlaySource", "ReadAt", "Source", "raise_file_limit", "read_error", "short_of"]
+__all__ = ["FileBytes", "OverlaySource", "ReadAt", "Source", "missing_resource", "raise_file_limit", "read_error"]
 
 # File descriptors kept; a checkpoint of more files than that has its oldest ones closed and opened again.
 _KEPT_OPEN = 400
@@ -60,7 +60,7 @@ def raise_file_limit() -> None:
         pass  # not on this platform, or not allowed: the least recently used files are closed instead
 
 
-def short_of(e: OSError) -> str | None:
+def missing_resource(e: OSError) -> str | None:
     """The resource that a failed system call lacked, and what sets its limit; None for other failures."""
     return {
         errno.EFBIG: "the file would be larger than this shell (`ulimit -f`) or the file system allows",
@@ -72,7 +72,7 @@ def short_of(e: OSError) -> str | None:
 
 def read_error(e: OSError, path: str) -> CkpttoolError:
     """The error for a failed system call on a file that is being read."""
-    if (what := short_of(e)) is not None:
+    if (what := missing_resource(e)) is not None:
         return NoSpace(f"{path} cannot be read: {what}. Fix that, then run the same command again.")
     if kind_of_failure(e) is NotPermitted:
         return NotPermitted(
@@ -134,7 +134,7 @@ class Source:
         try:
             return sorted(os.listdir(os.path.join(self.root, folder)))
         except (OSError, ValueError) as e:  # a name from a file may be no name at all
-            if isinstance(e, OSError) and short_of(e):
+            if isinstance(e, OSError) and missing_resource(e):
                 raise read_error(e, os.path.join(self.root, folder)) from e
             if not folder:
                 kind = kind_of_failure(e, Corrupt) if isinstance(e, OSError) else Corrupt
@@ -242,7 +242,7 @@ class Source:
         now = (st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
         if self._identity.setdefault(name, now) != now:
             raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
-        self._compare(name)
+        self._check_expected(name)
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
         """Let only files be read that are those of another process, which has read the index: as long, and written at
@@ -253,9 +253,9 @@ class Source:
         """
         self._expected = identities
         for name in self._identity:
-            self._compare(name)
+            self._check_expected(name)
 
-    def _compare(self, name: str) -> None:
+    def _check_expected(self, name: str) -> None:
         there, here = self._expected.get(name), self._identity[name]
         if there is not None and (there[2:4] != here[2:4] or (self.is_remote and there[1] != here[1])):
             raise SourceChanged(
@@ -313,9 +313,9 @@ class Source:
     def prefetch_ends(self, names: Iterable[str]) -> None:
         """Announce that the first and last bytes of some files will soon be read: headers, directories, small
         pickles."""
-        self.prefetch(end for name in names for end in self._ends(name))
+        self.prefetch(end for name in names for end in self._end_ranges(name))
 
-    def _ends(self, name: str) -> Iterator[tuple[str, int, int]]:
+    def _end_ranges(self, name: str) -> Iterator[tuple[str, int, int]]:
         size = self.size(name)
         yield name, 0, min(size, _END)
         if size > _END:

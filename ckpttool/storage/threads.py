@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Executor, Future
 from typing import Any
 
-__all__ = ["InThisThread", "reading_or_writing"]
+__all__ = ["InThisThread", "make_executor"]
 
 
 class InThisThread(Executor):
@@ -21,7 +21,7 @@ class InThisThread(Executor):
         return out
 
 
-def reading_or_writing(threads: int, name: str) -> Executor:
+def make_executor(threads: int, name: str) -> Executor:
     """So many threads; with 0, the work is done when it is submitted.
 
     To hand a block of 4 MiB to another thread and back takes about 0.1 ms of CPU time, a tenth of what is done with it.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import CkpttoolError, NoSpace, RemoteError, Unsupported
-from .objects import NO_LOCK, S3Object, given, hide, s3_object, taken
+from .objects import NO_LOCK, S3Object, exists_error, hide_object, required_value, s3_object
 from .remote import filesystem_for
 from .retries import ConditionFailed, Denied, NotFound, with_retries
 from .urls import redact_url
@@ -35,9 +35,9 @@ __all__ = [
     "SharedUpload",
     "UploadPool",
     "UploadSizes",
-    "gone",
-    "no_room",
-    "part_bytes",
+    "choose_part_bytes",
+    "temp_space_error",
+    "upload_lost_error",
 ]
 
 
@@ -117,11 +117,11 @@ class ObjectUpload:
             self._to = FileUpload(url, force=force, block_bytes=SIZES.part_bytes)
         else:
             if not force and at.head() is not None:
-                raise taken(at.url)
-            self._at, self._left = at, at.unfinished(at.key, lambda key: key == at.key)
+                raise exists_error(at.url)
+            self._at, self._left = at, at.list_unfinished_uploads(at.key, lambda key: key == at.key)
             if lock or not keep_parts:
                 self._sweep()
-            size = part_bytes(expect_bytes, SIZES.part_bytes)
+            size = choose_part_bytes(expect_bytes, SIZES.part_bytes)
             self._to = PartsUpload(
                 at,
                 force=force,
@@ -134,7 +134,7 @@ class ObjectUpload:
     def _sweep(self) -> None:
         """Remove the parts that an earlier run left."""
         if self._left:
-            self._at.sweep(self._left)
+            self._at.abort_uploads(self._left)
             self._left = []
 
     @property
@@ -148,9 +148,9 @@ class ObjectUpload:
         return self._to.size if isinstance(self._to, PartsUpload) else 0
 
     @property
-    def begun(self) -> bool:
+    def has_earlier_parts(self) -> bool:
         """Whether an earlier run left parts that `share` goes on from."""
-        return len(self._left) == 1 and self._at.begun(self._left[0][1])
+        return len(self._left) == 1 and self._at.has_parts(self._left[0][1])
 
     def share(self) -> SharedUpload:
         """From here on, others send the parts.
@@ -186,7 +186,7 @@ class ObjectUpload:
             pass
 
 
-def gone(url: str) -> RemoteError:
+def upload_lost_error(url: str) -> RemoteError:
     """The error for an upload that the store does not know any more."""
     return RemoteError(
         f"{url}: its parts are gone; another run began to write the same object. Nothing was replaced; run the command "
@@ -194,7 +194,7 @@ def gone(url: str) -> RemoteError:
     )
 
 
-def no_room(e: OSError) -> NoSpace:
+def temp_space_error(e: OSError) -> NoSpace:
     """The error for parts that cannot wait on the disk."""
     import tempfile
 
@@ -204,7 +204,7 @@ def no_room(e: OSError) -> NoSpace:
     )
 
 
-def part_bytes(expect_bytes: int, usual: int) -> int:
+def choose_part_bytes(expect_bytes: int, usual: int) -> int:
     """Bytes of a part, so that 10,000 of them are enough."""
     need = -(-expect_bytes // SIZES.parts)
     return usual if need <= usual else -(-need // (1 << 20)) << 20
@@ -229,55 +229,55 @@ class PartsUpload:
         self.mark = {"ckpttool-upload": uuid.uuid4().hex}
         self.id: str | None = None
         if lock:
-            self._begin(lock)
+            self._start_multipart(lock)
         self.locked = bool(lock)
-        self.part, self.number, self.nbytes = self._empty(), 0, 0
+        self.part, self.number, self.nbytes = self._new_part(), 0, 0
         self.done: dict[int, dict[str, Any]] = {}
         self.pending: list[Future[None]] = []
 
-    def _empty(self) -> IO[bytes]:
+    def _new_part(self) -> IO[bytes]:
         import tempfile
 
         return tempfile.TemporaryFile() if self.on_disk else io.BytesIO()
 
-    def _begin(self, lock: dict[str, Any]) -> None:
+    def _start_multipart(self, lock: dict[str, Any]) -> None:
         try:
             answer = self.at.request("create_multipart_upload", Key=self.at.key, Metadata=self.mark, **lock)
         except RemoteError as e:
             if not lock or not NO_LOCK.search(str(e)):
                 raise
             lock.clear()
-            self._begin(lock)
+            self._start_multipart(lock)
             return
-        self.id = str(given(answer, "UploadId", self.at.url))
+        self.id = str(required_value(answer, "UploadId", self.at.url))
 
     def append(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
         self.nbytes += len(view)
         while len(view):
             if self.part.tell() == self.size:
-                self._send()
+                self._submit_part()
             n = min(len(view), self.size - self.part.tell())
             try:
                 self.part.write(view[:n])
             except OSError as e:
-                raise no_room(e) from None
+                raise temp_space_error(e) from None
             view = view[n:]
 
-    def _send(self) -> None:
+    def _submit_part(self) -> None:
         if self.number == SIZES.parts:
             raise RemoteError(
                 f"{self.at.url}: {SIZES.parts:,} parts of {self.size:,} bytes are full; S3 takes no more of them."
             )
         if self.id is None:
-            self._begin({})
+            self._start_multipart({})
         while self.pending and self.pending[0].done():
             self.pending.pop(0).result()
         self.number += 1
-        self.pending.append(self.pool.submit(self._put, self.number, self.part))
-        self.part = self._empty()
+        self.pending.append(self.pool.submit(self._send_part, self.number, self.part))
+        self.part = self._new_part()
 
-    def _put(self, number: int, body: IO[bytes]) -> None:
+    def _send_part(self, number: int, body: IO[bytes]) -> None:
         assert self.id is not None
         self.done[number] = self.at.put_part(self.id, number, body)
         body.close()
@@ -285,7 +285,7 @@ class PartsUpload:
     def flush(self) -> None:
         """Send what waits; only the request that makes the object visible is left."""
         if self.id is not None and not self.part.closed and (self.part.tell() or not self.number):
-            self._send()
+            self._submit_part()
         while self.pending:
             self.pending.pop(0).result()
         if self.id is not None:
@@ -310,8 +310,8 @@ class PartsUpload:
                 return  # the first try succeeded, only its answer was lost
             if isinstance(e, ConditionFailed):
                 self.abort()
-                raise taken(self.at.url) from None
-            raise gone(self.at.url) from None
+                raise exists_error(self.at.url) from None
+            raise upload_lost_error(self.at.url) from None
 
     def _assert_whole(self) -> None:
         """Ask the store how large the object is that it made of the parts.
@@ -328,7 +328,7 @@ class PartsUpload:
             return
         removed = found is not None and self._is_ours(found)
         if removed:
-            hide(f"s3://{self.at.bucket}/{self.at.key}")
+            hide_object(f"s3://{self.at.bucket}/{self.at.key}")
         made = "made nothing" if size is None else f"made it of {size:,} bytes, not"
         raise RemoteError(
             f"{self.at.url}: the store {made} of the {self.nbytes:,} that were sent, although it confirmed every "
@@ -367,7 +367,7 @@ class SharedUpload(PartsUpload):
         super().__init__(at, force=force, part_bytes=part_bytes, pool=pool)
         self.id = upload
         if upload is None:
-            self._begin({})
+            self._start_multipart({})
 
     @property
     def upload_id(self) -> str:
@@ -375,7 +375,7 @@ class SharedUpload(PartsUpload):
         assert self.id is not None
         return self.id
 
-    def confirm(self, sent: Mapping[int, str], nbytes: int) -> list[int]:
+    def find_wrong_parts(self, sent: Mapping[int, str], nbytes: int) -> list[int]:
         """Compare what was sent with what the store lists, which is what will be completed; the parts that are missing
         or others.
 
@@ -387,9 +387,9 @@ class SharedUpload(PartsUpload):
             RemoteError: another run aborted or completed the upload.
         """
         try:
-            there = self.at.parts(self.upload_id)
+            there = self.at.list_parts(self.upload_id)
         except NotFound:
-            raise gone(self.at.url) from None
+            raise upload_lost_error(self.at.url) from None
         self.nbytes = nbytes
         wrong = []
         for number in range(1, max(1, -(-nbytes // self.size)) + 1):
@@ -421,7 +421,7 @@ class FileUpload:
     def __init__(self, url: str, *, force: bool, block_bytes: int) -> None:
         self.url, self.force = redact_url(url), force
         self.fs, self.path, _ = filesystem_for(url)
-        self._free()
+        self._refuse_existing()
         try:
             if "memory" in self.fs.protocol:  # shows files that are not whole
                 raise NotImplementedError
@@ -431,19 +431,19 @@ class FileUpload:
         except NotImplementedError:
             raise Unsupported(f"{self.url}: this kind of store is for reading only.") from None
 
-    def _free(self) -> None:
+    def _refuse_existing(self) -> None:
         if not self.force and with_retries(self.url, lambda: self.fs.exists(self.path)):
-            raise taken(self.url)
+            raise exists_error(self.url)
 
     def append(self, data: bytes | memoryview) -> None:
-        taken = False
+        buffered = False
 
         def write() -> None:
-            nonlocal taken
-            if taken:  # the bytes are in its buffer; only sending them failed
+            nonlocal buffered
+            if buffered:  # the bytes are in its buffer; only sending them failed
                 self.file.flush()
             else:
-                taken = True
+                buffered = True
                 self.file.write(data)
 
         with_retries(self.url, write, writes=True)
@@ -453,7 +453,7 @@ class FileUpload:
             with_retries(self.url, self.file.close, writes=True)
 
     def commit(self) -> None:
-        self._free()
+        self._refuse_existing()
         self.flush()
         with_retries(self.url, self.file.commit, writes=True)
 

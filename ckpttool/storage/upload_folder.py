@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence, Set
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, DestinationExists, Unsafe, Unsupported, argument
 from . import upload
-from .objects import get_with_token, hide, put_if_unchanged, s3_object
+from .objects import get_with_token, hide_object, put_if_unchanged, s3_object
 from .remote import filesystem_for
 from .retries import NotFound, with_retries
-from .upload import FileUpload, PartsUpload, SharedUpload, UploadPool, part_bytes
+from .upload import FileUpload, PartsUpload, SharedUpload, UploadPool, choose_part_bytes
 from .urls import UNFINISHED, redact_url
 
 __all__ = ["UploadFolder"]
@@ -40,28 +40,28 @@ class UploadFolder:
         self._fs, self._path, _ = filesystem_for(self.url)
         self._note, self._mine = f"{self.url}/{UNFINISHED}", b""
         self._far = far = s3_object(self._note)
-        self._old, self._token = self._look()
+        self._old, self._token = self._inspect_target()
         #: (name, key, id) of uploads that an earlier run left
         self._left: list[tuple[str, str, str]] = []
         if far:  # objects of the folder itself, and what lies deeper only where this run will write it, too
             prefix = far.key.removesuffix(UNFINISHED)
-            left = far.unfinished(
+            left = far.list_unfinished_uploads(
                 prefix, lambda key: "/" not in key.removeprefix(prefix) or key.removeprefix(prefix) in self.names
             )
             self._left = [(key.removeprefix(prefix), key, upload) for key, upload in left]
         sizes = upload.SIZES
         share = sizes.buffered_bytes // max(1, open_at_once)
         share -= share % (256 << 10) if share > 256 << 10 else 0  # Google takes multiples of that
-        size = part_bytes(largest, max(sizes.smallest_part_bytes, min(sizes.part_bytes, share)))
+        size = choose_part_bytes(largest, max(sizes.smallest_part_bytes, min(sizes.part_bytes, share)))
         self.part_bytes, self.on_disk = size, size * open_at_once > sizes.buffered_bytes
         self._pool = UploadPool(max(2, sizes.in_flight_bytes // size))
         self._uploads: dict[str, PartsUpload | FileUpload] = {}
         self.shared: dict[str, SharedUpload] = {}
         self.showing = False  # whether some of it may be visible
 
-    def _look(self) -> tuple[list[str], str | None]:
+    def _inspect_target(self) -> tuple[list[str], str | None]:
         """(names of the objects that will be replaced, token of the note that was found)."""
-        found, token, ours = self._below(), None, set[str]()
+        found, token, ours = self._list_objects(), None, set[str]()
         if UNFINISHED in found:
             data, token = get_with_token(self._note)
             try:
@@ -75,7 +75,7 @@ class UploadFolder:
             )
         return found, token
 
-    def _below(self) -> list[str]:
+    def _list_objects(self) -> list[str]:
         """Names of all objects below the URL, sorted."""
         try:
             found: list[str] = with_retries(redact_url(self.url), lambda: self._fs.find(self._path))
@@ -89,15 +89,17 @@ class UploadFolder:
         """Whether others can send the parts of its objects."""
         return self._far is not None
 
-    def _own(self) -> dict[str, tuple[str, str]]:
+    def _earlier_uploads(self) -> dict[str, tuple[str, str]]:
         """{name: (key, id)} of those uploads of an earlier run that are the only ones of objects of this run."""
         many = Counter(name for name, _, _ in self._left)
         return {name: (key, upload) for name, key, upload in self._left if name in self.names and many[name] == 1}
 
     @property
-    def begun(self) -> bool:
+    def has_earlier_parts(self) -> bool:
         """Whether an earlier run left parts that `share` goes on from."""
-        return self._far is not None and any(self._far.begun(upload, key) for key, upload in self._own().values())
+        return self._far is not None and any(
+            self._far.has_parts(upload, key) for key, upload in self._earlier_uploads().values()
+        )
 
     def share(self, names: Iterable[str]) -> None:
         """From here on, others send the parts of these objects; what an earlier run left of them is kept.
@@ -105,7 +107,7 @@ class UploadFolder:
         Raises:
             RemoteError: the store fails.
         """
-        own, wanted = self._own(), list(names)
+        own, wanted = self._earlier_uploads(), list(names)
         self._sweep(keep={own[name][1] for name in wanted if name in own})
 
         def begin(name: str) -> SharedUpload:
@@ -123,17 +125,17 @@ class UploadFolder:
     def _sweep(self, keep: Set[str] = frozenset()) -> None:
         """Remove the parts that an earlier run left."""
         if self._far is not None and self._left:
-            self._far.sweep((key, upload) for _, key, upload in self._left if upload not in keep)
+            self._far.abort_uploads((key, upload) for _, key, upload in self._left if upload not in keep)
         self._left = []
 
     def append(self, name: str, data: bytes | memoryview) -> None:
         """The next bytes of one of the objects."""
         self._sweep()
         if name not in self._uploads:
-            self._uploads[name] = self._begin(name)
+            self._uploads[name] = self._start_upload(name)
         self._uploads[name].append(data)
 
-    def _begin(self, name: str) -> PartsUpload | FileUpload:
+    def _start_upload(self, name: str) -> PartsUpload | FileUpload:
         at = s3_object(f"{self.url}/{name}")
         if at is None:
             return FileUpload(f"{self.url}/{name}", force=True, block_bytes=self.part_bytes)
@@ -152,12 +154,12 @@ class UploadFolder:
         """
         for one in self._uploads.values():
             one.flush()
-        self._take_note()
+        self._write_note()
         self.showing = True
         marker = self.names[-1]
         for name in self._old:
             if name == marker or (name not in self._uploads and name != UNFINISHED):
-                hide(f"{self.url}/{name}")
+                hide_object(f"{self.url}/{name}")
         for name, one in self._uploads.items():
             one.force = name in self._old and name != marker
         from concurrent.futures import ThreadPoolExecutor
@@ -166,12 +168,12 @@ class UploadFolder:
             for _ in pool.map(lambda name: self._uploads[name].commit(), [n for n in self._uploads if n != marker]):
                 pass
         if get_with_token(self._note)[0] != self._mine:
-            raise self._other_run()
+            raise self._other_run_error()
         self._uploads[marker].commit()
-        hide(self._note)
+        hide_object(self._note)
         self._pool.close()
 
-    def _take_note(self) -> None:
+    def _write_note(self) -> None:
         """Write the note: from here on the folder belongs to this run, and is not a checkpoint."""
         mark = {"tool": "ckpttool", "run": uuid.uuid4().hex, "names": sorted(self._uploads)}
         self._mine = json.dumps(mark).encode()
@@ -180,21 +182,21 @@ class UploadFolder:
                 not put_if_unchanged(self._note, self._mine, self._token)
                 and get_with_token(self._note)[0] != self._mine
             ):
-                raise self._other_run()
+                raise self._other_run_error()
         except Unsupported:
-            note = self._begin(UNFINISHED)
+            note = self._start_upload(UNFINISHED)
             note.append(self._mine)
             note.commit()
-        new = sorted(set(self._below()) - {*self._old, UNFINISHED})
+        new = sorted(set(self._list_objects()) - {*self._old, UNFINISHED})
         if new and not self.force:
-            hide(self._note)
+            hide_object(self._note)
             raise DestinationExists(
                 f"{redact_url(self.url)}: {new[0]!r} appeared there during the upload; nothing was replaced. Choose "
                 f"another destination, or {argument('force', True)} to replace what is there."
             )
         self._old += new
 
-    def _other_run(self) -> DestinationExists:
+    def _other_run_error(self) -> DestinationExists:
         return DestinationExists(
             f"{redact_url(self.url)}: another run is making its files visible there. Wait for it and look at what it "
             "wrote; if it has stopped, run the same command again."

@@ -8,7 +8,16 @@ from urllib.parse import unquote
 
 from ..errors import Unsafe
 
-__all__ = ["UNFINISHED", "display_path", "inside", "is_url", "lower_scheme", "redact_url", "scheme_of", "split"]
+__all__ = [
+    "UNFINISHED",
+    "check_inside",
+    "display_path",
+    "is_url",
+    "lower_scheme",
+    "redact_url",
+    "scheme_of",
+    "split_url",
+]
 
 #: An object that is in a folder while its files become visible, and stays there if that is interrupted.
 UNFINISHED = ".ckpttool-partial"
@@ -40,7 +49,7 @@ def display_path(path: str | os.PathLike[str]) -> str:
     return redact_url(os.fspath(path)) if is_url(path) else os.path.abspath(path)
 
 
-def split(url: str) -> tuple[str, str]:
+def split_url(url: str) -> tuple[str, str]:
     """(URL of the folder, name of the object in it); the query of an http URL stays with the folder."""
     query = ""
     if url.lower().startswith("http"):
@@ -56,7 +65,7 @@ def scheme_of(url: str) -> str | None:
     return found[1].lower() if found else None
 
 
-def inside(name: str, root: str) -> str:
+def check_inside(name: str, root: str) -> str:
     """A name below a URL, if it is one: what a checkpoint, a listing or a Hub calls a file.
 
     Raises:

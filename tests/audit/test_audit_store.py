@@ -1129,10 +1129,10 @@ def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest
             holds.release(archive, "closed")
     moto.environment(monkeypatch)
     with pytest.raises(RemoteError, match="AccessDenied"):
-        objects.remove(archive)
+        objects.remove_object(archive)
     assert holds.release(archive, "closed")["event"] == "release"  # again, and no second entry
     assert [e["event"] for e in ledger.read(f"{bucket}/audit")] == ["hold", "release"]
-    objects.remove(archive)
+    objects.remove_object(archive)
 
 
 def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

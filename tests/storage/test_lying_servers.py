@@ -8,7 +8,7 @@ import pytest
 from lying_servers import LIES, Liar, child, idle, judged, ran
 
 from ckpttool.errors import Unsafe
-from ckpttool.storage.answer_limits import permit_redirect
+from ckpttool.storage.answer_limits import check_redirect
 
 SAMPLE = [
     ("web", "gzip_bomb"), ("web", "slow_body"), ("web", "endless_listing"), ("s3", "endless_range"), ("s3", "same_token"), ("s3", "name_climbs"),
@@ -63,7 +63,7 @@ def test_there_are_more_than_forty() -> None:
 )  # fmt: skip
 def test_where_a_redirect_may_lead(method: str, at: str, location: str, result: bool | None) -> None:
     if result is not None:
-        assert permit_redirect(method, at, location) is result
+        assert check_redirect(method, at, location) is result
         return
     with pytest.raises(Unsafe):
-        permit_redirect(method, at, location)
+        check_redirect(method, at, location)

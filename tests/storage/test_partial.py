@@ -376,7 +376,7 @@ def spoil_frame(left: Path) -> None:
 
 @pytest.fixture
 def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "rename2", lambda *args: False)
+    monkeypatch.setattr(partial, "rename_special", lambda *args: False)
 
 
 class Killed(BaseException):

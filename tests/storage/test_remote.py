@@ -102,7 +102,7 @@ def test_paths(path: str) -> None:
     ],
 )
 def test_split(url: str, folder: str, name: str) -> None:
-    assert urls.split(url) == (folder, name)
+    assert urls.split_url(url) == (folder, name)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_no_credential_in_any_message(s3: Moto, bucket: str, monkeypatch: pytest
             lambda: ObjectUpload(f"{bucket}/n", force=True).commit(),
             lambda: objects.put_if_unchanged(f"{bucket}/n", b"x", None),
             lambda: objects.get_with_token(f"{bucket}/n"),
-            lambda: objects.legal_hold(f"{bucket}/a", on=True),
+            lambda: objects.set_legal_hold(f"{bucket}/a", on=True),
         ]
         for call in calls:
             with pytest.raises(RemoteError) as e:
@@ -401,7 +401,7 @@ def test_no_credential_of_a_url(url: str) -> None:
     ],
 )
 def test_words(said: str, shown: str) -> None:
-    assert retries.redacted(OSError(said)) == shown
+    assert retries.redacted_message(OSError(said)) == shown
 
 
 class _Ranges(SimpleHTTPRequestHandler):
@@ -535,9 +535,9 @@ def test_any_store_of_fsspec() -> None:
         ObjectUpload(f"{url}/c", force=False, lock=LOCKED)
     assert objects.get_with_token(f"{url}/a") == (b"9876543210", "")
     assert objects.get_with_token(f"{url}/none") == (b"", None)
-    assert objects.legal_hold(f"{url}/a", on=True) is False
-    objects.remove(f"{url}/a")
-    objects.remove(f"{url}/a")
+    assert objects.set_legal_hold(f"{url}/a", on=True) is False
+    objects.remove_object(f"{url}/a")
+    objects.remove_object(f"{url}/a")
     assert RemoteSource(url).list() == ["b"]
 
 
@@ -754,7 +754,7 @@ def test_lock_refuses_deletion(s3: Moto, monkeypatch: pytest.MonkeyPatch, mode: 
     url, client = f"{bucket}/a", s3.client()
     put(s3, url, b"kept")
     if mode == "hold":
-        assert objects.legal_hold(url, on=True) is True
+        assert objects.set_legal_hold(url, on=True) is True
     else:
         client.put_object_retention(
             Bucket=bucket[5:],
@@ -762,12 +762,12 @@ def test_lock_refuses_deletion(s3: Moto, monkeypatch: pytest.MonkeyPatch, mode: 
             Retention={"Mode": "GOVERNANCE", "RetainUntilDate": datetime(2044, 1, 1, tzinfo=UTC)},
         )
     with pytest.raises(RemoteError, match="AccessDenied") as e:
-        objects.remove(url)
+        objects.remove_object(url)
     assert e.value.exit_code == 9 and url in str(e.value)
     assert get(s3, url) == b"kept"  # and no mark hides it
     if mode == "hold":
-        assert objects.legal_hold(url, on=False) is True
-        objects.remove(url)
+        assert objects.set_legal_hold(url, on=False) is True
+        objects.remove_object(url)
         assert get(s3, url) is None
 
 
@@ -777,7 +777,7 @@ def test_removes_every_version(s3: Moto, monkeypatch: pytest.MonkeyPatch) -> Non
     for k in range(3):
         put(s3, f"{bucket}/a", b"%d" % k)
     put(s3, f"{bucket}/ab", b"other")
-    objects.remove(f"{bucket}/a")
+    objects.remove_object(f"{bucket}/a")
     left = client.list_object_versions(Bucket=name)
     assert [v["Key"] for v in left.get("Versions", [])] == ["ab"] and not left.get("DeleteMarkers")
 
@@ -787,20 +787,20 @@ def test_a_locked_older_version_keeps_the_newer(s3: Moto, monkeypatch: pytest.Mo
     put(s3, f"{bucket}/a", b"old", ObjectLockLegalHoldStatus="ON")
     put(s3, f"{bucket}/a", b"new")
     with pytest.raises(RemoteError, match="AccessDenied"):
-        objects.remove(f"{bucket}/a")
+        objects.remove_object(f"{bucket}/a")
     assert get(s3, f"{bucket}/a") == b"new"
 
 
 def test_hold_where_there_are_none(s3: Moto, bucket: str) -> None:
     put(s3, f"{bucket}/a", b"x")
-    assert objects.legal_hold(f"{bucket}/a", on=True) is False
+    assert objects.set_legal_hold(f"{bucket}/a", on=True) is False
 
 
 def test_remove(s3: Moto, bucket: str) -> None:
     put(s3, f"{bucket}/a", b"x")
     put(s3, f"{bucket}/ab", b"x")
-    objects.remove(f"{bucket}/a")
-    objects.remove(f"{bucket}/a")
+    objects.remove_object(f"{bucket}/a")
+    objects.remove_object(f"{bucket}/a")
     assert get(s3, f"{bucket}/a") is None and get(s3, f"{bucket}/ab") == b"x"
 
 
@@ -818,7 +818,7 @@ def test_swap(s3: Moto, bucket: str) -> None:
     assert objects.put_if_unchanged(url, b"13", token) is False
     assert get(s3, url) == b"12"
     _, token = objects.get_with_token(url)
-    objects.remove(url)
+    objects.remove_object(url)
     assert objects.put_if_unchanged(url, b"14", token) is False
     assert get(s3, url) is None
 

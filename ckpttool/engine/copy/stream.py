@@ -141,9 +141,9 @@ class Reader:
         threads = (
             min(1, self._threads) if any(job.entry.chunks.zstd for job in listed) else self._threads
         )  # a frame is decompressed in order only
-        from ...storage.threads import reading_or_writing
+        from ...storage.threads import make_executor
 
-        with reading_or_writing(threads, "ckpttool-read") as pool:
+        with make_executor(threads, "ckpttool-read") as pool:
             try:
                 while True:
                     while len(waiting) < self._ahead and (batch := next(batches, None)) is not None:

@@ -21,7 +21,7 @@ from typing import Any
 from ...index.draft import Draft, Written
 from ...storage.buffers import IOBudget
 from ...storage.destination_protocol import ParallelDestination, write_error
-from ...storage.local_file import write_at
+from ...storage.local_file import write_all_at
 from ..copy.fill import Progress, note_lost
 from ..copy.stream import Reader
 from ..planning import Plan
@@ -159,9 +159,9 @@ def _finish(
         with open(path, "r+b", buffering=0) as out:
             fd = out.fileno()
             for at, text in fringes:  # with zeros where frames belong
-                write_at(fd, b64decode(text), at)
+                write_all_at(fd, b64decode(text), at)
             for at, data in pieces:
-                write_at(fd, data, at)
+                write_all_at(fd, data, at)
             os.ftruncate(fd, f.size)
             os.fsync(fd)
     except OSError as e:
