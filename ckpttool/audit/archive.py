@@ -383,7 +383,7 @@ def facts_of(
         world_size=origin.get("world_size"),
         tensors=len(found.tensors),
         tensor_bytes=sum(t.nbytes for t in found.tensors.values()),
-        components=tuple(sorted({str(t.path[0]) for t in found.tensors.values()}, key=COMPONENTS.index)),
+        components=tuple(sorted({t.component for t in found.tensors.values()}, key=COMPONENTS.index)),
         merkle_root=found.merkle_root,
         manifest_sha256=manifest_sha256,
         meta={str(k): str(v) for k, v in (provenance.get("meta") or {}).items()},

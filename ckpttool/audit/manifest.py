@@ -67,7 +67,7 @@ def encode(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> bytes:
     """MANIFEST.json: one line a member, one line a tensor."""
     parts: dict[str, list[str]] = {}
     for name, t in found.tensors.items():
-        parts.setdefault(str(t.path[0]), []).append(name)
+        parts.setdefault(t.component, []).append(name)
     components = {
         c: {
             "merkle_root": merkle_root(

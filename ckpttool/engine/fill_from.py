@@ -59,18 +59,18 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
     def wanted(component: str) -> bool:
         return only is None or component in only
 
-    taken = {x: t for x, t in theirs.tensors.items() if x not in ckpt.tensors and wanted(str(t.path[0]))}
+    taken = {x: t for x, t in theirs.tensors.items() if x not in ckpt.tensors and wanted(t.component)}
     values = {
         x: v
         for x, v in theirs.values.items()
         if x not in ckpt.values
         and x not in ckpt.tensors
-        and wanted(str(v.path[0]))
-        and (x in left.missing or v.path[0] not in mine)
+        and wanted(v.component)
+        and (x in left.missing or v.component not in mine)
     }
     for x in (*taken, *values):
         left.missing.pop(x, None)
-    new = {str(t.path[0]) for t in taken.values()} - mine
+    new = {t.component for t in taken.values()} - mine
     for component in new:
         left.missing.pop(component, None)
     left.rebuilt |= dict.fromkeys(taken, how)

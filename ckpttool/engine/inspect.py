@@ -18,7 +18,7 @@ from ..huggingface import encodings, lora, model_files
 from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
 from ..index.composites import MARK, composites, described, unwrapped_note
 from ..index.names import step_count
-from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
+from ..index.optimizers import lost_at_save, per_rank_slots, states
 from ..options import Search, list_reading_keywords
 from ..printable import printable
 from ..storage import urls
@@ -118,13 +118,13 @@ def summarise(
     what is missing is not said of components that `only` left out."""
     components: dict[str, dict[str, Any]] = {}
     for t in ckpt.tensors.values():
-        c = components.setdefault(str(t.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
+        c = components.setdefault(t.component, {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
         c["tensors"] += 1
         c["bytes"] += t.nbytes
         c["elements"] += t.numel * PACKED.get(t.dtype, 1)
         c["dtypes"][t.dtype] = c["dtypes"].get(t.dtype, 0) + t.nbytes
     for v in ckpt.values.values():
-        c = components.setdefault(str(v.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
+        c = components.setdefault(v.component, {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
         c["values"] += 1
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
     return Summary(
@@ -188,8 +188,8 @@ def _slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
     sizes: dict[str, int] = {}
     parameters: dict[str, set[str]] = {}
     for t in ckpt.tensors.values():
-        if (slot := slot_of(t.path)) is not None:
-            parameters.setdefault(slot, set()).add(str(t.path[2]))
+        if (slot := t.slot) is not None:
+            parameters.setdefault(slot, set()).add(t.parameter)
             sizes[slot] = sizes.get(slot, 0) + t.nbytes
     return {slot: {"parameters": len(names), "bytes": sizes[slot]} for slot, names in parameters.items()}
 
@@ -198,9 +198,9 @@ def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
     slots = _slots(ckpt)
     groups: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
-        if v.path[:2] == ("optim", "param_groups") and len(v.path) > 3:
+        if v.option is not None:
             key = str(v.path[3])
-            group = groups.setdefault(int(v.path[2]), {})
+            group = groups.setdefault(v.group, {})
             if key == "params":
                 group["parameters"] = len(v.data)
             elif v.data is None or isinstance(v.data, (bool, int, float, str)) or key == "betas":
@@ -234,9 +234,7 @@ def _notes(ckpt: Checkpoint) -> list[str]:
         return [*objects, lost_at_save(ckpt, lost)]
     if not any(state.name.startswith("schedule-free") for state in states(ckpt)):
         return objects
-    modes = {
-        v.data for v in ckpt.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[-1] == "train_mode"
-    }
+    modes = {v.data for v in ckpt.values.values() if v.is_param_group and v.path[-1] == "train_mode"}
     x = "x, the averaged weights to evaluate and to publish (optimizer.eval() was called before the save)"
     y = "y, at which gradients are taken, and not x, the averaged ones to evaluate and to publish"
     which = {
@@ -267,19 +265,14 @@ def _missing(ckpt: Checkpoint) -> list[str]:
     for state in found:
         for slot, gone in state.missing.items():
             out.append(f"{slot} is missing for {len(gone)} of {len(state.slots)} parameters, first {min(gone)}")
-    listed = {
-        n
-        for v in ckpt.values.values()
-        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
-        for n in v.data
-    }
+    listed = {n for v in ckpt.values.values() if v.option == "params" for n in v.data}
     bare = sorted(n for n in listed - every if isinstance(n, str))
     if every and bare:
         out.append(f"{len(bare)} parameters of the optimizer have no state, first {bare[0]}")
     outside = [
-        str(t.path[1])
+        t.parameter
         for t in ckpt.tensors.values()
-        if t.path[0] == "model" and len(t.path) == 2 and t.path[1] not in listed
+        if t.component == "model" and len(t.path) == 2 and t.parameter not in listed
     ]
     if listed and outside:
         out.append(

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import CkpttoolError, Unsupported, argument
 from ..huggingface import maps, model_files
 from ..index.check import check
-from ..index.checkpoint import Checkpoint, joined
+from ..index.checkpoint import Checkpoint
 from ..index.expressions import size_of
 from ..index.line_groups import covers
 from ..index.name_maps import NameMap
@@ -93,7 +93,7 @@ def under_other_names(
 def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
     """The map of the trainer that wrote a checkpoint, for the model type of the config where there is one; None where
     none covers all weights, which a note says."""
-    names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
+    names = [t.local_name for t in ckpt.tensors.values() if t.component == "model"]
     model = (config or {}).get("model_type")
     every = [maps.load(name) for name in maps.names()]
     own = [found for found in every if names and (ckpt.trainer or "").lower() in found.trainers]
@@ -148,7 +148,7 @@ def _fitting(
     layer = {
         n: t
         for n, t in ckpt.tensors.items()
-        if t.path[0] == "model" and joined(t.path[1:]).startswith("layers.0.") and t.numel and len(t.shape) == 2
+        if t.component == "model" and t.local_name.startswith("layers.0.") and t.numel and len(t.shape) == 2
     }
     of_layer = replace(ckpt, tensors=layer, values={}, recorded={}, notes=[])
     rows = (wanted[q].shape[0], wanted[k].shape[0])

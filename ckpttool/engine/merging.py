@@ -28,7 +28,7 @@ from .. import layouts
 from ..errors import Unsupported, UsageError, argument
 from ..extras import need
 from ..huggingface import adapters, lora, model_files
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined, tied_weights
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
 from ..storage.overlay import ComputedSource
 from .copy.fill import silent
@@ -188,7 +188,7 @@ def _merged(
         files=files,
         sizes=sizes,
         tensors=tensors,
-        values={n: v for n, v in old.values.items() if v.path[0] == "model"},
+        values={n: v for n, v in old.values.items() if v.component == "model"},
         origin={},
         trainer=None,
         recorded={},
@@ -230,7 +230,7 @@ def _base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
     Raises:
         Unsupported: there is none, or the base model that was given holds an adapter.
     """
-    model = {joined(t.path[1:]): n for n, t in base.checkpoint.tensors.items() if t.path[0] == "model"}
+    model = {t.local_name: n for n, t in base.checkpoint.tensors.items() if t.component == "model"}
     if not given:
         return adapters.base_names(model)
     if any(p.startswith("lora_") for n in model for p in n.split(".")):
@@ -285,7 +285,7 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
         if config is not None:
             lora.refuse_unmergeable(config, base_is_given=given)
         reduced = adapters.alone(ckpt, config or {"peft_type": "LORA"}, wanted)
-        found = {joined(t.path[1:]): t for t in reduced.tensors.values()}
+        found = {t.local_name: t for t in reduced.tensors.values()}
         stored = _stored(ckpt, found)
         if config is None:
             assert request.lora_alpha is not None
@@ -424,13 +424,13 @@ def _left_behind(
     used = {*named.values(), *read}
     for part in (base,) if base.only is not None else (base, theirs):
         for n, t in part.checkpoint.tensors.items():
-            if t.path[0] != "model":
+            if t.component != "model":
                 rows[n] = Dropped(n, t.nbytes, _NOT_MERGED)
             elif n not in used:
                 rows[n] = Dropped(
                     n, t.nbytes, "it is of an adapter that was not asked for, or what its own copy replaces"
                 )
-        rows |= {n: Dropped(n, 0, _NOT_MERGED) for n, v in part.checkpoint.values.items() if v.path[0] != "model"}
+        rows |= {n: Dropped(n, 0, _NOT_MERGED) for n, v in part.checkpoint.values.items() if v.component != "model"}
     return list(rows.values())
 
 

@@ -34,7 +34,7 @@ from typing import Any
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import number_in
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry, joined
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..storage.buffers import IOBudget
@@ -73,7 +73,7 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
     pieces: dict[int, dict[Piece, Sum | None]] = {}
     find = _records_of(ckpt)
     for name, t in ckpt.tensors.items():
-        if t.path[0] not in ("model", "optim") or t.numel < 2:
+        if t.component not in ("model", "optim") or t.numel < 2:
             continue
         if ckpt.spreads_tensors and len({ckpt.ranks.get(f) for f in set(t.chunks.file)}) < 2:
             continue
@@ -299,13 +299,13 @@ def other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
     if not kept:
         return []
     trained = {n for group in groups_of(ckpt) or () for n in group}
-    trained |= {str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 3}
-    sharded = any(len(set(t.chunks.file)) > 1 for t in ckpt.tensors.values() if t.path[0] == "model")
+    trained |= {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
+    sharded = any(len(set(t.chunks.file)) > 1 for t in ckpt.tensors.values() if t.component == "model")
 
     def is_own(t: TensorEntry) -> bool:
-        fqn = joined(t.path[1:])
-        if t.path[0] != "model" or "float" not in t.dtype or fqn.rpartition(".")[2] in _STATISTICS:
-            return t.path[0] != "optim"
+        fqn = t.local_name
+        if t.component != "model" or "float" not in t.dtype or fqn.rpartition(".")[2] in _STATISTICS:
+            return t.component != "optim"
         return sharded and len(t.chunks) == 1 and fqn not in trained
 
     return [o for o in ckpt.others if o.name in kept and not is_own(kept[o.name])]
@@ -350,7 +350,7 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
     names = [
         n
         for n, t in ckpt.tensors.items()
-        if t.path[:2] == ("optim", "state") and t.path[-1] == "step" and t.numel == 1 and t.chunks.file[0] in ckpt.ranks
+        if t.is_optimizer_state and t.path[-1] == "step" and t.numel == 1 and t.chunks.file[0] in ckpt.ranks
     ]
     file = {n: ckpt.tensors[n].chunks.file[0] for n in names}
     if not ckpt.spreads_tensors or len(set(file.values())) < 2:
@@ -391,8 +391,8 @@ def _groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
     """The param group of every step."""
     of: dict[Any, int] = {}
     for v in ckpt.values.values():
-        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",) and isinstance(v.data, list):
-            of.update((n, int(v.path[2])) for n in v.data if isinstance(n, str))
+        if v.option == "params" and isinstance(v.data, list):
+            of.update((n, v.group) for n in v.data if isinstance(n, str))
     return {n: of.get(ckpt.tensors[n].path[2], -1) for n in names}
 
 

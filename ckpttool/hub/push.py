@@ -459,7 +459,7 @@ class Push:
         old = self.target.card_there(state)
         dtypes: dict[str, int] = {}
         for t in self.draft.checkpoint.tensors.values():
-            if t.path[0] == "model":
+            if t.component == "model":
                 dtypes[t.dtype] = dtypes.get(t.dtype, 0) + t.numel
         ckpt, tensors = self.opened.checkpoint, self.draft.checkpoint.tensors
         cast = any(tensors[n].dtype != t.dtype for n, t in self.draft.sources.items() if n in tensors)

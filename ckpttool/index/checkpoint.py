@@ -22,6 +22,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, UsageError
+from .paths import HasPath, Number, Path, joined
 from .trainers import fuses_parameters
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "MixupNote",
     "Number",
     "OtherCopy",
+    "Path",
     "Record",
     "Salvage",
     "TensorEntry",
@@ -49,8 +51,6 @@ __all__ = [
     "tied_weights",
     "unnamed_optimizer_state",
 ]
-
-Path = tuple[str | int, ...]
 
 #: Bytes of one element, by torch's name of the dtype (torch/headeronly/core/ScalarType.h); those of six bits are
 #: safetensors' alone.
@@ -113,21 +113,10 @@ def floating_dtype(name: str) -> str:
     return full
 
 
-class Number(str):
-    """An element of a path that is an integer key of a dict: {0: ...}. In DCP, whose keys are text, it is text."""
-
-    __slots__ = ()
-
-
 class MixupNote(str):
     """A note that a file of a rank is a copy of another rank's, or exchanged with it: no job resumes from that."""
 
     __slots__ = ()
-
-
-def joined(path: Path) -> str:
-    """The name of a path: joined(("model", "norm.weight")) == "model.norm.weight"."""
-    return ".".join(map(str, path))
 
 
 def of_rank(rank: int | str, path: Path) -> Path:
@@ -280,7 +269,7 @@ class Chunks(Sequence[Chunk]):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(HasPath):
     """A logical tensor and where its chunks are.
 
     `coding` says what an extent holds: "raw" the bytes of the chunk; "torch.save" a zip around them, and
@@ -306,11 +295,15 @@ class TensorEntry:
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
 
-class Value(NamedTuple):
-    """Plain data at a path of the state dict: a number, string, None, list, `pickles.Opaque`, ..."""
-
+class _PathAndData(NamedTuple):
     path: Path
     data: Any
+
+
+class Value(_PathAndData, HasPath):
+    """Plain data at a path of the state dict: a number, string, None, list, `pickles.Opaque`, ..."""
+
+    __slots__ = ()
 
 
 class Record(NamedTuple):
@@ -438,7 +431,7 @@ class Checkpoint:
 
     def component(self, name: str) -> str:
         """The first element of a canonical name: "model", "optim", "scheduler", ..."""
-        return str((self.tensors.get(name) or self.values[name]).path[0])
+        return (self.tensors.get(name) or self.values[name]).component
 
     def value(self, name: str) -> Any:
         """The data of a value; None if there is none of that name."""
@@ -463,8 +456,8 @@ class Checkpoint:
         keep = set(components)
         return replace(
             self,
-            tensors={k: v for k, v in self.tensors.items() if v.path[0] in keep},
-            values={k: v for k, v in self.values.items() if v.path[0] in keep},
+            tensors={k: v for k, v in self.tensors.items() if v.component in keep},
+            values={k: v for k, v in self.values.items() if v.component in keep},
             others=[o for o in self.others if o.name.partition(".")[0] in keep],
             left_arguments=self.arguments,
         )
@@ -504,9 +497,9 @@ def orphaned_optimizer_state(ckpt: Checkpoint) -> list[str]:
     """
     if fuses_parameters(ckpt.trainer):
         return []
-    model = {t.path[1] for t in ckpt.tensors.values() if t.path[0] == "model"}
-    state = {t.path[2] for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 2}
-    return sorted(map(str, state - model)) if model else []
+    model = {t.parameter for t in ckpt.tensors.values() if t.component == "model"}
+    state = {t.parameter for t in ckpt.tensors.values() if t.is_optimizer_state and len(t.path) > 2}
+    return sorted(state - model) if model else []
 
 
 _MOST_RANKS = 1 << 16  # a file may claim any world size
@@ -515,7 +508,7 @@ _MOST_RANKS = 1 << 16  # a file may claim any world size
 def without_random_states(ckpt: Checkpoint) -> list[int]:
     """The ranks that have no random states, if others have."""
     leaves: list[TensorEntry | Value] = [*ckpt.tensors.values(), *ckpt.values.values()]
-    keys = {str(leaf.path[1]) for leaf in leaves if leaf.path[0] == "rng" and len(leaf.path) > 1}
+    keys = {str(leaf.path[1]) for leaf in leaves if leaf.component == "rng" and len(leaf.path) > 1}
     have = {int(k) for k in keys if k.isdecimal() and len(k) < 7}
     if not have:
         return []
@@ -526,7 +519,7 @@ def unnamed_optimizer_state(ckpt: Checkpoint) -> list[str]:
     """The tensors of an optimizer whose parameters could not be named as the model names them, so that it is carried as
     data; of a checkpoint with weights and no other optimizer. It is under extra.<file>.optimizer.state, or, with
     numbers for names, under extra.<key>.state."""
-    if {t.path[0] for t in ckpt.tensors.values()} >= {"model", "optim"}:
+    if {t.component for t in ckpt.tensors.values()} >= {"model", "optim"}:
         return []
 
     def is_state(path: Path) -> bool:

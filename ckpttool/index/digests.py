@@ -49,7 +49,7 @@ def roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dic
     for n, t in sorted(tensors.items()):
         leaf = _leaf(n, t.dtype, t.shape, digests[n])
         leaves.append(leaf)
-        parts.setdefault(str(t.path[0]), []).append(leaf)
+        parts.setdefault(t.component, []).append(leaf)
     return {"all": _root(leaves), **{k: _root(v) for k, v in sorted(parts.items())}}
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..errors import Corrupt, UsageError, argument
 from .checkpoint import Checkpoint, Path, Value, joined
+from .paths import is_optimizer_state
 
 __all__ = [
     "EXTRA_STATE",
@@ -71,7 +72,7 @@ def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
         UsageError: no weight has the prefix. Corrupt: two names are the same afterwards.
     """
     prefix = prefix.rstrip(".") + "."
-    names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
+    names = [t.parameter for t in ckpt.tensors.values() if t.component == "model"]
     if not any(n.startswith(prefix) and n != prefix for n in names):
         first = f', first of all is "{names[0]}"' if names else ""
         raise UsageError(
@@ -79,7 +80,7 @@ def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
         )
 
     def short(path: Path) -> Path:
-        at = 1 if path[0] == "model" else 2 if path[:2] == ("optim", "state") else None
+        at = 1 if path[0] == "model" else 2 if is_optimizer_state(path) else None
         if at is None or len(path) <= at:
             return path
         return (*path[:at], str(path[at]).removeprefix(prefix) or path[at], *path[at + 1 :])
@@ -94,7 +95,7 @@ def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
         out.tensors[renamed[name]] = t if path == t.path else replace(t, path=path)
     for value in ckpt.values.values():
         path, data = short(value.path), value.data
-        if path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
+        if value.option == "params" and isinstance(data, list):
             data = [n.removeprefix(prefix) if isinstance(n, str) else n for n in data]
         out.values[joined(path)] = Value(path, data)
     out.recorded = {renamed.get(n, n): d for n, d in ckpt.recorded.items()}
@@ -127,7 +128,7 @@ def wrappers_stripped(ckpt: Checkpoint) -> Checkpoint:
     wrappers."""
     values = dict(ckpt.values)
     for name, v in ckpt.values.items():
-        listed = v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("param_names",)
+        listed = v.option == "param_names"
         if listed and isinstance(v.data, list) and all(isinstance(n, str) for n in v.data):
             values[name] = Value(v.path, list(strip_wrappers(v.data).values()))
     return replace(ckpt, origin=without_wrappers(ckpt.origin), values=values)

@@ -289,7 +289,7 @@ def without_weights(ckpt: Checkpoint) -> str:
     keys = dict.fromkeys(
         t.path[1:-1]
         for t in ckpt.tensors.values()
-        if _are_weights([t.path[-1:]]) and len(t.path) > 2 and t.path[0] == "extra"
+        if _are_weights([t.path[-1:]]) and len(t.path) > 2 and t.component == "extra"
     )
     if not keys:
         return ""

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from .checkpoint import Checkpoint, TensorEntry, joined
 from .composites import composites
+from .paths import WRAPPED_SLOTS
 
-__all__ = ["OPTIMIZERS", "Optimizer", "State", "lost_at_save", "per_rank_slots", "slot_of", "states"]
+__all__ = ["OPTIMIZERS", "Optimizer", "State", "lost_at_save", "per_rank_slots", "states"]
 
 
 class Optimizer(NamedTuple):
@@ -101,8 +102,6 @@ OPTIMIZERS = (
     Optimizer("bitsandbytes 8-bit, with one moment", _of("state1", "qmap1", "absmax1"), (_of("state1"),), _BNB),
     Optimizer("bitsandbytes 32-bit, with one moment", _of("state1"), may=_BNB),
 )
-#: The key under which bitsandbytes keeps the slots of a parameter since 0.49, so that FSDP does not shard them.
-_WRAPPED = "__bnb_optimizer_quant_state__"
 
 
 class State(NamedTuple):
@@ -114,27 +113,20 @@ class State(NamedTuple):
     missing: dict[str, list[str]]
 
 
-def slot_of(path: tuple[str | int, ...]) -> str | None:
-    """The slot of an entry optim.state.<parameter>.<slot>; None of another path."""
-    if path[:2] != ("optim", "state") or len(path) < 4:
-        return None
-    return str(path[4] if path[3] == _WRAPPED and len(path) > 4 else path[3])
-
-
 def states(ckpt: Checkpoint) -> list[State]:
     """The optimizers that a checkpoint has state of, that of the first param group first."""
     slots: dict[str, set[str]] = {}
     for t in ckpt.tensors.values():
-        if (slot := slot_of(t.path)) is not None:
-            slots.setdefault(str(t.path[2]), set()).add(slot)
+        if (slot := t.slot) is not None:
+            slots.setdefault(t.parameter, set()).add(slot)
     options: dict[int, set[str]] = {}
     members: dict[int, list[str]] = {}
     for v in ckpt.values.values():
-        if v.path[:2] == ("optim", "param_groups") and len(v.path) > 3:
-            if v.path[3] == "params":
-                members[int(v.path[2])] = [str(n) for n in v.data]
+        if v.option is not None:
+            if v.option == "params":
+                members[v.group] = [str(n) for n in v.data]
             else:
-                options.setdefault(int(v.path[2]), set()).add(str(v.path[3]))
+                options.setdefault(v.group, set()).add(str(v.path[3]))
     merged: dict[frozenset[str], list[str]] = {}
     for i in sorted(members):
         merged.setdefault(frozenset(options.get(i, ())), []).extend(n for n in members[i] if n in slots)
@@ -170,8 +162,8 @@ def per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
     slots: dict[str, dict[str, TensorEntry]] = {}
     inside = {joined(t.path) for found in composites(ckpt).values() for t in found.tensors.values()}
     for name, t in ckpt.tensors.items():
-        if slot_of(t.path) is not None and t.numel > 1 and name not in inside:
-            slots.setdefault(str(t.path[2]), {})[name] = t
+        if t.slot is not None and t.numel > 1 and name not in inside:
+            slots.setdefault(t.parameter, {})[name] = t
     out: dict[str, list[str]] = {}
     for fqn, of in slots.items():
         weight = ckpt.tensors.get(f"model.{fqn}")
@@ -204,7 +196,7 @@ def _kept(ckpt: Checkpoint, names: Iterable[str]) -> str:
     for n in names:
         t = ckpt.tensors[n]
         rank = next((m[1] for f in t.chunks.file if (m := _RANK_FILE.fullmatch(ckpt.files[f]))), "?")
-        counts = of.setdefault(".".join(str(p) for p in t.path[3:] if p != _WRAPPED), {})
+        counts = of.setdefault(".".join(str(p) for p in t.path[3:] if p != WRAPPED_SLOTS), {})
         counts[rank] = counts.get(rank, 0) + 1
     rows = [
         f"{slot}: {', '.join(f'{n:,} of rank {r}' for r, n in sorted(counts.items()))}" for slot, counts in of.items()

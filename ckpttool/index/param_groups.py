@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .checkpoint import Checkpoint, Path, Value, joined
+from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
 __all__ = ["Groups", "differences", "groups_of", "regrouped"]
 
 Groups = tuple[tuple[str, ...], ...]
 #: Lists of schedulers with one entry for each param group.
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "initial_lrs")
+#: How a path of `Checkpoint.origin` begins that says what the optimizer calls a parameter.
+_NAMED_PARAMETER = ("optim", "params")
 _NAMED = 4  # names that a sentence gives
 
 
@@ -30,11 +32,11 @@ def groups_of(ckpt: Checkpoint) -> Groups | None:
     """FQNs by param group, in the order of the optimizer; None where the groups do not list names."""
     lists: dict[int, list[Any]] = {}
     for v in ckpt.values.values():
-        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",):
+        if v.option == "params":
             names = v.data if isinstance(v.data, list) else [None]
             if not str(v.path[2]).isdecimal() or not all(isinstance(n, str) for n in names):
                 return None
-            lists[int(v.path[2])] = names
+            lists[v.group] = names
     return tuple(tuple(lists[i]) for i in sorted(lists)) or None
 
 
@@ -108,30 +110,27 @@ def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], 
     left_out: list[str] = []
     tensors = {}
     values: dict[str, Value] = {}
-    grouped: dict[int, list[tuple[Path, Any]]] = {}
-    grouped_tensors: dict[int, list[Any]] = {}
+    grouped: dict[int, list[Value]] = {}
+    grouped_tensors: dict[int, list[TensorEntry]] = {}
     for name, t in ckpt.tensors.items():
-        if t.path[:2] == ("optim", "state") and t.path[2] in gone:
+        if t.is_optimizer_state and t.parameter in gone:
             left_out.append(name)
-        elif t.path[:2] == ("optim", "param_groups") and len(t.path) > 3:
-            grouped_tensors.setdefault(int(t.path[2]), []).append(t)
+        elif t.option is not None:
+            grouped_tensors.setdefault(t.group, []).append(t)
         else:
             tensors[name] = t
     for name, v in ckpt.values.items():
-        if v.path[:2] == ("optim", "state") and len(v.path) > 2 and v.path[2] in gone:
+        if v.is_optimizer_state and v.parameter in gone:
             left_out.append(name)
-        elif v.path[:2] == ("optim", "param_groups") and len(v.path) > 3:
-            grouped.setdefault(int(v.path[2]), []).append((v.path, v.data))
+        elif v.option is not None:
+            grouped.setdefault(v.group, []).append(v)
         else:
             values[name] = v
     for i, (g, j) in enumerate(zip(groups, origin_of, strict=True)):
-        for path, data in grouped.get(j, []):
-            if path[3:] == ("params",):
-                data = list(g)
-            elif path[3:] == ("param_names",):
-                continue  # they follow from params
-            new_path = (*path[:2], i, *path[3:])
-            values[joined(new_path)] = Value(new_path, data)
+        for v in grouped.get(j, []):
+            if v.option != "param_names":  # they follow from params
+                new_path = (*v.path[:2], i, *v.path[3:])
+                values[joined(new_path)] = Value(new_path, list(g) if v.option == "params" else v.data)
         for t in grouped_tensors.get(j, []):
             new_path = (*t.path[:2], i, *t.path[3:])
             tensors[joined(new_path)] = replace(t, path=new_path)
@@ -140,10 +139,10 @@ def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], 
     origin = {
         q: ((numbers[q[2]],) if isinstance(p[0], int) and q[2] in numbers else p)
         for q, p in ckpt.origin.items()
-        if q[:2] != ("optim", "params") or q[2] in kept
+        if q[:2] != _NAMED_PARAMETER or q[2] in kept
     }
-    if any(q[:2] == ("optim", "params") and isinstance(p[0], int) for q, p in origin.items()):
-        origin |= {("optim", "params", n): (k,) for n, k in numbers.items()}
+    if any(q[:2] == _NAMED_PARAMETER and isinstance(p[0], int) for q, p in origin.items()):
+        origin |= {(*_NAMED_PARAMETER, n): (k,) for n, k in numbers.items()}
     recorded = {n: d for n, d in ckpt.recorded.items() if n in tensors}
     return replace(ckpt, tensors=tensors, values=values, origin=origin, recorded=recorded), left_out, notes
 
@@ -152,8 +151,8 @@ def _differing(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:
     """The hyperparameters in which groups differ from one of them, as text."""
     options: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
-        if v.path[:2] == ("optim", "param_groups") and len(v.path) > 3 and v.path[3] not in ("params", "param_names"):
-            options.setdefault(int(v.path[2]), {})[joined(v.path[3:])] = v.data
+        if v.option is not None and v.path[3] not in ("params", "param_names"):
+            options.setdefault(v.group, {})[v.option] = v.data
     mine = options.get(best, {})
     odd = {
         k for i in among for k in {*options.get(i, {}), *mine} if repr(options.get(i, {}).get(k)) != repr(mine.get(k))
@@ -168,7 +167,7 @@ def _scheduler(values: dict[str, Value], n: int, origin_of: Sequence[int], notes
     out: dict[str, Value] = {}
     flat: dict[Path, dict[int, Any]] = {}
     for name, v in values.items():
-        if v.path[0] == "scheduler" and len(v.path) > 1:
+        if v.component == "scheduler" and len(v.path) > 1:
             if v.path[-1] in _PER_GROUP and isinstance(v.data, list) and len(v.data) == n:
                 v = Value(v.path, [v.data[j] for j in origin_of])
             elif len(v.path) > 2 and v.path[-2] in _PER_GROUP and isinstance(v.path[-1], int):
@@ -179,6 +178,6 @@ def _scheduler(values: dict[str, Value], n: int, origin_of: Sequence[int], notes
         order = origin_of if sorted(entries) == list(range(n)) else sorted(entries)
         for i, j in enumerate(order):
             out[joined((*path, i))] = Value((*path, i), entries[j])
-    if any(v.path[0] == "scheduler" for v in out.values()):
+    if any(v.component == "scheduler" for v in out.values()):
         notes.append("the learning rates of the scheduler follow the new groups")
     return out

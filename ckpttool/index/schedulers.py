@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .checkpoint import Checkpoint, Path, Value, joined
+from .paths import is_param_group
 from .trainers import schedules_by_epoch
 
 __all__ = ["with_whole_scheduler"]
@@ -22,7 +23,7 @@ def with_whole_scheduler(ckpt: Checkpoint) -> Checkpoint:
     }:
         return ckpt
     last = ckpt.value("scheduler.last_epoch")
-    groups = sorted({p[2] for p in ckpt.leaves() if p[:2] == ("optim", "param_groups") and len(p) > 3}, key=str)
+    groups = sorted({p[2] for p in ckpt.leaves() if is_param_group(p) and len(p) > 3}, key=str)
     rates = [[ckpt.value(f"optim.param_groups.{i}.{key}") for i in groups] for key in ("initial_lr", "lr")]
     if not groups or not isinstance(last, int) or not all(isinstance(r, float) for row in rates for r in row):
         return ckpt

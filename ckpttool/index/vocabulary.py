@@ -21,7 +21,7 @@ def is_vocabulary(fqn: str) -> bool:
 
 def vocabulary_of(ckpt: Checkpoint) -> dict[str, TensorEntry]:
     """{FQN: weight} of the embedding and the output layer, each with a row for each token."""
-    model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
+    model = {t.parameter: t for t in ckpt.tensors.values() if t.component == "model" and len(t.path) == 2}
     if not any(_EMBEDDING.fullmatch(n) for n in model):
         return {}
     return {n: t for n, t in model.items() if is_vocabulary(n) and t.shape}

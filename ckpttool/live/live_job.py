@@ -72,11 +72,11 @@ class LiveJob:
             str, dict[str, str]
         ] = {}  # FQN of an extra state -> name of a leaf of it -> canonical name
         for n, e in self.entries.items():
-            text = joined(e.path[1:])
-            owner = None if e.path[0] != "model" else _EXTRA_STATE.match(text)
+            text = e.local_name
+            owner = None if e.component != "model" else _EXTRA_STATE.match(text)
             if owner and (isinstance(e, Value) or owner[0] in self.extra):
                 self._stored_extra.setdefault(owner[0], {})[text] = n
-            elif e.path[0] == "model" and isinstance(e, TensorEntry):
+            elif e.component == "model" and isinstance(e, TensorEntry):
                 self.stored[text] = n
         self.wanted: dict[str, Any] = {}
         self.rest: dict[str, Any] = {}
@@ -113,11 +113,11 @@ class LiveJob:
         self.opened.small = pickle.loads(broadcast(packed if rank == 0 else None, 0))
 
     def _is_small(self, e: TensorEntry) -> bool:
-        if e.path[:2] == ("optim", "state"):
+        if e.is_optimizer_state:
             return "trainer.step" not in self.entries and e.path[-1] == "step" and self.opened.is_scalar_state(e)
-        if e.path[0] in ("model", "optim"):
-            in_groups = bool(self.optimizers) and e.path[:2] == ("optim", "param_groups")
-            return in_groups or (e.path[0] == "model" and _EXTRA_STATE.match(joined(e.path[1:])) is not None)
+        if e.component in ("model", "optim"):
+            in_groups = bool(self.optimizers) and e.is_param_group
+            return in_groups or (e.component == "model" and _EXTRA_STATE.match(e.local_name) is not None)
         return e.nbytes <= _SMALL_TENSOR
 
     # ------------------------------------------------------------------------------------------------------- matching
@@ -264,15 +264,15 @@ class LiveJob:
     # ------------------------------------------------------------------------------------------------------ optimizer
 
     def _optimizer(self) -> list[str]:
-        if not any(e.path[0] == "optim" for e in self.entries.values()):
+        if not any(e.component == "optim" for e in self.entries.values()):
             raise Unsupported(
                 f"{self.opened.path} has no optimizer state. Pass optimizer=None to load only the weights."
             )
         names = self._fqns()
         state: dict[str, dict[str, str]] = {}  # FQN -> name of a leaf of its state -> canonical name
         for n, e in self.entries.items():
-            if e.path[:2] == ("optim", "state") and len(e.path) > 3:
-                state.setdefault(str(e.path[2]), {})[joined(e.path[3:])] = n
+            if e.slot is not None:
+                state.setdefault(e.parameter, {})[joined(e.path[3:])] = n
         groups = self._groups()
         member = {fqn: i for i, g in groups.items() for fqn in g.get("params") or ()}
         problems: list[str] = []
@@ -336,7 +336,7 @@ class LiveJob:
 
     def _groups(self) -> dict[int, dict[str, Any]]:
         """The checkpoint's param groups."""
-        options = {n: e for n, e in self.entries.items() if e.path[:2] == ("optim", "param_groups") and len(e.path) > 3}
+        options = {n: e for n, e in self.entries.items() if e.option is not None}
         leaves: dict[int, dict[Any, Any]] = {}
         for name, x in self._read(options).items():
             path = options[name].path
@@ -433,7 +433,7 @@ class LiveJob:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _schedule(self) -> list[str]:
-        entries = {n: e for n, e in self.entries.items() if e.path[0] == "scheduler" and e.path[1:]}
+        entries = {n: e for n, e in self.entries.items() if e.component == "scheduler" and e.path[1:]}
         if not entries:
             raise DoesNotFit(
                 f"{self.opened.path} has no scheduler state, and the job has a scheduler. Leave the scheduler out, and "
@@ -463,7 +463,7 @@ class LiveJob:
     def _values(self) -> None:
         entries: dict[str, TensorEntry | Value] = {}
         for n, e in self.entries.items():
-            component = e.path[0]
+            component = e.component
             if component in ("model", "optim") or (component == "scheduler" and self._scheduler_state is not None):
                 continue
             if isinstance(e, TensorEntry) and e.nbytes > _SMALL_TENSOR:
@@ -477,7 +477,7 @@ class LiveJob:
             steps = {
                 n: e
                 for n, e in self.entries.items()
-                if e.path[:2] == ("optim", "state") and e.path[-1] == "step" and self.opened.is_scalar_state(e)
+                if e.is_optimizer_state and e.path[-1] == "step" and self.opened.is_scalar_state(e)
             }
             step = max(self._read(steps).values(), default=None)
         self.step = int(step) if step is not None and math.isfinite(step) else None

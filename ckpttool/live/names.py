@@ -28,9 +28,9 @@ class Names:
         self._own: dict[str, str] = {}
         self._groups: dict[str, set[str]] = {}
         for name, entry in entries.items():
-            if entry.path[0] not in ("model", "optim"):
+            if entry.component not in ("model", "optim"):
                 self._own[joined(original(entry.path, ckpt.origin))] = name
-            elif entry.path[:2] == ("optim", "param_groups") and entry.path[3:] == ("params",):
+            elif entry.option == "params":
                 members = entry.data if isinstance(entry, Value) else None
                 for fqn in members if isinstance(members, list) else ():
                     self._groups.setdefault(str(fqn), set()).add(str(entry.path[2]))

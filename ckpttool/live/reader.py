@@ -87,7 +87,7 @@ class LiveReader:
     def is_scalar_state(entry: TensorEntry | Value) -> bool:
         """Whether it is a number in an optimizer's state; some optimizers keep it as a number, others as a 0-dim
         tensor."""
-        if entry.path[:2] != ("optim", "state"):
+        if not entry.is_optimizer_state:
             return False
         if isinstance(entry, TensorEntry):
             return not entry.shape

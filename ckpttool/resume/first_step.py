@@ -29,13 +29,13 @@ def step_of(opened: OpenCheckpoint) -> int:
     found = {
         int(v.data)
         for v in ckpt.values.values()
-        if v.path[:2] == ("optim", "state") and v.path[-1] == "step" and isinstance(v.data, (int, float))
+        if v.is_optimizer_state and v.path[-1] == "step" and isinstance(v.data, (int, float))
     }
     if not found:
         names = [
             n
             for n, t in ckpt.tensors.items()
-            if t.path[-1] == "step" and t.path[0] in ("optim", "trainer") and t.numel == 1
+            if t.path[-1] == "step" and t.component in ("optim", "trainer") and t.numel == 1
         ]
         raw = small(opened.locate(), opened.source, names[:: 1 + len(names) // _MOST]) if names else {}
         numbers = (number_in(ckpt.tensors[n].dtype, data) for n, data in raw.items())

@@ -67,7 +67,7 @@ class Averages:
 
 def averages_of(tensors: Mapping[str, TensorEntry]) -> frozenset[str]:
     """The tensors of an optimizer that are sums or averages of squares or of absolute values."""
-    return frozenset(n for n, t in tensors.items() if t.path[0] == "optim" and str(t.path[-1]) in _NOT_NEGATIVE)
+    return frozenset(n for n, t in tensors.items() if t.component == "optim" and str(t.path[-1]) in _NOT_NEGATIVE)
 
 
 def said_of(found: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorEntry], at: str = "") -> str:

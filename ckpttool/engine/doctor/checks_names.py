@@ -42,7 +42,7 @@ def _raw_names(at: Examined) -> Mapping[str, str]:
     ckpt = at.ckpt
     out = {str(p[-1]): str(q[1]) for q, p in ckpt.origin.items() if q[0] == "model" and len(q) == 2}
     if ckpt.layout == "hf":
-        clean = {str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"}
+        clean = {t.parameter for t in ckpt.tensors.values() if t.component == "model"}
         for file in ckpt.files:
             if file.endswith(".safetensors"):
                 try:
@@ -158,7 +158,7 @@ def empty_weights(at: Examined) -> list[Finding]:
 
 def _weight_files(at: Examined) -> Iterator[tuple[str | None, dict[str, tuple[int, ...]]]]:
     """(file, {name of a weight: shape}): what was read as the model, and safetensors files of the model beside it."""
-    model = {str(t.path[1]): t.shape for t in at.ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
+    model = {t.parameter: t.shape for t in at.ckpt.tensors.values() if t.component == "model" and len(t.path) == 2}
     yield None, model
     if not at.opened.folder or at.source.is_remote:
         return
@@ -210,7 +210,7 @@ def tied_weights(at: Examined, digests: Mapping[str, str] | None = None) -> list
     which one is missing. `digests` {tensor: digest}, where the data was read."""
     config = at.model_config
     tie = None if config is None else config.get("tie_word_embeddings")
-    model = {str(t.path[1]): t for t in at.ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
+    model = {t.parameter: t for t in at.ckpt.tensors.values() if t.component == "model" and len(t.path) == 2}
     embedding, head = embedding_and_head(model)
     if config is None or tie is None or embedding is None:
         return []

@@ -114,7 +114,7 @@ def _is_matrix(name: str, t: TensorEntry) -> bool:
     """Whether a tensor is a weight that training makes different everywhere: no bias, no norm, no buffer of one number,
     no lora_B, which begins with zeros."""
     return (
-        t.path[0] == "model"
+        t.component == "model"
         and len(t.shape) > 1
         and t.numel >= _LEAST
         and name.endswith("weight")

@@ -67,7 +67,7 @@ def _gone(here: tuple[tuple[str, ...], ...], there: tuple[tuple[str, ...], ...])
 
 
 def _with_state(ckpt: Checkpoint) -> set[str]:
-    return {str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 3}
+    return {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
 
 
 def _without_state(ckpt: Checkpoint, groups: tuple[tuple[str, ...], ...]) -> list[str]:
@@ -128,16 +128,16 @@ def other_copies(at: Examined) -> list[Finding]:
 def _steps(at: Examined) -> dict[str, float]:
     """{entry: step} of the parameters' steps in the optimizer."""
     ckpt = at.ckpt
-    names = [
-        n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step" and t.numel == 1
-    ][:_MOST_STEPS]
+    names = [n for n, t in ckpt.tensors.items() if t.is_optimizer_state and t.path[-1] == "step" and t.numel == 1][
+        :_MOST_STEPS
+    ]
     at.source.prefetch(
         (ckpt.files[ckpt.tensors[n].chunks.file[0]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names
     )
     found = {n: number_in(ckpt.tensors[n].dtype, data) for n, data in small(ckpt, at.source, names).items()}
     out: dict[str, float | int] = {n: step for n, step in found.items() if step is not None}
     for v in ckpt.values.values():
-        if v.path[:2] == ("optim", "state") and v.path[-1] == "step" and type(v.data) in (int, float):
+        if v.is_optimizer_state and v.path[-1] == "step" and type(v.data) in (int, float):
             out[joined(v.path)] = v.data
     return {n: float(step) for n, step in out.items() if 0 <= step < 1 << 53}  # not NaN either
 

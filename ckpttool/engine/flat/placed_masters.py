@@ -31,7 +31,7 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
     """
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
     trained = {str(p[2]) for p in paths if p[:2] == ("optim", "state") and len(p) > 2}
-    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     found = {
         n: (m, w)
         for n, w in model.items()
@@ -53,10 +53,10 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
     placed = {n: m for n, (m, _) in found.items()} | {a: found[o][0] for a, o in owners.items() if a not in found}
     tensors, rounded, recorded = {}, dict(ckpt.rounded), dict(ckpt.recorded)
     for name, t in ckpt.tensors.items():
-        n = joined(t.path[1:])
+        n = t.local_name
         if t.path[:2] == ("extra", "master") and joined(t.path[2:]) in found:
             continue
-        if t.path[0] == "model" and n in placed:
+        if t.component == "model" and n in placed:
             rounded[name] = t
             recorded.pop(name, None)
             master = joined(placed[n].path)

@@ -106,7 +106,7 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
     Raises:
         Unsupported: there are no weights, or the optimizer has parameters that the model lacks.
     """
-    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     extra_states = _extra_states(ckpt)
     model = {n: t for n, t in model.items() if (split_extra_state(n) or (n, ""))[1] == ""}
     if not model:
@@ -152,29 +152,29 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
     params: dict[int, list[str]] = {}
     scalars: list[str] = []
     for name, v in ckpt.values.items():
-        if v.path[:2] == ("optim", "param_groups") and len(v.path) > 3:
-            i = int(v.path[2])
+        if v.option is not None:
+            i = v.group
             groups.setdefault(i, {})
-            if v.path[3:] == ("params",):
+            if v.option == "params":
                 params[i] = list(v.data)
-            elif v.path[3:] != ("param_names",):  # the names themselves, which `params` holds
+            elif v.option != "param_names":  # the names themselves, which `params` holds
                 groups[i][v.path[3:]] = v.data
-        elif v.path[:2] == ("optim", "state") and len(v.path) == 4:
-            out.scalars.setdefault(str(v.path[2]), {})[str(v.path[3])] = v.data
-        elif v.path[0] == "optim":
+        elif v.is_optimizer_state and len(v.path) == 4:
+            out.scalars.setdefault(v.parameter, {})[str(v.path[3])] = v.data
+        elif v.component == "optim":
             out.dropped.append(Dropped(name, 0, "neither state of a parameter nor a param group"))
     for name, t in ckpt.tensors.items():
-        if t.path[0] != "optim":
+        if t.component != "optim":
             continue
         if t.path[1] == "param_groups" and len(t.path) > 3 and t.numel == 1:  # a learning rate may be a tensor
             option = Inline(t.dtype, t.shape, small(ckpt, source, [name])[name])
-            groups.setdefault(int(t.path[2]), {})[t.path[3:]] = option
+            groups.setdefault(t.group, {})[t.path[3:]] = option
             out.inlined[name] = Value(t.path, option)
             continue
         if t.path[1] != "state" or len(t.path) != 4:
             out.dropped.append(Dropped(name, t.nbytes, "neither state of a parameter nor a param group"))
             continue
-        fqn, slot = str(t.path[2]), str(t.path[3])
+        fqn, slot = t.parameter, str(t.path[3])
         if not t.shape and (slot == "step" or fqn not in out.tensors or out.tensors[fqn].shape):
             scalars.append(name)
         elif fqn in out.tensors and t.shape == out.tensors[fqn].shape:
@@ -186,7 +186,7 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
     for name, data in small(ckpt, source, scalars).items():
         t = ckpt.tensors[name]
         scalar = Inline(t.dtype, (), data)
-        out.scalars.setdefault(str(t.path[2]), {})[str(t.path[3])] = scalar
+        out.scalars.setdefault(t.parameter, {})[str(t.path[3])] = scalar
         out.inlined[name] = Value(t.path, scalar)
     if groups or params:
         count = max([*groups, *params]) + 1

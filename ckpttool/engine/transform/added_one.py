@@ -40,9 +40,9 @@ def with_one_added(
 
     globs = list(patterns)
     weights = {
-        joined(t.path[1:]): t
+        t.local_name: t
         for t in tensors.values()
-        if t.path[0] == "model" and any(fnmatch.fnmatchcase(joined(t.path[1:]), g) for g in globs)
+        if t.component == "model" and any(fnmatch.fnmatchcase(t.local_name, g) for g in globs)
     }
     if odd := next((n for n, t in weights.items() if t.dtype not in _FLOATING), None):
         raise Unsupported(f'"{odd}" is {weights[odd].dtype}, to which no 1 can be added. Dequantise it first.')

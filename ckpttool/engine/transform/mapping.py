@@ -60,10 +60,10 @@ def _with_optimizer(ckpt: Checkpoint) -> Checkpoint:
     """The same state with the optimizer where others have it, if it is data since its names are not those of the
     weights (torchtune)."""
     head = next(
-        (t.path[:3] for t in ckpt.tensors.values() if t.path[0] == "extra" and t.path[2:4] == ("optimizer", "state")),
+        (t.path[:3] for t in ckpt.tensors.values() if t.component == "extra" and t.path[2:4] == ("optimizer", "state")),
         None,
     )
-    if head is None or any(t.path[0] == "optim" for t in ckpt.tensors.values()):
+    if head is None or any(t.component == "optim" for t in ckpt.tensors.values()):
         return ckpt
 
     def moved(path: Path) -> Path:
@@ -81,9 +81,9 @@ class _Mapping:
     def __init__(self, ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> None:
         ckpt = _with_optimizer(ckpt)
         self.ckpt, self.source, self.map = ckpt, source, found
-        self.weights = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+        self.weights = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
         # what is no tensor, such as _extra_state
-        self.plain = {joined(v.path[1:]): v for v in ckpt.values.values() if v.path[0] == "model"}
+        self.plain = {v.local_name: v for v in ckpt.values.values() if v.component == "model"}
         self.sizes = {a: n for a, e in found.sizes.items() if (n := size_of(e, config)) is not None}
         self.notes: list[str] = []
         self.tensors: dict[str, TensorEntry] = {}
@@ -101,10 +101,10 @@ class _Mapping:
         out: dict[str, None] = {}
         leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
         for t in leaves:
-            if t.path[:2] == ("optim", "state") and len(t.path) > 3:
-                out[str(t.path[2])] = None
+            if t.slot is not None:
+                out[t.parameter] = None
         for v in self.ckpt.values.values():
-            if v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
+            if v.is_param_group and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
                 out |= dict.fromkeys(n for n in v.data if isinstance(n, str))
         return list(out)
 
@@ -161,7 +161,7 @@ class _Mapping:
             new = self._with_one_added(self.ckpt.tensors, 1)
             recorded = {n: d for n, d in self.ckpt.recorded.items() if n not in new}
             self.ckpt = replace(self.ckpt, tensors={**self.ckpt.tensors, **new}, recorded=recorded)
-            self.weights |= {joined(t.path[1:]): t for t in new.values() if t.path[0] == "model"}
+            self.weights |= {t.local_name: t for t in new.values() if t.component == "model"}
         self._model()
         self._zeros()
         self._masters()
@@ -202,13 +202,13 @@ class _Mapping:
         new, data, note = with_one_added(self.ckpt, self.source, tensors, (a.pattern for a in self.map.added_one), by)
         if new:
             self._add_file(FILE, len(data), data)
-            self.notes += [note, *self._decayed({joined(t.path[1:]) for t in new.values() if t.path[0] == "model"})]
+            self.notes += [note, *self._decayed({t.local_name for t in new.values() if t.component == "model"})]
         return new
 
     def _decayed(self, names: set[str]) -> list[str]:
         """A note where the optimizer decays parameters that one side stores less one."""
         for v in self.ckpt.values.values():
-            if v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
+            if v.is_param_group and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
                 decay = self.ckpt.value(joined((*v.path[:3], "weight_decay")))
                 if decay and (few := names.intersection(n for n in v.data if isinstance(n, str))):
                     return [
@@ -275,7 +275,7 @@ class _Mapping:
                 continue
             before = len(made)
             for t in list(self.tensors.values()):
-                m = row.along.pattern.fullmatch(joined(t.path[1:])) if t.path[0] == "model" else None
+                m = row.along.pattern.fullmatch(t.local_name) if t.component == "model" else None
                 if m is None:
                     continue
                 assert row.tensor.axes is not None and row.along.axes is not None
@@ -288,8 +288,7 @@ class _Mapping:
                         e if isinstance(e, AxesError) else f"the size of {e} does not follow; add a line size {e} = ..."
                     )
                     raise Unsupported(
-                        f'"{joined(t.path[1:])}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: '
-                        f"{why}."
+                        f'"{t.local_name}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: {why}.'
                     ) from None
                 path = ("model", row.tensor.named({v: int(n) for v, n in m.groupdict().items()}))
                 chunks = Chunks(len(shape))
@@ -319,8 +318,8 @@ class _Mapping:
 
     def _keep(self, component: str) -> None:
         """A component that has the right names already."""
-        self.tensors |= {n: t for n, t in self.ckpt.tensors.items() if t.path[0] == component}
-        self.values |= {n: v for n, v in self.ckpt.values.items() if v.path[0] == component}
+        self.tensors |= {n: t for n, t in self.ckpt.tensors.items() if t.component == component}
+        self.values |= {n: v for n, v in self.ckpt.values.items() if v.component == component}
         self.recorded |= {n: d for n, d in self.ckpt.recorded.items() if n.partition(".")[0] == component}
 
     def _padding(self, result: Resolved, fqn: str) -> None:
@@ -360,8 +359,8 @@ class _Mapping:
         slots: dict[str, dict[Path, TensorEntry | Value]] = {}
         leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
         for leaf in leaves:
-            if leaf.path[:2] == ("optim", "state") and len(leaf.path) > 3:
-                slots.setdefault(str(leaf.path[2]), {})[leaf.path[3:]] = leaf
+            if leaf.slot is not None:
+                slots.setdefault(leaf.parameter, {})[leaf.path[3:]] = leaf
         if self.ways["optim"] is None:
             self._keep("optim")
             return
@@ -441,7 +440,7 @@ class _Mapping:
 
     def _lists_names(self, v: Value) -> bool:
         """Whether a value is the list of a param group's parameters, some by name."""
-        in_group = v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS
+        in_group = v.is_param_group and v.path[3:] in _NAME_LISTS
         return bool(self.state) and in_group and isinstance(v.data, list)
 
     def _refuse_split_groups(self) -> None:
@@ -467,7 +466,7 @@ class _Mapping:
             for k, n in enumerate(group.names.values()):
                 to[n] = names if k == 0 else ()
         for name, v in self.ckpt.values.items():
-            if v.path[0] == "model" or (v.path[:2] == ("optim", "state") and len(v.path) > 3):
+            if v.component == "model" or v.slot is not None:
                 continue
             if self._lists_names(v):
                 done: list[Any] = []
@@ -494,15 +493,11 @@ class _Mapping:
         kept = []
         for name, t in self.ckpt.tensors.items():
             mapped_master = t.path[:2] == _MASTER and self.ways["model"] is not None
-            if (
-                t.path[0] != "model"
-                and not mapped_master
-                and not (t.path[:2] == ("optim", "state") and len(t.path) > 3)
-            ):
+            if t.component != "model" and not mapped_master and t.slot is None:
                 self.tensors[name] = t
                 if name in self.ckpt.recorded:
                     self.recorded[name] = self.ckpt.recorded[name]
-                if t.path[0] == "extra":
+                if t.component == "extra":
                     kept.append(name)
         if kept:
             self.notes.append(f'{len(kept)} tensors besides weights and optimizer keep their names, first "{kept[0]}"')

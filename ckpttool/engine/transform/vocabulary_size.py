@@ -86,7 +86,7 @@ def _slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[st
     out = []
     n, rest = weight.shape[0], weight.shape[1:]
     for name, t in ckpt.tensors.items():
-        if t.path[:2] != ("optim", "state") or len(t.path) < 4 or t.path[2] != fqn or t.numel == 1:
+        if t.slot is None or t.parameter != fqn or t.numel == 1:
             continue
         if t.shape in (weight.shape, (n, *(1 for _ in rest))) or (t.shape == (n,) and (n,) != rest):
             out.append(name)

@@ -122,7 +122,7 @@ def apart(
         of = {
             n: set(t.chunks.file)
             for n, t in ckpt.tensors.items()
-            if t.path[0] in ("model", "optim") and t.numel > 1 and slot_of(n) in slots
+            if t.component in ("model", "optim") and t.numel > 1 and slot_of(n) in slots
         }
         if len(files) > 2 or not set().union(*of.values()) > files:
             continue

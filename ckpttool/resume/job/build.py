@@ -463,8 +463,8 @@ def _groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
     """Param groups of a checkpoint: options, and FQNs."""
     found: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
-        if v.path[:2] == ("optim", "param_groups") and len(v.path) == 4:
-            found.setdefault(int(v.path[2]), {})[str(v.path[3])] = v.data
+        if v.is_param_group and len(v.path) == 4:
+            found.setdefault(v.group, {})[str(v.path[3])] = v.data
     groups = [g for _, g in sorted(found.items()) if isinstance(g.get("params"), list)]
     return [g for g in groups if all(isinstance(n, str) for n in g["params"])]
 
@@ -473,7 +473,7 @@ def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
     import torch
 
     groups = _groups(ckpt)
-    slots = {str(t.path[3]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) == 4}
+    slots = {str(t.path[3]) for t in ckpt.tensors.values() if t.is_optimizer_state and len(t.path) == 4}
     options = {k for g in groups for k in g}
     torchs = "maximize" in options  # what every optimizer of torch writes; RAdam and NAdam lack amsgrad
     adam = {"exp_avg", "exp_avg_sq"} <= slots <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}

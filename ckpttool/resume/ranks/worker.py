@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 from ...engine.opening import OpenCheckpoint
 from ...engine.workers.local_worker import end_with
 from ...errors import CkpttoolError, CommandLine, DoesNotFit, as_flags, kind_of
-from ...index.checkpoint import joined
 from ...live.collectives import gathered
 from ...live.load import load_opened
 from ...live.shared_index import look_together
@@ -119,7 +118,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             unread=[(u.name, u.component) for u in ckpt.unread if u.component],
         )
         # extra states of modules, too, since they are not loaded
-        rest = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
+        rest = taken({v.path: v.data for v in ckpt.values.values() if v.component != "optim"})
         out.values, out.others = rest.values, rest.others
         rows, out.sequence = _data(settings, job)
         if job.data is not None:
@@ -134,7 +133,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         failed = _load(settings, job, opened, problem, trained, out, status)
         if failed is not None:
             out.failed = failed
-            out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items() if t.path[0] in _IN_JOB}
+            out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items() if t.component in _IN_JOB}
             return out if dist.get_rank() == 0 else None
         stage("comparing what the job holds with the files")
         _state(job, trained, opened, settings, out, status)
@@ -234,7 +233,7 @@ def _load(
     out.load_seconds = max(m["seconds"] for m in out.loads)
     out.load_bytes = sum(m["bytes"] for m in out.loads)
     if not all(gathered(fits)):
-        stored = {joined(t.path[1:]): t.shape for t in opened.checkpoint.tensors.values() if t.path[0] == "model"}
+        stored = {t.local_name: t.shape for t in opened.checkpoint.tensors.values() if t.component == "model"}
         live = {n.removeprefix("model."): tuple(t.shape) for n, t in named_state(job.model).items()}
         out.misfit = misfit.compared(stored, live, out.tied)
     errors = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
@@ -266,7 +265,7 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
     rest = [
         n
         for n, t in opened.locate().tensors.items()
-        if t.path[0] not in _IN_JOB or (t.path[0] in used and n not in tensors and fqn_of(n) not in tied)
+        if t.component not in _IN_JOB or (t.component in used and n not in tensors and fqn_of(n) not in tied)
     ]
     ranks = dist.get_rank(), dist.get_world_size()
     marks = fingerprint.in_files(opened, rest, *ranks, device)
@@ -296,7 +295,7 @@ def _restore_rng(settings: Settings, opened: OpenCheckpoint, out: Trace) -> None
     import torch
     import torch.distributed as dist
 
-    states = {t.path[1:]: n for n, t in opened.locate().tensors.items() if t.path[0] == "rng" and t.dtype == "uint8"}
+    states = {t.path[1:]: n for n, t in opened.locate().tensors.items() if t.component == "rng" and t.dtype == "uint8"}
     ranks = {str(path[0]) for path in states}
     out.environment["rng_restored"] = ranks == {str(r) for r in range(dist.get_world_size())}
     if not out.environment["rng_restored"]:

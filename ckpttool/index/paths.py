@@ -1,0 +1,96 @@
+"""What the elements of an entry's path say: component, parameter, slot, param group.
+
+A path is a plain tuple, and entries answer for their own: `entry.component`, `entry.slot`. A subclass of tuple would
+answer too, but an index has a million paths: making them takes four times as long then, and pickling them to workers
+three times, since CPython has a short form for tuples alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__all__ = ["WRAPPED_SLOTS", "HasPath", "Number", "Path", "is_optimizer_state", "is_param_group", "joined"]
+
+#: str elements are keys of dicts, int elements are positions in lists.
+Path = tuple[str | int, ...]
+
+#: The key under which bitsandbytes keeps the slots of a parameter since 0.49, so that FSDP does not shard them.
+WRAPPED_SLOTS = "__bnb_optimizer_quant_state__"
+
+
+class Number(str):
+    """An element of a path that is an integer key of a dict: {0: ...}. In DCP, whose keys are text, it is text."""
+
+    __slots__ = ()
+
+
+def joined(path: Path) -> str:
+    """Join the elements of a path to a name: joined(("model", "norm.weight")) == "model.norm.weight"."""
+    return ".".join(map(str, path))
+
+
+def is_optimizer_state(path: Path) -> bool:
+    """Whether a path is that of an optimizer's state: optim.state..."""
+    return path[:2] == ("optim", "state")
+
+
+def is_param_group(path: Path) -> bool:
+    """Whether a path is that of an optimizer's param groups: optim.param_groups..."""
+    return path[:2] == ("optim", "param_groups")
+
+
+class HasPath:
+    """The elements of an entry's path by what they mean."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+
+        @property
+        def path(self) -> Path: ...
+
+    @property
+    def component(self) -> str:
+        """The first element: "model", "optim", "scheduler", ..."""
+        return str(self.path[0])
+
+    @property
+    def local_name(self) -> str:
+        """The name without its component: the FQN of a weight."""
+        return joined(self.path[1:])
+
+    @property
+    def is_optimizer_state(self) -> bool:
+        """Whether it is optim.state..."""
+        return self.path[:2] == ("optim", "state")
+
+    @property
+    def is_param_group(self) -> bool:
+        """Whether it is optim.param_groups..."""
+        return self.path[:2] == ("optim", "param_groups")
+
+    @property
+    def parameter(self) -> str:
+        """The FQN of the weight that it is, or that it is the optimizer's state of; "" for any other entry."""
+        at = 1 if self.path[0] == "model" else 2 if self.is_optimizer_state else len(self.path)
+        return str(self.path[at]) if at < len(self.path) else ""
+
+    @property
+    def slot(self) -> str | None:
+        """The slot of an optimizer's state ("exp_avg"); None for an entry that is not optim.state.<FQN>.<slot>."""
+        if not self.is_optimizer_state or len(self.path) < 4:
+            return None
+        return str(self.path[4] if self.path[3] == WRAPPED_SLOTS and len(self.path) > 4 else self.path[3])
+
+    @property
+    def group(self) -> int:
+        """The number of the param group of an entry that has an `option`.
+
+        Raises:
+            ValueError: the group has no number.
+        """
+        return int(self.path[2])
+
+    @property
+    def option(self) -> str | None:
+        """The option of a param group ("lr", "params"); None for an entry that is not optim.param_groups.<i>.<key>."""
+        return joined(self.path[3:]) if self.is_param_group and len(self.path) > 3 else None
