@@ -3,139 +3,206 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from .pickles import Again, Global, Opaque, Ordered
 
 __all__ = ["dump"]
 
+#: The persistent id of a tensor's storage; None of anything else.
+PersistentId = Callable[[object], tuple[object, ...] | None]
+_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
-def dump(obj: Any, persistent: Callable[[Any], tuple[Any, ...] | None] | None = None) -> bytes:
-    """A protocol 2 pickle, as torch writes, of plain data, Global and Opaque; the same bytes for the same data. An
-    attribute of a class (a Global with a dot) is written as the call of getattr that CPython writes.
 
-    `persistent(x)` gives the persistent id of a tensor's storage, or None for anything else. Objects with a `reduce()`
-    method of ours give (Global, args) to be called by the reader.
+def dump(obj: object, persistent: PersistentId | None = None) -> bytes:
+    """Write plain data, Global and Opaque as a pickle of protocol 2, as torch does; the same bytes for the same data.
+
+    An attribute of a class (a Global with a dot) is written as the call of getattr that CPython writes. Objects with a
+    `reduce()` method of ours give (Global, args) to be called by the reader.
+
+    Args:
+        persistent: gives the persistent id of a tensor's storage, None for anything else.
 
     Raises:
         TypeError: an object of another type.
     """
-    out = bytearray(b"\x80\x02")
-    memo: dict[Any, int] = {}
-    keep: list[Any] = []  # objects whose id() is in the memo must live as long as it does
+    pickler = _Pickler(persistent or (lambda x: None))
+    pickler.save(obj)
+    return bytes(pickler.out + b".")
 
-    def put(key: Any) -> None:
-        n = memo[key] = len(memo)
-        out.extend(b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
 
-    def get(key: Any) -> bool:
-        n = memo.get(key)
+class _Pickler:
+    """The bytes written so far, and a memo of what is in them."""
+
+    def __init__(self, persistent: PersistentId) -> None:
+        self.persistent = persistent
+        self.out = bytearray(b"\x80\x02")
+        self.memo: dict[object, int] = {}
+        self.alive: list[object] = []  # objects whose id() is in the memo must live as long as it does
+
+    def memoize(self, key: object) -> None:
+        """Write a PUT of the object on the stack, and remember its number under `key`."""
+        n = self.memo[key] = len(self.memo)
+        self.out += b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n)
+
+    def recall(self, key: object) -> bool:
+        """Write a GET of what was memoized under `key`; False if nothing was."""
+        n = self.memo.get(key)
         if n is None:
             return False
-        out.extend(b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n))
+        self.out += b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n)
         return True
 
-    def save(x: Any) -> None:
-        pid = persistent(x) if persistent is not None else None
+    def save(self, x: object) -> None:
+        """Write an object.
+
+        Raises:
+            TypeError: it is of a type that no checkpoint has.
+        """
+        pid = self.persistent(x)
         if pid is not None:
-            save(pid)
-            out.extend(b"Q")
-        elif x is None:
-            out.extend(b"N")
+            self.save(pid)
+            self.out += b"Q"
+        elif not (self._save_scalar(x) or self._save_call_for(x)):
+            self._save_container(x)
+
+    def _save_scalar(self, x: object) -> bool:
+        """Write None, a bool, a number or a text; False if it is something else."""
+        out = self.out
+        if x is None:
+            out += b"N"
         elif x is True or x is False:
-            out.extend(b"\x88" if x else b"\x89")
+            out += b"\x88" if x else b"\x89"
         elif type(x) is int:
-            if 0 <= x < 256:
-                out.extend(b"K" + bytes([x]))
-            elif 0 <= x < 65536:
-                out.extend(b"M" + struct.pack("<H", x))
-            elif -(1 << 31) <= x < 1 << 31:
-                out.extend(b"J" + struct.pack("<i", x))
-            else:
-                raw = x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True)
-                out.extend(b"\x8a" + bytes([len(raw)]) + raw)
+            self._save_int(x)
         elif type(x) is float:
-            out.extend(b"G" + struct.pack(">d", x))
+            out += b"G" + struct.pack(">d", x)
         elif type(x) is str:
-            if not get(x):
+            if not self.recall(x):
                 raw = x.encode("utf-8", "surrogatepass")
-                out.extend(b"X" + struct.pack("<I", len(raw)) + raw)
-                put(x)
-        elif type(x) is bytes:  # protocol 2 has no bytes; this is how CPython spells them there
-            save_call(Global("_codecs", "encode"), (x.decode("latin-1"), "latin1"))
+                out += b"X" + struct.pack("<I", len(raw)) + raw
+                self.memoize(x)
+        else:
+            return False
+        return True
+
+    def _save_int(self, x: int) -> None:
+        """Write an integer by the shortest instruction that holds it."""
+        if 0 <= x < 256:
+            self.out += b"K" + bytes([x])
+        elif 0 <= x < 65536:
+            self.out += b"M" + struct.pack("<H", x)
+        elif -(1 << 31) <= x < 1 << 31:
+            self.out += b"J" + struct.pack("<i", x)
+        else:
+            raw = x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True)
+            self.out += b"\x8a" + bytes([len(raw)]) + raw
+
+    def _save_call_for(self, x: Any) -> bool:
+        """Write what protocol 2 spells as a name or as a call, and tuples; False if it is something else."""
+        if type(x) is bytes:  # protocol 2 has no bytes; this is how CPython spells them there
+            self.save_call(Global("_codecs", "encode"), (x.decode("latin-1"), "latin1"))
         elif type(x) is bytearray:
-            save_call(Global("__builtin__", "bytearray"), (bytes(x),))
+            self.save_call(Global("__builtin__", "bytearray"), (bytes(x),))
         elif isinstance(x, Global):
-            if not get(("g", x)):
-                owner, _, last = x.name.rpartition(".")
-                if owner:
-                    save_call(Global("__builtin__", "getattr"), (Global(x.module, owner), last))
-                else:
-                    out.extend(b"c" + x.module.encode() + b"\n" + x.name.encode() + b"\n")
-                put(("g", x))
+            self._save_global(x)
         elif hasattr(x, "reduce"):
-            save_call(*x.reduce())
+            self.save_call(*x.reduce())
         elif isinstance(x, tuple):
-            save_tuple(x)
+            self.save_tuple(x)
         elif isinstance(x, complex):
-            save_call(Global("__builtin__", "complex"), (x.real, x.imag))
+            self.save_call(Global("__builtin__", "complex"), (x.real, x.imag))
         elif isinstance(x, (set, frozenset)):
-            save_call(Global("__builtin__", type(x).__name__), (sorted(x, key=lambda v: (type(v).__name__, repr(v))),))
-        elif get(id(x)):
-            pass
-        elif type(x) is list:
-            out.extend(b"]")
-            keep.append(x)
-            put(id(x))
-            save_items(b"e", [x])
-        elif type(x) in (dict, Ordered):
+            members = sorted(x, key=lambda v: (type(v).__name__, repr(v)))
+            self.save_call(Global("__builtin__", type(x).__name__), (members,))
+        else:
+            return False
+        return True
+
+    def _save_global(self, x: Global) -> None:
+        """Write a name in a module, or the getattr of an attribute of a class."""
+        if self.recall(("g", x)):
+            return
+        owner, _, last = x.name.rpartition(".")
+        if owner:
+            self.save_call(Global("__builtin__", "getattr"), (Global(x.module, owner), last))
+        else:
+            self.out += b"c" + x.module.encode() + b"\n" + x.name.encode() + b"\n"
+        self.memoize(("g", x))
+
+    def _save_container(self, x: object) -> None:
+        """Write a list, dict or instance, memoized before its items so that these may refer to it.
+
+        Raises:
+            TypeError: it is of another type.
+        """
+        if self.recall(id(x)):
+            return
+        if type(x) is list:
+            self.out += b"]"
+            self._memoize_identity(x)
+            self._save_list_items(x)
+        elif isinstance(x, dict) and type(x) in (dict, Ordered):
             if type(x) is dict:
-                out.extend(b"}")
+                self.out += b"}"
             else:
-                save_call(Global("collections", "OrderedDict"), ())
-            keep.append(x)
-            put(id(x))
-            save_items(b"u", [list(x.keys()), list(x.values())])
+                self.save_call(Global("collections", "OrderedDict"), ())
+            self._memoize_identity(x)
+            self._save_dict_items(x.items())
         elif type(x) is Again:
-            get(x)
+            self.recall(x)
         elif isinstance(x, Opaque):
-            keep.append(x)
-            save(x.cls)
-            save_tuple(x.args)
-            out.extend(b"R" if x.call else b"\x81")
-            put(id(x))
-            if x.label is not None:
-                memo[Again(x.label)] = memo[
-                    id(x)
-                ]  # of the outermost instance that is being written, whose labels come first
-            save_items(b"e", [x.list_items])
-            save_items(b"u", [[k for k, _ in x.dict_items], [v for _, v in x.dict_items]])
-            if x.state is not None:
-                save(x.state)
-                out.extend(b"b")
+            self._save_instance(x)
         else:
             raise TypeError(f"a {type(x).__name__} cannot be written to a checkpoint")
 
-    def save_tuple(x: tuple[Any, ...]) -> None:
+    def _save_instance(self, x: Opaque) -> None:
+        """Write an instance of an unknown class as it was pickled."""
+        self.save(x.cls)
+        self.save_tuple(x.args)
+        self.out += b"R" if x.call else b"\x81"
+        self._memoize_identity(x)
+        if x.label is not None:  # of the outermost instance that is being written, whose labels come first
+            self.memo[Again(x.label)] = self.memo[id(x)]
+        self._save_list_items(x.list_items)
+        self._save_dict_items(x.dict_items)
+        if x.state is not None:
+            self.save(x.state)
+            self.out += b"b"
+
+    def _memoize_identity(self, x: object) -> None:
+        """Memoize an object by its identity, and keep it alive."""
+        self.alive.append(x)
+        self.memoize(id(x))
+
+    def save_tuple(self, x: tuple[object, ...]) -> None:
+        """Write a tuple, which is not memoized."""
         if len(x) > 3:
-            out.extend(b"(")
+            self.out += b"("
         for v in x:
-            save(v)
-        out.extend({0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(x), b"t"))
+            self.save(v)
+        self.out += _TUPLES.get(len(x), b"t")
 
-    def save_call(f: Global, args: tuple[Any, ...]) -> None:
-        save(f)
-        save_tuple(args)
-        out.extend(b"R")
+    def save_call(self, f: Global, args: tuple[object, ...]) -> None:
+        """Write the call of a function with positional arguments."""
+        self.save(f)
+        self.save_tuple(args)
+        self.out += b"R"
 
-    def save_items(op: bytes, columns: list[list[Any]]) -> None:
-        if columns[0]:
-            out.extend(b"(")
-            for row in zip(*columns, strict=True):
-                for v in row:
-                    save(v)
-            out.extend(op)
+    def _save_list_items(self, items: Collection[object]) -> None:
+        """Append items to the list or instance on the stack; nothing is written if there are none."""
+        if items:
+            self.out += b"("
+            for v in items:
+                self.save(v)
+            self.out += b"e"
 
-    save(obj)
-    return bytes(out + b".")
+    def _save_dict_items(self, items: Collection[tuple[object, object]]) -> None:
+        """Set items of the dict or instance on the stack; nothing is written if there are none."""
+        if items:
+            self.out += b"("
+            for k, v in items:
+                self.save(k)
+                self.save(v)
+            self.out += b"u"

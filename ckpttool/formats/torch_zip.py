@@ -322,12 +322,31 @@ def _path_to(tree: Any, wanted: Any) -> Path | None:
     return None
 
 
-def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
-    """Stand-ins for torch's functions that put a tensor together, with the arguments that those take. Those whose
-    numbers would be others than the bytes of their storage are put into `unread`, with the reason. With `later`, those
-    that are refused are a `Refused`."""
+class _TensorBuilder:
+    """Stand-ins for torch's functions that put a tensor together, with the arguments that those take.
 
-    def tensor(
+    `what` names the file in messages. Tensors whose numbers would be others than the bytes of their storage are put
+    into `unread`, with the reason.
+    """
+
+    def __init__(self, what: str, unread: list[tuple[Any, str]]) -> None:
+        self.what, self.unread = what, unread
+
+    def stand_ins(self) -> dict[tuple[str, str], Callable[..., Any]]:
+        """{(module, function of torch): what stands for it}."""
+        return {
+            **{("torch._utils", name): self._refusal(kind) for name, kind in _NOT_DENSE.items()},
+            ("torch._utils", "_rebuild_tensor"): self.tensor_v1,
+            ("torch._utils", "_rebuild_tensor_v2"): self.tensor_v2,
+            ("torch._utils", "_rebuild_tensor_v3"): self.tensor_v3,
+            ("torch._utils", "_rebuild_parameter"): self.parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): self.parameter_with_state,
+            REBUILD: lambda *call: from_type(self.what, *call),
+            ("torch.serialization", "_get_layout"): self.memory_layout,
+        }
+
+    def _tensor(
+        self,
         storage: Any,
         offset: Any,
         size: Any,
@@ -337,6 +356,12 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> 
         bits: Any = None,
         dtype: str | None = None,
     ) -> StoredTensor:
+        """The byte range of a tensor, after it was compared with its storage.
+
+        Raises:
+            Corrupt: it contradicts its storage. Unsupported: it is much larger than that.
+        """
+        what = self.what
         if not isinstance(storage, Storage):
             raise _malformed(what, "a tensor has no storage")
         kind = dtype or storage.dtype
@@ -358,66 +383,87 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> 
                 f"{what}: a tensor of size {size}, stride {stride}, offset {offset} reaches past its storage of "
                 f"{storage.length} bytes."
             )
-        refuse_grad(out, grad)
+        self._check_grad(out, grad)
         if bits:
-            unread.append((out, _bits(bits)))
-        if hooks:
-            unread.append((out, "has backward hooks, which are code"))
+            self.unread.append((out, _bits(bits)))
+        self._note_hooks(out, hooks)
         return out
 
-    def v3(
-        storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
-    ) -> Any:
+    def tensor_v3(
+        self, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
+    ) -> StoredTensor:
+        """`_rebuild_tensor_v3`: the dtype is an argument of its own."""
         if not (isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE):
-            raise _malformed(what, f"a tensor has dtype {short(dtype)}")
-        return tensor(storage, offset, size, stride, grad, hooks, bits, dtype.name)
+            raise _malformed(self.what, f"a tensor has dtype {short(dtype)}")
+        return self._tensor(storage, offset, size, stride, grad, hooks, bits, dtype.name)
 
-    def v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, bits: Any = None) -> Any:
-        return tensor(storage, offset, size, stride, grad, hooks, bits)
+    def tensor_v2(
+        self, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, bits: Any = None
+    ) -> StoredTensor:
+        """`_rebuild_tensor_v2`: the dtype is that of the storage."""
+        return self._tensor(storage, offset, size, stride, grad, hooks, bits)
 
-    def v1(storage: Any, offset: Any, size: Any, stride: Any) -> Any:
-        return tensor(storage, offset, size, stride)
+    def tensor_v1(self, storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
+        """`_rebuild_tensor`: without gradient and hooks."""
+        return self._tensor(storage, offset, size, stride)
 
-    def refuse_grad(x: Any, grad: Any) -> None:
-        if type(grad) is not bool or (grad and isinstance(x, StoredTensor) and not x.dtype.startswith(_WITH_GRAD)):
-            raise _malformed(what, f"{short(x)} has requires_grad {short(grad)}, which torch refuses")
+    def parameter(self, data: Any, grad: Any, hooks: Any) -> Any:
+        """`_rebuild_parameter`: the tensor inside a Parameter."""
+        return self.parameter_with_state(data, grad, hooks, None)
 
-    def parameter(data: Any, grad: Any, hooks: Any) -> Any:
-        return parameter_with_state(data, grad, hooks, None)
+    def parameter_with_state(self, data: Any, grad: Any, hooks: Any, state: Any) -> Any:
+        """`_rebuild_parameter_with_state`: a Parameter with Python attributes, which are dropped."""
+        self._check_grad(data, grad)
+        self._note_hooks(data, hooks)
+        return with_attributes(data, state, self.what)
 
-    def parameter_with_state(data: Any, grad: Any, hooks: Any, state: Any) -> Any:
-        refuse_grad(data, grad)
-        if hooks:
-            unread.append((data, "has backward hooks, which are code"))
-        return with_attributes(data, state, what)
-
-    def layout(name: Any) -> Global:
+    def memory_layout(self, name: Any) -> Global:
+        """`_get_layout`: torch.strided by its name."""
         if not isinstance(name, str):
-            raise _malformed(what, f"a tensor has the memory layout {short(name)}")
+            raise _malformed(self.what, f"a tensor has the memory layout {short(name)}")
         return Global("torch", name.rpartition(".")[2])
 
-    def refused(kind: str) -> Callable[..., Any]:
+    def _check_grad(self, x: Any, grad: Any) -> None:
+        """Refuse `requires_grad` where torch refuses it.
+
+        Raises:
+            Corrupt: it is no bool, or true of a tensor of integers.
+        """
+        if type(grad) is not bool or (grad and isinstance(x, StoredTensor) and not x.dtype.startswith(_WITH_GRAD)):
+            raise _malformed(self.what, f"{short(x)} has requires_grad {short(grad)}, which torch refuses")
+
+    def _note_hooks(self, x: Any, hooks: Any) -> None:
+        """Remember a tensor that has backward hooks."""
+        if hooks:
+            self.unread.append((x, "has backward hooks, which are code"))
+
+    def _refusal(self, kind: str) -> Callable[..., Any]:
+        """A stand-in that refuses tensors of a kind."""
+
         def refuse(*_: Any) -> Any:
-            raise Unsupported(f"{what}: holds a {kind} tensor; ckpttool moves dense ones. Convert it to dense first.")
+            raise Unsupported(
+                f"{self.what}: holds a {kind} tensor; ckpttool moves dense ones. Convert it to dense first."
+            )
 
         return refuse
 
-    calls: dict[tuple[str, str], Any] = {
-        ("torch._utils", "_rebuild_sparse_tensor"): refused("sparse"),
-        ("torch._utils", "_rebuild_qtensor"): refused("quantized"),
-        ("torch._utils", "_rebuild_nested_tensor"): refused("nested"),
-        ("torch._utils", "_rebuild_meta_tensor_no_storage"): refused("meta (without data)"),
-        ("torch._utils", "_rebuild_device_tensor_from_numpy"): refused("device (XLA, MTIA)"),
-        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): refused("device (XLA, MTIA)"),
-        ("torch._utils", "_rebuild_xla_tensor"): refused("device (XLA)"),
-        ("torch._utils", "_rebuild_tensor_v2"): v2,
-        ("torch._utils", "_rebuild_tensor"): v1,
-        ("torch._utils", "_rebuild_tensor_v3"): v3,
-        ("torch._utils", "_rebuild_parameter"): parameter,
-        ("torch._utils", "_rebuild_parameter_with_state"): parameter_with_state,
-        REBUILD: lambda *call: from_type(what, *call),
-        ("torch.serialization", "_get_layout"): layout,
-    }
+
+#: Functions in torch._utils that put together tensors that are not dense, and the kind.
+_NOT_DENSE = {
+    "_rebuild_sparse_tensor": "sparse",
+    "_rebuild_qtensor": "quantized",
+    "_rebuild_nested_tensor": "nested",
+    "_rebuild_meta_tensor_no_storage": "meta (without data)",
+    "_rebuild_device_tensor_from_numpy": "device (XLA, MTIA)",
+    "_rebuild_device_tensor_from_cpu_tensor": "device (XLA, MTIA)",
+    "_rebuild_xla_tensor": "device (XLA)",
+}
+
+
+def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
+    """Stand-ins for torch's functions that put a tensor together (`_TensorBuilder`); with `later`, those that are
+    refused are a `Refused`."""
+    calls = _TensorBuilder(what, unread).stand_ins()
     return {name: _later(f) for name, f in calls.items()} if later else calls
 
 

@@ -34,7 +34,16 @@ from ..errors import CkpttoolError, Corrupt, Unsupported
 from .checkpoint import Checkpoint, Number, Path, joined, same_bytes
 from .composites import shape_of
 from .fqns import EXTRA_STATE, split_extra_state, strip_wrappers
-from .optimizer_names import FLAT_GROUPS, FLAT_STATE, Orders, UnnamedOptimizer, canonical_optimizer
+from .optimizer_names import (
+    FLAT_GROUPS,
+    FLAT_STATE,
+    KnownModel,
+    Orders,
+    SameTensor,
+    ShapeOf,
+    UnnamedOptimizer,
+    canonical_optimizer,
+)
 from .trainers import of_composer, trainer_of
 from .trees import nest
 
@@ -122,9 +131,9 @@ class CanonicalState(NamedTuple):
 
 def canonical(
     leaves: Mapping[Path, Any],
-    shape_of: Any,
+    shape_of: ShapeOf,
     like: Sequence[str] | None = None,
-    same: Any = None,
+    same: SameTensor | None = None,
     only: frozenset[str] | None = None,
     orders: Orders | None = None,
 ) -> CanonicalState:
@@ -147,113 +156,162 @@ def canonical(
             "own again"
         )
         return CanonicalState(named.leaves, {}, "Composer", [*named.notes, note])
-    found = dict(leaves)
-    origin: dict[Path, Path] = {}
-    outer: Path = ()  # a key around everything
-    notes: list[str] = []
-    tops = {p[0] for p in found}
-    if len(tops) == 1 and len({p[:2] for p in found}) > 1:
-        inner = {str(p[1]) for p in found if len(p) > 2}
-        if any(ROLES.get(n) == "model" for n in inner):  # {"app": {"model": ..., "optim": ...}}
-            outer = (next(iter(tops)),)
-            notes.append(f'everything is under the key "{outer[0]}"; dcp and full keep it, other layouts do not')
-            found = {p[1:]: v for p, v in found.items()}
-    model_key, optim_key = _containers(found)
-    seen_model, seen_optim = _by_contents(found, shape_of, model_key, optim_key)
-    if seen_model != model_key:
-        notes.append(f'"{seen_model}" is taken for the model: it holds weights, and no other key does')
-    guessed = seen_optim != optim_key
-    model_key, optim_key = seen_model, seen_optim
-    bare = tops == {"state", "param_groups"} and any(shape_of(leaf) is not None for leaf in found.values())
-    out: dict[Path, Any] = {}
-    raw_model: dict[str, Any] = {}
-    places: dict[str, Path] = {}
-    raw_optim: dict[Path, Any] = {}
-    rest: dict[Path, Any] = {}
-    for p, leaf in found.items():
-        top = p[0]
-        if bare:  # `optimizer.state_dict()`
-            raw_optim[p] = leaf
-        elif model_key is not None and top == model_key and len(p) > 1:
-            name = joined(p[1:])
-            if places.setdefault(name, p) != p:
-                raise Corrupt(f"the model has two entries {name!r}, one of them in a dict or list of its own.")
-            raw_model[name] = leaf
-        elif optim_key is not None and top == optim_key and len(p) > 1:
-            raw_optim[p[1:]] = leaf
-        elif model_key is None and (
-            (len(p) == 1 and shape_of(leaf) is not None and not _is_known(str(top))) or split_extra_state(str(top))
-        ):
-            places[joined(p)] = p
-            raw_model[joined(p)] = leaf
-        else:
-            rest[p] = leaf
-    if model_key is not None and (*outer, model_key) != ("model",):
-        origin["model",] = (*outer, model_key)
-    clean = strip_wrappers(raw_model)
-    q: Path
-    for name, leaf in raw_model.items():
-        q = ("model", clean[name])
-        out[q] = leaf
-        if original(q, origin) != (*outer, *places[name]):
-            origin[q] = (*outer, *places[name])
-    taken: dict[Any, Any] = {}
-    several = {p[0] for p in rest if len(p) < 3 or p[1] != 0}
-    for p, leaf in rest.items():
-        q = _rest(p)
-        if q[0] == "scheduler" and p[0] not in several:  # Lightning's list of schedulers, of one
-            q = (q[0], *p[2:])
-        if taken.setdefault(q[: _own(q)], p[0]) != p[0]:
-            q = ("extra", *p)  # a second key of that kind ("rng" and "rng_state") keeps its name
-        if q in out:
-            raise Corrupt(f"the keys {joined(p)!r} and {joined(origin.get(q, q))!r} both mean {joined(q)!r}.")
-        out[q] = leaf
-        cut = _own(q)
-        origin[q[:cut]] = p[: len(p) - (len(q) - cut)]
-    origin = {q: p for q, p in origin.items() if q != p}
-    if raw_optim:
-        own: Path = () if bare else (*outer, optim_key)
-        if all(p[0] == 0 and len(p) > 1 for p in raw_optim):  # Lightning's list of optimizers, of one
-            raw_optim, own = {p[1:]: v for p, v in raw_optim.items()}, (*own, 0)
+    naming = _Naming(leaves, shape_of)
+    naming.sort_leaves()
+    clean = strip_wrappers(naming.raw_model)
+    naming.name_model(clean)
+    naming.name_rest()
+    if naming.raw_optimizer:
+        naming.name_optimizer(KnownModel(naming.raw_model, clean, shape_of, like, same, orders), only)
+    at_root = naming.model_key is None and naming.optimizer_key is not None
+    return CanonicalState(naming.out, naming.origin, trainer_of(naming.tops, model_at_root=at_root), naming.notes)
+
+
+class _Naming:
+    """The stages of `canonical` on one tree: find the components, sort the leaves among them, name each.
+
+    `out` collects the leaves under canonical paths, `origin` the paths that changed. `outer` is the key around
+    everything, `model_key` and `optimizer_key` are those inside it, None where there is no such key.
+    """
+
+    def __init__(self, leaves: Mapping[Path, Any], shape_of: ShapeOf) -> None:
+        self.found, self.shape_of = dict(leaves), shape_of
+        self.outer: Path = ()
+        self.out: dict[Path, Any] = {}
+        self.origin: dict[Path, Path] = {}
+        self.notes: list[str] = []
+        self.tops = {p[0] for p in self.found}
+        self._remove_outer_key()
+        model, optimizer = _keys_by_name(self.found)
+        self.model_key, self.optimizer_key = _keys_by_contents(self.found, shape_of, model, optimizer)
+        if self.model_key != model:
+            self.notes.append(f'"{self.model_key}" is taken for the model: it holds weights, and no other key does')
+        self.optimizer_guessed = self.optimizer_key != optimizer
+        # the whole tree is what `optimizer.state_dict()` returns
+        self.is_bare_optimizer = self.tops == {"state", "param_groups"} and any(
+            shape_of(leaf) is not None for leaf in self.found.values()
+        )
+        self.raw_model: dict[str, Any] = {}  # {name as found: leaf}
+        self.places: dict[str, Path] = {}  # {name as found: path}
+        self.raw_optimizer: dict[Path, Any] = {}
+        self.rest: dict[Path, Any] = {}
+
+    def _remove_outer_key(self) -> None:
+        """Look below a single key that is around a model and more: {"app": {"model": ..., "optim": ...}}."""
+        if len(self.tops) == 1 and len({p[:2] for p in self.found}) > 1:
+            inner = {str(p[1]) for p in self.found if len(p) > 2}
+            if any(ROLES.get(n) == "model" for n in inner):
+                self.outer = (next(iter(self.tops)),)
+                self.notes.append(
+                    f'everything is under the key "{self.outer[0]}"; dcp and full keep it, other layouts do not'
+                )
+                self.found = {p[1:]: v for p, v in self.found.items()}
+
+    def sort_leaves(self) -> None:
+        """Divide the leaves into those of the model, of the optimizer and the rest.
+
+        Raises:
+            Corrupt: two paths of the model are one name.
+        """
+        for p, leaf in self.found.items():
+            if self.is_bare_optimizer:
+                self.raw_optimizer[p] = leaf
+            elif self.model_key is not None and p[0] == self.model_key and len(p) > 1:
+                name = joined(p[1:])
+                if self.places.setdefault(name, p) != p:
+                    raise Corrupt(f"the model has two entries {name!r}, one of them in a dict or list of its own.")
+                self.raw_model[name] = leaf
+            elif self.optimizer_key is not None and p[0] == self.optimizer_key and len(p) > 1:
+                self.raw_optimizer[p[1:]] = leaf
+            elif self._is_weight_at_root(p, leaf):
+                self.places[joined(p)] = p
+                self.raw_model[joined(p)] = leaf
+            else:
+                self.rest[p] = leaf
+
+    def _is_weight_at_root(self, path: Path, leaf: Any) -> bool:
+        """Whether a leaf is of a model that has no key of its own."""
+        if self.model_key is not None:
+            return False
+        is_tensor = len(path) == 1 and self.shape_of(leaf) is not None
+        return (is_tensor and not _is_known(str(path[0]))) or split_extra_state(str(path[0])) is not None
+
+    def name_model(self, clean: Mapping[str, str]) -> None:
+        """Put the leaves of the model under model.<FQN>; `clean` is {name as found: FQN}."""
+        if self.model_key is not None and (*self.outer, self.model_key) != ("model",):
+            self.origin["model",] = (*self.outer, self.model_key)
+        for name, leaf in self.raw_model.items():
+            path = ("model", clean[name])
+            self.out[path] = leaf
+            if original(path, self.origin) != (*self.outer, *self.places[name]):
+                self.origin[path] = (*self.outer, *self.places[name])
+
+    def name_rest(self) -> None:
+        """Put what is neither model nor optimizer under its component.
+
+        Raises:
+            Corrupt: two keys have one meaning.
+        """
+        owners: dict[Path, str | int] = {}  # {canonical path that stands for a key of the user's: that key}
+        several = {p[0] for p in self.rest if len(p) < 3 or p[1] != 0}
+        for p, leaf in self.rest.items():
+            path = _rest_path(p)
+            if path[0] == "scheduler" and p[0] not in several:  # Lightning's list of schedulers, of one
+                path = (path[0], *p[2:])
+            if owners.setdefault(path[: _key_length(path)], p[0]) != p[0]:
+                path = ("extra", *p)  # a second key of that kind ("rng" and "rng_state") keeps its name
+            if path in self.out:
+                earlier = self.origin.get(path, path)
+                raise Corrupt(f"the keys {joined(p)!r} and {joined(earlier)!r} both mean {joined(path)!r}.")
+            self.out[path] = leaf
+            cut = _key_length(path)
+            self.origin[path[:cut]] = p[: len(p) - (len(path) - cut)]
+        self.origin = {q: p for q, p in self.origin.items() if q != p}
+
+    def name_optimizer(self, model: KnownModel, only: frozenset[str] | None) -> None:
+        """Put the leaves of the optimizer under optim, or, where it cannot be named, under extra with a note.
+
+        Raises:
+            Unsupported: it cannot be named or read, and it was asked for.
+        """
+        raw = self.raw_optimizer
+        own: Path = () if self.is_bare_optimizer else (*self.outer, self.optimizer_key)
+        if all(p[0] == 0 and len(p) > 1 for p in raw):  # Lightning's list of optimizers, of one
+            raw, own = {p[1:]: v for p, v in raw.items()}, (*own, 0)
         if own != ("optim",):
-            origin["optim",] = own
+            self.origin["optim",] = own
         try:
-            out.update(canonical_optimizer(raw_optim, raw_model, clean, shape_of, like, same, notes, origin, orders))
+            self.out.update(canonical_optimizer(raw, model, self.notes, self.origin))
         except Unsupported as e:
             asked = only is not None and "optim" in only
-            if bare and not asked:
-                out.update((("extra", *p), leaf) for p, leaf in raw_optim.items())
-                origin = {("extra",): ()}
-                notes.append(f"{KEEPS_NUMBERS}: {e}")
-            elif guessed or (only is None and isinstance(e, UnnamedOptimizer)):
-                out.update((("extra", *p), leaf) for p, leaf in found.items() if p[0] == optim_key)
-                origin = {q: p for q, p in origin.items() if q[0] != "optim"} | {
-                    ("extra", optim_key): (*outer, optim_key)
-                }
-                notes.append(
-                    f'"{optim_key}" holds an optimizer that cannot be read as one, and is kept as it is, under extra: '
-                    f"{e}"
-                    if guessed
+            if self.is_bare_optimizer and not asked:
+                self.out.update((("extra", *p), leaf) for p, leaf in raw.items())
+                self.origin = {("extra",): ()}
+                self.notes.append(f"{KEEPS_NUMBERS}: {e}")
+            elif self.optimizer_guessed or (only is None and isinstance(e, UnnamedOptimizer)):
+                key = self.optimizer_key
+                self.out.update((("extra", *p), leaf) for p, leaf in self.found.items() if p[0] == key)
+                self.origin = {q: p for q, p in self.origin.items() if q[0] != "optim"}
+                self.origin["extra", key] = (*self.outer, key)
+                self.notes.append(
+                    f'"{key}" holds an optimizer that cannot be read as one, and is kept as it is, under extra: {e}'
+                    if self.optimizer_guessed
                     else f"{KEEPS_NUMBERS}: {e}"
                 )
             elif only is None or asked:
                 raise
-    at_root = model_key is None and optim_key is not None
-    return CanonicalState(out, origin, trainer_of(tops, model_at_root=at_root), notes)
 
 
-def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
-    model, optim = None, None
+def _keys_by_name(found: Mapping[Path, Any]) -> tuple[Any, Any]:
+    """(key of the model, key of the optimizer) by what trainers usually call them; None where there is none."""
+    keys: dict[str, str | int] = {}
     for p in found:
-        role = ROLES.get(str(p[0])) if len(p) > 1 else None
-        if role == "model" and model is None:
-            model = p[0]
-        if role == "optim" and optim is None:
-            optim = p[0]
-    return model, optim
+        if len(p) > 1 and (role := ROLES.get(str(p[0]))) is not None:
+            keys.setdefault(role, p[0])
+    return keys.get("model"), keys.get("optim")
 
 
-def _by_contents(found: Mapping[Path, Any], shape_of: Any, model: Any, optim: Any) -> tuple[Any, Any]:
+def _keys_by_contents(found: Mapping[Path, Any], shape_of: ShapeOf, model: Any, optim: Any) -> tuple[Any, Any]:
     """The keys of model and optimizer, where a key of the user's own is recognised only by its contents."""
     if model is not None and optim is not None:
         return model, optim
@@ -304,8 +362,8 @@ def without_weights(ckpt: Checkpoint) -> str:
     return f' Weights are under {shown}; save those of the one model under "model", and its optimizer under "optim".'
 
 
-def _own(path: Path) -> int:
-    """How many elements of a canonical path stand for the user's own top-level key."""
+def _key_length(path: Path) -> int:
+    """Count the elements of a canonical path that stand for the user's own top-level key."""
     return 2 if path[0] in ("trainer", "extra") else 1
 
 
@@ -313,7 +371,7 @@ def _is_known(top: str) -> bool:
     return top in ROLES or top in COUNTERS
 
 
-def _rest(p: Path) -> Path:
+def _rest_path(p: Path) -> Path:
     role = ROLES.get(str(p[0]))
     if role in ("scheduler", "scaler", "rng", "dataloader"):
         return (role, *p[1:])

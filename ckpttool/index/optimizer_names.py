@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations, product
 from math import factorial, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported, argument
 from .checkpoint import Path
@@ -16,7 +16,10 @@ from .fqns import strip_wrappers
 __all__ = [
     "FLAT_GROUPS",
     "FLAT_STATE",
+    "KnownModel",
     "Orders",
+    "SameTensor",
+    "ShapeOf",
     "UnnamedOptimizer",
     "canonical_optimizer",
     "name_order",
@@ -30,6 +33,45 @@ FLAT_STATE, FLAT_GROUPS = "state.", "param_groups."
 Orders = Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]
 
 
+#: The shape of a tensor leaf; None of a value.
+ShapeOf = Callable[[Any], tuple[int, ...] | None]
+#: Whether two tensor leaves are the same bytes of the same file (tied weights).
+SameTensor = Callable[[Any, Any], bool]
+_Slots = dict[int, dict[Path, tuple[int, ...]]]
+
+
+class KnownModel(NamedTuple):
+    """What names the parameters of an optimizer: the model of the same tree, and what the user or a config adds.
+
+    `leaves` is {name as found: leaf}, `clean` {name as found: FQN}, `like` the FQNs in the order of an optimizer that
+    has names. The arguments of `names.canonical` say more.
+    """
+
+    leaves: Mapping[str, Any]
+    clean: Mapping[str, str]
+    shape_of: ShapeOf
+    like: Sequence[str] | None = None
+    same: SameTensor | None = None
+    orders: Orders | None = None
+
+    def possible_orders(self) -> Iterable[Mapping[str, Any]]:
+        """The model as {FQN: leaf}, in every order that its module may have."""
+        model = {self.clean[name]: leaf for name, leaf in self.leaves.items()}
+        return self.orders(model) if self.orders is not None else (model,)
+
+    def distinct_tensors(self, model: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+        """(FQN, shape) of the tensors of a model, without second names of tied weights: the optimizer has the first."""
+        out: list[tuple[str, tuple[int, ...]]] = []
+        kept: list[Any] = []
+        for name, leaf in model.items():
+            shape = self.shape_of(leaf)
+            if shape is None or (self.same is not None and any(self.same(leaf, k) for k in kept)):
+                continue
+            kept.append(leaf)
+            out.append((name, shape))
+        return out
+
+
 class UnnamedOptimizer(Unsupported):
     """An optimizer numbers its parameters, and nothing tells with certainty which is which."""
 
@@ -39,80 +81,98 @@ def _are_groups(x: Any) -> bool:
     return isinstance(x, list) and all(isinstance(k, str) for g in x if isinstance(g, dict) for k in g)
 
 
-def canonical_optimizer(
-    raw: dict[Path, Any],
-    raw_model: Mapping[str, Any],
-    clean: Mapping[str, str],
-    shape_of: Any,
-    like: Sequence[str] | None,
-    same: Any,
-    notes: list[str],
-    origin: dict[Path, Path],
-    orders: Orders | None = None,
-) -> dict[Path, Any]:
-    """The leaves of the optimizer under their canonical paths; how they were called is added to `origin`.
+class _RawOptimizer:
+    """The leaves of an optimizer sorted by what they are, under the names or numbers that it uses itself.
 
-    Raises:
-        UnnamedOptimizer: its parameters are numbered and cannot be named. Unsupported: `like` has another number of
-        them. Corrupt: it
-            contradicts itself.
+    `state` is {(parameter, path of the slot): leaf}, `groups` {i: {path of the option: leaf}}, `others` the leaves that
+    are neither, under canonical paths. `is_flattened` where keys are "state.<fqn>.<slot>".
     """
-    own = origin.get(("optim",), ("optim",))
-    flat = False
-    state: dict[tuple[Any, Path], Any] = {}  # (fqn or id, slot path) -> leaf
-    groups: dict[int, dict[Path, Any]] = {}
-    flat_groups: dict[str, dict[Path, Any]] = {}
-    out: dict[Path, Any] = {}
-    for p, leaf in raw.items():
-        head = str(p[0])
-        if head == "state" and len(p) > 2:
-            state[p[1], p[2:]] = leaf
-        elif head == "param_groups" and len(p) > 2 and isinstance(p[1], int):
-            groups.setdefault(p[1], {})[p[2:]] = leaf
-        elif head == "param_groups" and len(p) == 1 and _are_groups(leaf):  # one item, as torch < 2.4 wrote it
-            for i, g in enumerate(leaf):
-                groups[i] = {(k,): v for k, v in g.items()} if isinstance(g, dict) else {("value",): g}
-        elif head.startswith("state.") and len(p) == 1 and head.count(".") >= 2:
-            fqn, _, kind = head[len(FLAT_STATE) :].rpartition(".")
-            state[fqn, (kind,)] = leaf
-            flat = True
-        elif head.startswith("param_groups.") and len(p) == 1 and head.count(".") >= 2:
-            fqn, _, key = head[len(FLAT_GROUPS) :].rpartition(".")
-            flat_groups.setdefault(fqn, {})[key,] = leaf
-        elif head in ("state", "param_groups") and len(p) == 1 and leaf in ({}, []):
-            if head == "state":
-                origin["optim", "state"] = (*own, "state")  # no state yet
-        else:
-            out["optim", *p] = leaf
-    if flat or flat_groups:
-        origin["optim", "state"], origin["optim", "param_groups"] = (*own, FLAT_STATE), (*own, FLAT_GROUPS)
-    if flat_groups:
-        groups = _regroup(flat_groups)
-    ids = bool(state or groups) and _integer_ids(state, groups)
-    if ids:
-        fqns = _resolve_ids(state, groups, raw_model, clean, shape_of, like, same, notes, orders)
-    else:
-        listed = {n for g in groups.values() for n in _params(g)}
+
+    def __init__(self, raw: Mapping[Path, Any]) -> None:
+        self.state: dict[tuple[Any, Path], Any] = {}
+        self.groups: dict[int, dict[Path, Any]] = {}
+        self.others: dict[Path, Any] = {}
+        self.is_flattened = self.has_empty_state = False
+        options: dict[str, dict[Path, Any]] = {}  # {parameter: its options}, of a flattened one
+        for p, leaf in raw.items():
+            head = str(p[0])
+            if head == "state" and len(p) > 2:
+                self.state[p[1], p[2:]] = leaf
+            elif head == "param_groups" and len(p) > 2 and isinstance(p[1], int):
+                self.groups.setdefault(p[1], {})[p[2:]] = leaf
+            elif head == "param_groups" and len(p) == 1 and _are_groups(leaf):  # one item, as torch < 2.4 wrote it
+                for i, g in enumerate(leaf):
+                    self.groups[i] = {(k,): v for k, v in g.items()} if isinstance(g, dict) else {("value",): g}
+            elif head.startswith(FLAT_STATE) and len(p) == 1 and head.count(".") >= 2:
+                fqn, _, kind = head.removeprefix(FLAT_STATE).rpartition(".")
+                self.state[fqn, (kind,)] = leaf
+                self.is_flattened = True
+            elif head.startswith(FLAT_GROUPS) and len(p) == 1 and head.count(".") >= 2:
+                fqn, _, key = head.removeprefix(FLAT_GROUPS).rpartition(".")
+                options.setdefault(fqn, {})[key,] = leaf
+                self.is_flattened = True
+            elif head in ("state", "param_groups") and len(p) == 1 and leaf in ({}, []):
+                self.has_empty_state = self.has_empty_state or head == "state"  # no step was made yet
+            else:
+                self.others["optim", *p] = leaf
+        if options:
+            self.groups = _group_by_options(options)
+
+    def is_numbered(self) -> bool:
+        """Whether parameters are numbers and not names."""
+        ids = [x for g in self.groups.values() for x in _params(g)]
+        ids = ids or [_id(k) for k, _ in self.state]
+        return bool(self.state or self.groups) and all(isinstance(x, int) for x in ids)
+
+    def find_fqns(self, clean: Mapping[str, str]) -> dict[Any, str]:
+        """Map the names that the optimizer uses to FQNs; `clean` is {name of a weight as found: FQN}.
+
+        Raises:
+            Corrupt: some groups list names and some numbers.
+        """
+        listed = {n for g in self.groups.values() for n in _params(g)}
         if numbers := [n for n in listed if not isinstance(n, str)]:
             raise Corrupt(
                 f"optim.param_groups lists parameters by number in one group, first {numbers[0]}, and by name in "
                 "another. The file is damaged, or was put together from two optimizers."
             )
-        names = {str(k) for k, _ in state} | listed
-        fqns = dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
+        names = {str(k) for k, _ in self.state} | listed
+        return dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
+
+
+def canonical_optimizer(
+    raw: Mapping[Path, Any], model: KnownModel, notes: list[str], origin: dict[Path, Path]
+) -> dict[Path, Any]:
+    """Give the leaves of an optimizer their canonical paths; how they were called is added to `origin`.
+
+    Raises:
+        UnnamedOptimizer: its parameters are numbered and cannot be named. Unsupported: `like` has another number of
+            them. Corrupt: it contradicts itself.
+    """
+    own = origin.get(("optim",), ("optim",))
+    found = _RawOptimizer(raw)
+    if found.is_flattened:
+        origin["optim", "state"], origin["optim", "param_groups"] = (*own, FLAT_STATE), (*own, FLAT_GROUPS)
+    elif found.has_empty_state:
+        origin["optim", "state"] = (*own, "state")
+    numbered = found.is_numbered()
+    fqns: Mapping[Any, str] = (
+        _name_numbers(found.state, found.groups, model, notes) if numbered else found.find_fqns(model.clean)
+    )
     origin.update((("optim", "params", fqn), (name,)) for name, fqn in fqns.items() if fqn != name)
-    for (key, slot), leaf in state.items():
-        owner = fqns.get(_id(key) if ids else str(key))
+    out = found.others
+    for (key, slot), leaf in found.state.items():
+        owner = fqns.get(_id(key) if numbered else str(key))
         if owner is None:
             raise Corrupt(
                 f"optim.state has an entry for parameter {key}, which no param group lists; the optimizer would not "
                 "know what to do with it. The file is damaged, or was put together from two optimizers."
             )
         out["optim", "state", owner, *slot] = leaf
-    for i, g in groups.items():
+    for i, g in found.groups.items():
         for k, leaf in g.items():
             if k == ("params",):
-                leaf = [fqns.get(_id(x) if ids else x, x) for x in _params(g)]
+                leaf = [fqns.get(_id(x) if numbered else x, x) for x in _params(g)]
             out["optim", "param_groups", i, *k] = leaf
     return out
 
@@ -130,15 +190,8 @@ def _id(x: Any) -> Any:
     return int(x) if isinstance(x, str) and x.isdigit() else x
 
 
-def _integer_ids(state: Mapping[tuple[Any, Path], Any], groups: Mapping[int, Mapping[Path, Any]]) -> bool:
-    ids = [x for g in groups.values() for x in _params(g)]
-    if ids:
-        return all(isinstance(x, int) for x in ids)
-    return all(isinstance(_id(k), int) for k, _ in state)
-
-
-def _regroup(flat: Mapping[str, Mapping[Path, Any]]) -> dict[int, dict[Path, Any]]:
-    """Param groups from per-parameter options: parameters with equal options were, or could be, one group."""
+def _group_by_options(flat: Mapping[str, Mapping[Path, Any]]) -> dict[int, dict[Path, Any]]:
+    """Make param groups of {parameter: options}: parameters with equal options were, or could be, one group."""
     out: list[tuple[Mapping[Path, Any], list[str]]] = []
     for fqn, options in flat.items():
         for known, members in out:
@@ -150,75 +203,91 @@ def _regroup(flat: Mapping[str, Mapping[Path, Any]]) -> dict[int, dict[Path, Any
     return {i: {**options, ("params",): members} for i, (options, members) in enumerate(out)}
 
 
-def _resolve_ids(
+def _name_numbers(
     state: Mapping[tuple[Any, Path], Any],
     groups: Mapping[int, Mapping[Path, Any]],
-    raw_model: Mapping[str, Any],
-    clean: Mapping[str, str],
-    shape_of: Any,
-    like: Sequence[str] | None,
-    same: Any,
+    model: KnownModel,
     notes: list[str],
-    orders: Orders | None,
-) -> dict[Any, str]:
+) -> dict[int, str]:
+    """Find the FQN of every numbered parameter: {number: FQN}.
+
+    The surest source comes first: names that the groups list, those of `like`, then the order and shapes of the model.
+
+    Raises:
+        UnnamedOptimizer: nothing tells with certainty. Unsupported: `like` has another number of parameters.
+    """
+    slots, shapes = _shapes_by_number(state, groups, model.shape_of)
+    members = [_params(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
+    numbers = [x for m in members for x in m]
+    # torch >= 2.6 lists names where the optimizer was given named_parameters()
+    lists = [g.get(("param_names",)) for _, g in sorted(groups.items())]
+    listed = [str(n) for group in lists if isinstance(group, list) for n in group]
+    if len(listed) == len(numbers):
+        names = strip_wrappers(listed)
+        return {x: names[n] for x, n in zip(numbers, listed, strict=True)}
+    if model.like is not None:
+        if len(model.like) != len(numbers):
+            raise Unsupported(
+                f"{argument('like')} names {len(model.like)} parameters in its optimizer, this one has {len(numbers)}."
+            )
+        return dict(zip(numbers, model.like, strict=True))
+    resolved, left = _names_by_order(model, [[shapes[x] for x in m] for m in members], _flat_state(slots))
+    notes.append(
+        "the optimizer numbers its parameters; their names follow from the order and shapes of the model's "
+        f"{len(numbers)} parameters"
+        + (f" (taken for buffers or frozen: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''})" if left else "")
+    )
+    return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
+
+
+def _shapes_by_number(
+    state: Mapping[tuple[Any, Path], Any], groups: Mapping[int, Mapping[Path, Any]], shape_of: ShapeOf
+) -> tuple[_Slots, dict[int, tuple[int, ...] | None]]:
+    """({number: {slot: shape}}, {number: shape of the parameter, None where no slot tells})."""
     shapes: dict[int, tuple[int, ...] | None] = {x: None for g in groups.values() for x in _params(g)}
-    slots: dict[int, dict[Path, tuple[int, ...]]] = {}
+    slots: _Slots = {}
     for (key, slot), leaf in state.items():
         if shape := shape_of(leaf):  # the step is 0-dim and says nothing
             slots.setdefault(_id(key), {})[slot] = shape
         shapes.setdefault(_id(key), None)
-    shapes |= {x: _shape_of_parameter(found) for x, found in slots.items()}
-    flat_state = _flat_state(slots)
-    members = [_params(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
-    named = [g.get(("param_names",)) for _, g in sorted(groups.items())]
-    listed = [str(n) for group in named if isinstance(group, list) for n in group]
-    flat = [x for m in members for x in m]
-    if len(listed) == len(flat):  # torch >= 2.6, when the optimizer was given named_parameters()
-        names = strip_wrappers(listed)
-        return {x: names[n] for x, n in zip(flat, listed, strict=True)}
-    if like is not None:
-        if len(like) != len(flat):
-            raise Unsupported(
-                f"{argument('like')} names {len(like)} parameters in its optimizer, this one has {len(flat)}."
-            )
-        return dict(zip(flat, like, strict=True))
-    wanted = [[shapes[x] for x in m] for m in members]
-    model = {clean[name]: leaf for name, leaf in raw_model.items()}
+    return slots, shapes | {x: _shape_of_parameter(found) for x, found in slots.items()}
+
+
+def _names_by_order(
+    model: KnownModel, wanted: list[list[tuple[int, ...] | None]], flat_elements: int | None
+) -> tuple[list[list[str]], list[str]]:
+    """(FQNs by group, FQNs in no group) of parameters with these shapes by group, in the one order that fits.
+
+    `flat_elements` are those of all parameters together, where the optimizer keeps its state in one flat tensor.
+
+    Raises:
+        UnnamedOptimizer: no order fits, or several do.
+    """
+    count = sum(map(len, wanted))
     answers: dict[str, tuple[list[list[str]], list[str]]] = {}
     ways = tensors = 0
-    for order in orders(model) if orders is not None else (model,):
-        candidates = _distinct(order, shape_of, same)
+    for order in model.possible_orders():
+        candidates = model.distinct_tensors(order)
         tensors = len(candidates)
-        if (
-            flat_state is not None
-            and flat_state == sum(prod(shape) for _, shape in candidates)
-            and len(flat) == tensors
-        ):
-            wanted = [[None] * len(m) for m in members]
+        if flat_elements == sum(prod(shape) for _, shape in candidates) and count == tensors:
+            wanted = [[None] * len(m) for m in wanted]
         resolved, left, found = name_order(candidates, wanted)
         ways += found
         if resolved is not None:
             answers[repr(resolved)] = resolved, left
-    if len(answers) != 1:
-        raise UnnamedOptimizer(
-            f"the optimizer numbers its {len(flat)} parameters instead of naming them, and "
-            + (
-                f"more than one order of the {tensors} tensors of the model fits"
-                if ways
-                else f"no order of the {tensors} tensors of the model fits their shapes"
-                if tensors
-                else "nothing here shows the order of the parameters"
-            )
-            + f". Give {argument('config')} the folder or id of the model, {argument('like')} a checkpoint of the same "
-            f"model whose optimizer has names, or use {argument('only', ['model'])}."
-        )
-    ((resolved, left),) = answers.values()
-    notes.append(
-        "the optimizer numbers its parameters; their names follow from the order and shapes of the model's "
-        f"{len(flat)} parameters"
-        + (f" (taken for buffers or frozen: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''})" if left else "")
+    if len(answers) == 1:
+        return next(iter(answers.values()))
+    if ways:
+        why = f"more than one order of the {tensors} tensors of the model fits"
+    elif tensors:
+        why = f"no order of the {tensors} tensors of the model fits their shapes"
+    else:
+        why = "nothing here shows the order of the parameters"
+    raise UnnamedOptimizer(
+        f"the optimizer numbers its {count} parameters instead of naming them, and {why}. Give {argument('config')} "
+        f"the folder or id of the model, {argument('like')} a checkpoint of the same model whose optimizer has "
+        f"names, or use {argument('only', ['model'])}."
     )
-    return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
 
 
 def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -235,7 +304,7 @@ def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...
     return merged if fits else largest[0]
 
 
-def _flat_state(slots: Mapping[int, Mapping[Path, tuple[int, ...]]]) -> int | None:
+def _flat_state(slots: _Slots) -> int | None:
     """The elements of all parameters together, of an optimizer that keeps its whole state with the first (LBFGS); else
     None."""
     if len(slots) != 1:
@@ -243,19 +312,6 @@ def _flat_state(slots: Mapping[int, Mapping[Path, tuple[int, ...]]]) -> int | No
     (found,) = slots.values()
     lengths = {s for p, s in found.items() if p[:1] in (("d",), ("prev_flat_grad",), ("old_dirs",), ("old_stps",))}
     return next(iter(lengths))[0] if len(lengths) == 1 and len(next(iter(lengths))) == 1 else None
-
-
-def _distinct(model: Mapping[str, Any], shape_of: Any, same: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """(FQN, shape) of the tensors of a model, without second names of tied weights: the optimizer has the first."""
-    out: list[tuple[str, tuple[int, ...]]] = []
-    kept: list[Any] = []
-    for name, leaf in model.items():
-        shape = shape_of(leaf)
-        if shape is None or (same is not None and any(same(leaf, k) for k in kept)):
-            continue
-        kept.append(leaf)
-        out.append((name, shape))
-    return out
 
 
 def _usual_place(child: str) -> int:
