@@ -24,9 +24,9 @@ from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .formats import other_files
 from .huggingface import model_names
 from .index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
-from .index.composites import Composite, place_composite
+from .index.composites import Composite, add_composite
 from .index.draft import Draft
-from .index.names import COMPONENTS, CanonicalState, own_tree
+from .index.names import COMPONENTS, CanonicalState, restore_own_tree
 from .index.optimizer_names import Orders
 from .index.param_groups import Groups
 from .options import option
@@ -167,7 +167,7 @@ def tree_of(
 ) -> tuple[dict[Path, Any], list[str]]:
     """(the tree that a layout of trees writes, notes) of the leaves of a state: that of the source, or the one asked
     for."""
-    return (options.tree(leaves), []) if options.tree is not None else own_tree(leaves, origin, same)
+    return (options.tree(leaves), []) if options.tree is not None else restore_own_tree(leaves, origin, same)
 
 
 class Saves(NamedTuple):
@@ -276,7 +276,7 @@ def checkpoint_of(
         if isinstance(leaf, TensorEntry):
             out.tensors[name] = leaf if leaf.path == path else replace(leaf, path=path)
         elif isinstance(leaf, Composite):
-            place_composite(out, replace(leaf, path=path))
+            add_composite(out, replace(leaf, path=path))
         else:
             out.values[name] = Value(path, leaf.data if isinstance(leaf, Value) else leaf)
     out.origin, out.trainer, out.notes = named.origin, named.trainer, named.notes

@@ -28,7 +28,7 @@ from ckpttool.formats import values
 from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile, EarlierFile, Sink
-from ckpttool.index.names import misplaced, own_tree_is_readable, refuse_surrogates, step_count
+from ckpttool.index.names import find_misplaced_path, own_tree_is_readable, refuse_surrogates, step_count
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
 
@@ -126,7 +126,7 @@ def _agree(ckpt: Checkpoint, source: Archive) -> None:
 
     what = f"{source.root}/{plan.VALUES}"
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
-    if (path := misplaced(paths)) is not None:
+    if (path := find_misplaced_path(paths)) is not None:
         raise Corrupt(f"{what}: {tarball.short(joined(path))} is of no component, or lies in another entry.")
     if len(set(paths)) != len(paths) or ckpt.tensors.keys() & ckpt.values.keys():
         raise Corrupt(f"{what}: a value has the name of a tensor.")

@@ -44,7 +44,7 @@ from ckpttool.index.checkpoint import (
     same_bytes,
     tied_weights,
 )
-from ckpttool.index.composites import MARK, Composite, collapsed, shape_of
+from ckpttool.index.composites import MARK, Composite, collapse_composites, shape_of
 from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.names import canonical
 from ckpttool.index.trees import nest
@@ -159,7 +159,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}
-    tree, notes = tree_of(collapsed(leaves), ckpt.origin, same_bytes, options)
+    tree, notes = tree_of(collapse_composites(leaves), ckpt.origin, same_bytes, options)
     if arrays:
         notes.append(
             f"{len(arrays)} values hold numpy arrays, first {arrays[0]}; they are torch tensors in this file, since "

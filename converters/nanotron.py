@@ -231,7 +231,7 @@ class _Reading:
                 boxes.span(box.shape, strides) * ITEMSIZE[dtype],
                 None if row_major else strides,
             )
-        why = boxes.cover(shape, chunks.boxes())
+        why = boxes.find_cover_problem(shape, chunks.boxes())
         if why is not None:
             raise Corrupt(
                 f'{self.source.root}: "{joined(path)}" {shape}: {why}. Files of ranks are missing or from other saves.'
@@ -324,7 +324,7 @@ class _Reading:
         for start, size in boxes.flat_to_boxes(part.local, *bounds):
             at = x.extent[0] + ITEMSIZE[x.dtype] * (boxes.flat_start(part.local, start) - bounds[0])
             for box in part.held:
-                if (met := boxes.meet((start, size), (box.local, box.shape))) is not None:
+                if (met := boxes.intersect((start, size), (box.local, box.shape))) is not None:
                     inside = tuple(a - b for a, b in zip(met[0], start, strict=True))
                     there = tuple(g + a - b for g, a, b in zip(box.start, met[0], box.local, strict=True))
                     yield _Held(number, at, boxes.strides(size), _Box(inside, there, met[1]))

@@ -394,7 +394,7 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
     for (start, size), (file, tensor) in sorted(found.items()):
         files.keep(file, tensor)
         chunks.add(start, size, file, *tensor.extent, None if tensor.contiguous else tensor.strides)
-    why = boxes.cover(shape, chunks.boxes())
+    why = boxes.find_cover_problem(shape, chunks.boxes())
     if why is not None:
         raise Corrupt(f'{files.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.')
     return TensorEntry(dtype, shape, (name,), chunks)

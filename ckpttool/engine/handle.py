@@ -252,7 +252,7 @@ class TensorHandle:
         item = np.dtype(f"V{ITEMSIZE[entry.dtype]}")
         target = out.view(item).reshape(box[1])
         for chunk in entry.chunks:
-            needed = boxes.meet((chunk.start, chunk.shape), box)
+            needed = boxes.intersect((chunk.start, chunk.shape), box)
             if needed is None:
                 continue
             whole = chunk._replace(start=(0,) * len(chunk.shape))
@@ -260,7 +260,7 @@ class TensorHandle:
             left = prod(needed[1])
             for block in reader.blocks([StreamJob(self.name, part, boxed=True)]):
                 here = tuple(map(operator.add, block.start, chunk.start))
-                both = boxes.meet((here, block.shape), needed)
+                both = boxes.intersect((here, block.shape), needed)
                 if both is not None:
                     slab = np.frombuffer(block.data, item).reshape(block.shape)
                     target[_slices(both, box[0])] = slab[_slices(both, here)]
@@ -274,7 +274,7 @@ class TensorHandle:
         records."""
         ckpt, layout, source = self._opened.locate(), self._opened.layout, self._opened.source
         found = ckpt.tensors.get(self.name, self._entry)
-        meeting = [c for c in found.chunks if boxes.meet((c.start, c.shape), (start, shape)) is not None]
+        meeting = [c for c in found.chunks if boxes.intersect((c.start, c.shape), (start, shape)) is not None]
         entry = replace(found, chunks=Chunks.of(self.ndim, meeting))
         if entry.coding != "raw":  # an item that turned out to be an object of several entries
             assert layout.locate is not None  # only such a layout frames its items
@@ -297,7 +297,7 @@ def cut_to(entry: TensorEntry, box: _Box) -> Chunks:
     out = Chunks(len(box[1]))
     chunk: Chunk
     for chunk in _meeting(entry.chunks, box):
-        both = boxes.meet((chunk.start, chunk.shape), box)
+        both = boxes.intersect((chunk.start, chunk.shape), box)
         if both is None:
             continue
         start, shape = both

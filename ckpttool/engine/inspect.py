@@ -16,9 +16,9 @@ from ..errors import CkpttoolError
 from ..formats.shown_values import instances_in, readable
 from ..huggingface import encodings, lora, model_files
 from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
-from ..index.composites import MARK, composites, described, unwrapped_note
+from ..index.composites import MARK, composites, describe_composites, describe_unwrapped
 from ..index.names import step_count
-from ..index.optimizers import lost_at_save, per_rank_slots, states
+from ..index.optimizers import describe_lost_slots, find_optimizers, find_per_rank_slots
 from ..options import Search, list_reading_keywords
 from ..printable import printable
 from ..storage import urls
@@ -208,7 +208,7 @@ def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
     if not slots and not groups:
         return None
     kinds: dict[str, int] = {}
-    for state in states(ckpt):
+    for state in find_optimizers(ckpt):
         kinds[state.name] = kinds.get(state.name, 0) + len(state.slots)
     kind = next(iter(kinds)) if len(kinds) == 1 else ", ".join(f"{k} ({n} parameters)" for k, n in kinds.items())
     if not kinds:
@@ -229,10 +229,10 @@ def _instances(ckpt: Checkpoint) -> list[str]:
 
 def _notes(ckpt: Checkpoint) -> list[str]:
     """What has to be known about values, about the optimizer, and about the weights because of it."""
-    objects = [*_instances(ckpt), *described(composites(ckpt)), *unwrapped_note(ckpt.tensors.values())]
-    if lost := per_rank_slots(ckpt):
-        return [*objects, lost_at_save(ckpt, lost)]
-    if not any(state.name.startswith("schedule-free") for state in states(ckpt)):
+    objects = [*_instances(ckpt), *describe_composites(composites(ckpt)), *describe_unwrapped(ckpt.tensors.values())]
+    if lost := find_per_rank_slots(ckpt):
+        return [*objects, describe_lost_slots(ckpt, lost)]
+    if not any(state.name.startswith("schedule-free") for state in find_optimizers(ckpt)):
         return objects
     modes = {v.data for v in ckpt.values.values() if v.is_param_group and v.path[-1] == "train_mode"}
     x = "x, the averaged weights to evaluate and to publish (optimizer.eval() was called before the save)"
@@ -260,7 +260,7 @@ def _missing(ckpt: Checkpoint) -> list[str]:
             f"the optimizer has state for {len(odd)} parameter{'s' if len(odd) != 1 else ''} that the model does not "
             f"have, first {odd[0]}"
         )
-    found = states(ckpt)
+    found = find_optimizers(ckpt)
     every = {n for state in found for n in state.slots}
     for state in found:
         for slot, gone in state.missing.items():

@@ -17,8 +17,8 @@ from ..errors import CkpttoolError, Unsupported, argument
 from ..huggingface import maps, model_files
 from ..index.check import check
 from ..index.checkpoint import Checkpoint
-from ..index.expressions import size_of
-from ..index.line_groups import covers
+from ..index.expressions import evaluate_size
+from ..index.line_groups import names_not_covered
 from ..index.name_maps import NameMap
 from ..storage.source import Source
 from .copy.fill import silent
@@ -71,7 +71,7 @@ def under_other_names(
     found = found.of_job(job[0])
     facts: dict[str, Any] = {**job[0], **known}
     if (
-        any(size_of(e, facts) is None for e in found.sizes.values())
+        any(evaluate_size(e, facts) is None for e in found.sizes.values())
         and (told := _heads(ckpt, source, found)) is not None
     ):
         heads, where = told
@@ -99,9 +99,9 @@ def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap |
     own = [found for found in every if names and (ckpt.trainer or "").lower() in found.trainers]
     for found in own:
         of_model = model is None or model in found.models
-        if of_model and found.fits(names) and not covers(found, names, forward=True):
+        if of_model and found.fits(names) and not names_not_covered(found, names, forward=True):
             return found
-    if own and all(covers(found, names, forward=False) for found in own):
+    if own and all(names_not_covered(found, names, forward=False) for found in own):
         of = "" if model is None else f" to model_type {model}"
         ckpt.notes.append(
             f"no name map that comes with ckpttool is from these weights of {ckpt.trainer}{of}: names are kept"

@@ -36,7 +36,7 @@ from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import number_in
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry
 from ..index.draft import Dropped
-from ..index.param_groups import groups_of
+from ..index.param_groups import names_by_group
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .copy.stream import Reader, StreamJob, small
@@ -298,7 +298,7 @@ def other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
     kept = {o.name: t for o in ckpt.others if (t := ckpt.tensors.get(o.name)) is not None}
     if not kept:
         return []
-    trained = {n for group in groups_of(ckpt) or () for n in group}
+    trained = {n for group in names_by_group(ckpt) or () for n in group}
     trained |= {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
     sharded = any(len(set(t.chunks.file)) > 1 for t in ckpt.tensors.values() if t.component == "model")
 

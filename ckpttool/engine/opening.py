@@ -13,9 +13,9 @@ from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..formats.pickles import Refused, children
 from ..formats.stored_tensors import as_dcp_flattens
 from ..index.check import check
-from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, tied_weights, without_random_states
+from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, ranks_without_rng_state, tied_weights
 from ..index.draft import Dropped
-from ..index.param_groups import groups_of
+from ..index.param_groups import names_by_group
 from ..options import MergeRequest, OpenOptions, Reading, list_reading_keywords
 from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
@@ -387,7 +387,7 @@ def open_with(
 
 
 def _random_states(ckpt: Checkpoint) -> list[str]:
-    if not (ranks := without_random_states(ckpt)):
+    if not (ranks := ranks_without_rng_state(ckpt)):
         return []
     first = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
     return [
@@ -537,11 +537,14 @@ def model_of(options: OpenOptions) -> layouts.ModelHints:
 def _like(ckpt: Checkpoint) -> layouts.ReferenceModel:
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     return layouts.ReferenceModel(
-        {n: (t.shape, t.dtype) for n, t in model.items()}, tied_weights(model), optimizer_order(ckpt), groups_of(ckpt)
+        {n: (t.shape, t.dtype) for n, t in model.items()},
+        tied_weights(model),
+        optimizer_order(ckpt),
+        names_by_group(ckpt),
     )
 
 
 def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
     """FQNs in the order of the optimizer, as its param groups list them; None where there is no such list."""
-    groups = groups_of(ckpt)
+    groups = names_by_group(ckpt)
     return tuple(n for g in groups for n in g) or None if groups is not None else None

@@ -30,13 +30,13 @@ from ..index.checkpoint import (
     orphaned_optimizer_state,
     unnamed_optimizer_state,
 )
-from ..index.composites import Composite, class_of, composites, unwrapped_note
+from ..index.composites import Composite, class_label, composites, describe_unwrapped
 from ..index.draft import Draft, Dropped
-from ..index.fqns import wrappers_stripped
+from ..index.fqns import remove_wrappers
 from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, refuse_surrogates
-from ..index.optimizers import lost_at_save, per_rank_slots
-from ..index.param_groups import groups_of, regrouped
-from ..index.schedulers import with_whole_scheduler
+from ..index.optimizers import describe_lost_slots, find_per_rank_slots
+from ..index.param_groups import names_by_group, regroup
+from ..index.schedulers import complete_scheduler_state
 from ..index.vocabulary import vocabulary_of
 from ..options import Reading, list_reading_keywords
 from ..printable import Shown
@@ -265,7 +265,7 @@ def _prepare(
     _refuse_dtypes(target, ckpt)
     _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
     _check_optimizer(ckpt, target, writing.drop)
-    ckpt.notes += unwrapped_note(ckpt.tensors.values())
+    ckpt.notes += describe_unwrapped(ckpt.tensors.values())
     refuse_surrogates(ckpt.tensors)  # every record lists them by name
     return replace(options, cast=caster(writing.dtype, writing.cast or {}, parts, codes)), codes
 
@@ -351,11 +351,11 @@ def _change(
         opened.source = computed
     if writing.canonical_keys:
         ckpt.origin = {}
-        whole = with_whole_scheduler(ckpt)
+        whole = complete_scheduler_state(ckpt)
         account.add_step("with all that LambdaLR saves", ckpt, whole)
         ckpt = whole
     elif writing.strip_wrappers:
-        ckpt = opened.checkpoint = wrappers_stripped(ckpt)
+        ckpt = opened.checkpoint = remove_wrappers(ckpt)
     before_map = ckpt
     ckpt, opened.source = under_other_names(
         ckpt, opened.source, writing.map, config, vocab_size=writing.vocab_size, to_hub=to_hub
@@ -410,8 +410,8 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
             f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
             f'"{odd[0]}": are the two of one training run?'
         )
-    if lost_slots := per_rank_slots(ckpt):
-        ckpt.notes.append(lost_at_save(ckpt, lost_slots))
+    if lost_slots := find_per_rank_slots(ckpt):
+        ckpt.notes.append(describe_lost_slots(ckpt, lost_slots))
 
 
 def _refuse_odd_optimizer(ckpt: Checkpoint) -> None:
@@ -483,12 +483,12 @@ def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: 
             f"{argument('regroup', True)} takes the param groups of the checkpoint that {argument('like')} names: "
             f"{has}."
         )
-    if groups_of(ckpt) is None:
+    if names_by_group(ckpt) is None:
         raise Unsupported(
             f"{argument('regroup', True)}: {ckpt.root} has no param groups that list names of parameters, so nothing "
             "says which state belongs where."
         )
-    out, gone, notes = regrouped(ckpt, like.groups)
+    out, gone, notes = regroup(ckpt, like.groups)
     nbytes = {n: ckpt.tensors[n].nbytes if n in ckpt.tensors else 0 for n in gone}
     unplaced += [Dropped(n, nbytes[n], f"no param group of {argument('like')} has the parameter") for n in gone]
     out.notes = [*out.notes, *notes]
@@ -604,7 +604,7 @@ def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite])
             f"{argument('only', ['model'])} leaves the optimizer out",
         ]
     raise Unsupported(
-        f'"{name}" is a {class_of(first.about)} of {list(first.shape)}, made of {", ".join(first.tensors)}; the '
+        f'"{name}" is a {class_label(first.about)} of {list(first.shape)}, made of {", ".join(first.tensors)}; the '
         f"checkpoint has {len(objects):,} such tensors, and {target.name} has only plain ones. {'; '.join(ways)}."
     )
 

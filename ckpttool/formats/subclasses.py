@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import Corrupt, Unsupported, argument
 from ..index import boxes
 from ..index.checkpoint import joined
-from ..index.composites import Composite, class_of
+from ..index.composites import Composite, class_label
 from .pickles import Global, Opaque, short
 
 __all__ = ["REBUILD", "WRAPPER", "call_of", "dense_inside", "is_subclass", "placeholder", "put_together", "taken_apart"]
@@ -121,7 +121,7 @@ def put_together(found: Composite, tensors: Mapping[str, Any]) -> Opaque:
     """
     if "parts" in found.about:
         raise Unsupported(
-            f'"{joined(found.path)}" is a {class_of(found.about)} on some ranks and a plain tensor on others, which '
+            f'"{joined(found.path)}" is a {class_label(found.about)} on some ranks and a plain tensor on others, which '
             "one object cannot be. dcp carries it at the world size of the save; "
             f"{argument('dequantize', ['optim.*'])} writes plain numbers."
         )

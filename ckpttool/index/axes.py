@@ -3,7 +3,7 @@
     [(g (n+1+1) h) x]    two dimensions: the first is a product of g, of a sum of three terms, and of h; the second is x
 
 `Axes.parse` reads that. A `Link` says where each axis of a part is in the whole, so that the part is a strided box, or
-many, of it, and the whole is made of its parts: `placed` turns chunks of one into chunks of the other, in both
+many, of it, and the whole is made of its parts: `place_chunks` turns chunks of one into chunks of the other, in both
 directions. A permutation (`(h p)` here, `(p h)` there) and a transposition are links like any other.
 """
 
@@ -21,7 +21,7 @@ from ..errors import UsageError
 from . import boxes
 from .checkpoint import ITEMSIZE, Chunk, Chunks, TensorEntry
 
-__all__ = ["PAD", "Axes", "AxesError", "Compressed", "Link", "UnknownSize", "link", "placed"]
+__all__ = ["PAD", "Axes", "AxesError", "Compressed", "Link", "UnknownSize", "link_part", "place_chunks"]
 
 #: The term of a sum that is padding: rows that no part holds.
 PAD = "_"
@@ -143,7 +143,7 @@ class Axes:
         Raises:
             UnknownSize: of an atom that has no size.
         """
-        return tuple(prod(_size(f, sizes) for f in d) for d in self.dims)
+        return tuple(prod(_factor_size(f, sizes) for f in d) for d in self.dims)
 
     def solve(self, shape: Sequence[int], sizes: dict[str, int]) -> None:
         """Add to `sizes` what follows from a shape.
@@ -153,7 +153,7 @@ class Axes:
         """
         if len(shape) != len(self.dims):
             raise AxesError(f"it has {len(shape)} dimensions, and its axes are {len(self.dims)}")
-        while any([_solve(d, n, sizes) for d, n in zip(self.dims, shape, strict=True)]):
+        while any([_solve_dim(d, n, sizes) for d, n in zip(self.dims, shape, strict=True)]):
             pass
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Axes:
         return " ".join(map(dim, self.dims))
 
 
-def _size(f: Factor, sizes: Mapping[str, int]) -> int:
+def _factor_size(f: Factor, sizes: Mapping[str, int]) -> int:
     for t in f:
         for a in t:
             if a not in sizes:
@@ -175,25 +175,25 @@ def _size(f: Factor, sizes: Mapping[str, int]) -> int:
     return sum(prod(sizes[a] for a in t) for t in f)
 
 
-def _solve(d: Dim, n: int, sizes: dict[str, int]) -> bool:
+def _solve_dim(d: Dim, n: int, sizes: dict[str, int]) -> bool:
     """Find the one unknown atom of a dimension of n elements; whether there was one."""
     unknown = {a for f in d for t in f for a in t if a not in sizes}
     if not unknown:
-        if (have := prod(_size(f, sizes) for f in d)) != n:
-            raise AxesError(f"an axis is {n} long, and {_told(d, sizes)} is {have}")
+        if (have := prod(_factor_size(f, sizes) for f in d)) != n:
+            raise AxesError(f"an axis is {n} long, and {_describe_dim(d, sizes)} is {have}")
         return False
     if len(unknown) > 1:
         return False
     a = unknown.pop()
-    one, two = (prod(_size(f, {**sizes, a: k}) for f in d) for k in (0, 1))
+    one, two = (prod(_factor_size(f, {**sizes, a: k}) for f in d) for k in (0, 1))
     # linear in `a`: one + a * (two - one) == n
     if two == one or (n - one) % (two - one) or n < one:
-        raise AxesError(f"an axis is {n} long, which {_told(d, sizes)} cannot be")
+        raise AxesError(f"an axis is {n} long, which {_describe_dim(d, sizes)} cannot be")
     sizes[a] = (n - one) // (two - one)
     return True
 
 
-def _told(d: Dim, sizes: Mapping[str, int]) -> str:
+def _describe_dim(d: Dim, sizes: Mapping[str, int]) -> str:
     known = {a: sizes[a] for f in d for t in f for a in t if a in sizes}
     return f"[{Axes((d,))}]" + (f" with {', '.join(f'{a}={n}' for a, n in known.items())}" if known else "")
 
@@ -210,7 +210,7 @@ class _Run(NamedTuple):
     other_dim: int
     other_step: int
 
-    def turned(self) -> _Run:
+    def swapped(self) -> _Run:
         return _Run(self.size, self.other_dim, self.other_step, self.dim, self.step)
 
 
@@ -231,7 +231,7 @@ class Link:
         )
 
 
-def _places(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def _steps_by_atom(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """{atom: (dimension, elements of it that one index moves)} of axes without sums."""
     out: dict[str, tuple[int, int]] = {}
     for i, d in enumerate(axes.dims):
@@ -243,7 +243,7 @@ def _places(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     return out
 
 
-def link(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: Mapping[str, int]) -> Link:
+def link_part(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: Mapping[str, int]) -> Link:
     """How a part is in the whole: as the term number `term` of its sum, at index `at[a]` of each axis that it lacks.
 
     Raises:
@@ -255,22 +255,22 @@ def link(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: Mappi
         step = 1
         for f in reversed(d):
             if len(f) > 1:
-                start[i] += step * _size(f[:term], sizes)
+                start[i] += step * _factor_size(f[:term], sizes)
                 chosen = f[term]
                 inner = step
                 for a in reversed(chosen):
                     places[a] = i, inner
-                    inner *= _size(((a,),), sizes)
+                    inner *= _factor_size(((a,),), sizes)
             elif f[0]:
                 places[f[0][0]] = i, step
                 start[i] += step * at.get(f[0][0], 0)
-            step *= _size(f, sizes)
-    mine = _places(part, sizes)
+            step *= _factor_size(f, sizes)
+    mine = _steps_by_atom(part, sizes)
     runs = tuple(_Run(sizes[a], *mine[a], *places[a]) for a in mine)
     return Link(runs, part.shape(sizes), whole.shape(sizes), tuple(start))
 
 
-def _merged(runs: list[_Run]) -> list[_Run]:
+def _merge_runs(runs: list[_Run]) -> list[_Run]:
     """Runs of one dimension, outer ones first, those that are one run of both tensors joined."""
     out: list[_Run] = []
     for r in sorted((r for r in runs if r.size > 1), key=lambda r: -r.step):
@@ -298,12 +298,12 @@ class _Piece(NamedTuple):
     along: tuple[tuple[int, int] | None, ...]
 
 
-def _pieces(runs: Sequence[_Run], ndim: int, start: Sequence[int], source: Sequence[int]) -> Iterator[_Piece]:
+def _strided_pieces(runs: Sequence[_Run], ndim: int, start: Sequence[int], source: Sequence[int]) -> Iterator[_Piece]:
     """The boxes of a destination of `ndim` dimensions, of runs from it to its source; both begin at a corner."""
     kept: dict[int, _Run] = {}  # by dimension of the destination
     rest: list[_Run] = []
     for d in range(ndim):
-        found = _merged([r for r in runs if r.dim == d])
+        found = _merge_runs([r for r in runs if r.dim == d])
         if found and found[-1].step == 1 and (found[-1].other_step == 1 or found[-1].size > _SHORT):
             kept[d] = found.pop()
         rest += found
@@ -339,7 +339,7 @@ class _Rows:
         return self.rows[bisect_left(self.ends, first + 1) : stop] if self.tile else self.rows[:stop]
 
 
-def placed(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -> None:
+def place_chunks(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -> None:
     """Add to `out` the chunks of the whole that a part (`entry`) is, or those of a part that are in the whole
     (`entry`).
 
@@ -357,19 +357,19 @@ def placed(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -> None
     if any(r.size == 0 for r in found.runs):
         return
     if to_whole:
-        runs, start, source = [r.turned() for r in found.runs], found.start, (0,) * len(found.part_shape)
+        runs, start, source = [r.swapped() for r in found.runs], found.start, (0,) * len(found.part_shape)
     else:
         runs, start, source = list(found.runs), (0,) * len(found.part_shape), found.start
-    for piece in _pieces(runs, out.ndim, start, source):
+    for piece in _strided_pieces(runs, out.ndim, start, source):
         last = piece.source[0]
         for n, way in zip(piece.shape, piece.along, strict=True):
             if way is not None and way[0] == 0:
                 last += (n - 1) * way[1]
         for c, inner in rows.between(piece.source[0], last):
-            _add(out, piece, c, inner, item)
+            _add_overlap(out, piece, c, inner, item)
 
 
-def _add(out: Chunks, piece: _Piece, c: Chunk, inner: tuple[int, ...], item: int) -> None:
+def _add_overlap(out: Chunks, piece: _Piece, c: Chunk, inner: tuple[int, ...], item: int) -> None:
     """The part of a piece that is in one chunk of the source."""
     first, shape, steps = list(piece.start), list(piece.shape), [0] * len(piece.shape)
     at = list(piece.source)

@@ -5,7 +5,7 @@ A *box* is (start, shape): one interval per dimension. Two facts carry the engin
 * A flat range of a row-major tensor is at most 2n-1 boxes (`flat_to_boxes`), each contiguous in the range.
 * A *slab* (leading indices fixed, one interval, all of the rest) meets any box in a part that is contiguous in the
   memory of that box. So a tensor can be streamed in row-major order, slab by slab, while every chunk of it, whatever
-  its shape, is read or written from its first byte to its last (`slabs`, `meet`).
+  its shape, is read or written from its first byte to its last (`cut_into_slabs`, `intersect`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Shape = tuple[int, ...]
 __all__ = [
     "box_is_flat",
     "chunk_sizes",
-    "cover",
+    "cut_into_slabs",
+    "find_cover_problem",
     "flat_start",
     "flat_to_boxes",
+    "intersect",
     "is_row_major",
-    "meet",
-    "slabs",
     "span",
     "strides",
 ]
@@ -106,7 +106,7 @@ def flat_to_boxes(shape: Sequence[int], first: int, last: int) -> list[tuple[Sha
     return out
 
 
-def slabs(shape: Sequence[int], most: int) -> Iterator[tuple[Shape, Shape]]:
+def cut_into_slabs(shape: Sequence[int], most: int) -> Iterator[tuple[Shape, Shape]]:
     """Cut a tensor into slabs of at most `most` elements (at least one), in row-major order.
 
     Every slab is leading indices fixed, one interval, all of the rest.
@@ -124,22 +124,24 @@ def slabs(shape: Sequence[int], most: int) -> Iterator[tuple[Shape, Shape]]:
     row = prod(shape[depth + 1 :])
     step = max(1, most // row)
     rest = (0,) * (len(shape) - depth - 1)
-    for outer in _indices(shape[:depth]):
+    for outer in _iterate_indices(shape[:depth]):
         for i in range(0, shape[depth], step):
             n = min(step, shape[depth] - i)
             yield (*outer, i, *rest), (*(1 for _ in outer), n, *shape[depth + 1 :])
 
 
-def _indices(shape: Sequence[int]) -> Iterator[Shape]:
+def _iterate_indices(shape: Sequence[int]) -> Iterator[Shape]:
     if not shape:
         yield ()
         return
     for i in range(shape[0]):
-        for rest in _indices(shape[1:]):
+        for rest in _iterate_indices(shape[1:]):
             yield (i, *rest)
 
 
-def meet(a: tuple[Sequence[int], Sequence[int]], b: tuple[Sequence[int], Sequence[int]]) -> tuple[Shape, Shape] | None:
+def intersect(
+    a: tuple[Sequence[int], Sequence[int]], b: tuple[Sequence[int], Sequence[int]]
+) -> tuple[Shape, Shape] | None:
     """The intersection of two boxes, or None when it is empty."""
     start, size = [], []
     for s1, k1, s2, k2 in zip(a[0], a[1], b[0], b[1], strict=True):
@@ -152,10 +154,10 @@ def meet(a: tuple[Sequence[int], Sequence[int]], b: tuple[Sequence[int], Sequenc
     return tuple(start), tuple(size)
 
 
-def cover(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
+def find_cover_problem(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
     """Why the boxes do not cover a tensor of `shape` exactly once, or None when they do. Empty boxes are legal.
 
-    Time is linear in the number of boxes, whatever they look like: see `_once`.
+    Time is linear in the number of boxes, whatever they look like: see `_covers_exactly_once`.
     """
     volume, real = 0, []
     for start, size in boxes:
@@ -163,24 +165,24 @@ def cover(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[in
             return f"a chunk has {len(start)} dimensions, the tensor has {len(shape)}"
         for n, s, k in zip(shape, start, size, strict=True):
             if s < 0 or k < 0 or s + k > n:
-                return f"chunk [{_text(start, size)}] reaches outside shape {tuple(shape)}"
+                return f"chunk [{_describe_box(start, size)}] reaches outside shape {tuple(shape)}"
         v = prod(size)
         if v:
             volume += v
             real.append((tuple(start), tuple(size)))
     total = prod(shape)
-    if volume == total and _once(shape, real):
+    if volume == total and _covers_exactly_once(shape, real):
         return None
-    clash = _clash(real)
+    clash = _find_overlap(real)
     if clash:
         (s1, k1), (s2, k2) = clash
-        return f"chunks [{_text(s1, k1)}] and [{_text(s2, k2)}] overlap"
+        return f"chunks [{_describe_box(s1, k1)}] and [{_describe_box(s2, k2)}] overlap"
     if volume != total:
         return f"chunks hold {volume} of {total} elements"
     return f"some of the {len(real)} chunks overlap, and others leave holes"
 
 
-def _text(start: Sequence[int], size: Sequence[int]) -> str:
+def _describe_box(start: Sequence[int], size: Sequence[int]) -> str:
     return ", ".join(f"{s}:{s + k}" for s, k in zip(start, size, strict=True))
 
 
@@ -190,7 +192,7 @@ Box = tuple[Shape, Shape]
 _PRIME = (1 << 127) - 1
 
 
-def _once(shape: Sequence[int], boxes: list[Box]) -> bool:
+def _covers_exactly_once(shape: Sequence[int], boxes: list[Box]) -> bool:
     """Whether boxes inside a tensor of `shape` cover every element of it exactly once.
 
     Give every index i of every dimension d a weight w_d(i), and an element the product of the weights of its indices.
@@ -217,7 +219,7 @@ def _once(shape: Sequence[int], boxes: list[Box]) -> bool:
 _MOST_WORK = 500_000
 
 
-def _clash(boxes: list[Box]) -> tuple[Box, Box] | None:
+def _find_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
     """Two boxes that meet, for the message; None where there are none, or where they are not found in reasonable time.
 
     Cut the set along one dimension into groups whose intervals do not meet and look into each; when no dimension
@@ -249,6 +251,6 @@ def _clash(boxes: list[Box]) -> tuple[Box, Box] | None:
                 if work > _MOST_WORK:
                     return None
                 for b in group[i + 1 :]:
-                    if meet(a, b):
+                    if intersect(a, b):
                         return a, b
     return None

@@ -74,11 +74,11 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
         raise Corrupt(f'"{name}": chunks have {c.ndim} dimensions, the tensor has {len(t.shape)}.')
     if len(c.file) == 1 and c.shape.tolist() == list(t.shape) and not any(c.start):
         want = [numel * item]  # most tensors of most layouts: one chunk, all of it
-    elif _rows_tile(c, t.shape):
+    elif _rows_cover_shape(c, t.shape):
         row = prod(t.shape[1:]) * item
         want = [n * row for n in c.shape[0 :: c.ndim]]
     else:
-        reason = boxes.cover(t.shape, c.boxes())
+        reason = boxes.find_cover_problem(t.shape, c.boxes())
         if reason:
             raise Corrupt(f'"{name}" {t.shape}: {reason}.')
         want = [prod(k) * item for _, k in c.boxes()]
@@ -94,7 +94,7 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
             )
 
 
-def _rows_tile(c: Chunks, shape: tuple[int, ...]) -> bool:
+def _rows_cover_shape(c: Chunks, shape: tuple[int, ...]) -> bool:
     """Whether the chunks are whole rows of dim 0 without gaps or overlaps; compares columns only."""
     order = c.rows_in_order() if len(c) and c.ndim else None
     if order is None or c.shape[1 : c.ndim].tolist() != list(shape[1:]):

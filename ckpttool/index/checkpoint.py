@@ -505,7 +505,7 @@ def orphaned_optimizer_state(ckpt: Checkpoint) -> list[str]:
 _MOST_RANKS = 1 << 16  # a file may claim any world size
 
 
-def without_random_states(ckpt: Checkpoint) -> list[int]:
+def ranks_without_rng_state(ckpt: Checkpoint) -> list[int]:
     """The ranks that have no random states, if others have."""
     leaves: list[TensorEntry | Value] = [*ckpt.tensors.values(), *ckpt.values.values()]
     keys = {str(leaf.path[1]) for leaf in leaves if leaf.component == "rng" and len(leaf.path) > 1}

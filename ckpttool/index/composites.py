@@ -13,11 +13,11 @@ value.
 tensor of a subclass inside the subclass has a dotted name ("tensor_impl.data").
 
 `Composite` is the whole as one leaf of a tree: readers make it of a pickled object, `checkpoint_of` takes it apart;
-writers of pickles get it from `collapsed` and put the object together again (formats/subclasses.py).
+writers of pickles get it from `collapse_composites` and put the object together again (formats/subclasses.py).
 
 torchao decides by the size of each rank's part whether to quantise it, so that some parts of one tensor may be objects
 and others plain. Then "parts" is [[first row, rows, whether it is an object], ...] and the tensor `plain` holds the
-rows of the plain ones; the other tensors and "state" are those of the objects' rows, one after the other (`object_of`).
+rows of the plain ones; the other tensors and "state" are those of the objects' rows, one after the other (`without_plain_rows`).
 Such a tensor is written as it was cut.
 
 Cutting: ranks of a job cut rows (dim 0). What each tensor inside keeps for so many rows is in proportion, so a cut is
@@ -39,20 +39,20 @@ from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 __all__ = [
     "MARK",
     "PLAIN",
+    "CannotCut",
     "Composite",
-    "Uncut",
-    "after_cut",
-    "class_of",
-    "collapsed",
+    "add_composite",
+    "check_cut",
+    "class_label",
+    "collapse_composites",
     "composites",
-    "described",
-    "is_whole",
-    "object_of",
-    "place_composite",
-    "resized",
-    "rows_of",
+    "describe_composites",
+    "describe_unwrapped",
+    "is_replicated",
+    "resize_rows",
+    "rows_inside",
     "shape_of",
-    "unwrapped_note",
+    "without_plain_rows",
 ]
 
 #: Last element of the path of the value that says what the tensors beside it are.
@@ -61,7 +61,7 @@ MARK = "__class__"
 PLAIN = "plain"
 
 
-class Uncut(Exception):
+class CannotCut(Exception):
     """Why a tensor subclass cannot be cut there."""
 
 
@@ -100,13 +100,13 @@ def shape_of(leaf: Any) -> tuple[int, ...] | None:
     return leaf.shape if isinstance(leaf, (TensorEntry, Composite)) else None
 
 
-def class_of(about: Mapping[str, Any]) -> str:
+def class_label(about: Mapping[str, Any]) -> str:
     """How to name the class to people: "torchao OptimState8bit"."""
     module, name = about["class"]
     return f"{module.partition('.')[0]} {name}"
 
 
-def _is_about(path: Path, data: Any) -> bool:
+def _is_composite_value(path: Path, data: Any) -> bool:
     return (
         path[-1:] == (MARK,)
         and isinstance(data, dict)
@@ -117,11 +117,11 @@ def _is_about(path: Path, data: Any) -> bool:
     )
 
 
-def collapsed(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+def collapse_composites(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
     """The leaves with every tensor subclass as one `Composite`, where its first leaf was."""
     whole: dict[Path, Composite] = {}
     for path, data in leaves.items():
-        if _is_about(path, data):
+        if _is_composite_value(path, data):
             inside = {n: leaves.get((*path[:-1], *n.split("."))) for n in data["tensors"]}
             if all(isinstance(t, TensorEntry) for t in inside.values()):
                 found = Composite(path[:-1], data, inside)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def collapsed(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
     return out
 
 
-def place_composite(ckpt: Checkpoint, found: Composite) -> None:
+def add_composite(ckpt: Checkpoint, found: Composite) -> None:
     """Add what an object is made of to a checkpoint."""
     for path, leaf in found.leaves().items():
         if isinstance(leaf, TensorEntry):
@@ -146,18 +146,18 @@ def place_composite(ckpt: Checkpoint, found: Composite) -> None:
 
 def composites(ckpt: Checkpoint) -> dict[str, Composite]:
     """{name: tensor subclass} of a checkpoint."""
-    marks = {v.path: v.data for v in ckpt.values.values() if _is_about(v.path, v.data)}
+    marks = {v.path: v.data for v in ckpt.values.values() if _is_composite_value(v.path, v.data)}
     if not marks:
         return {}
-    found = collapsed({**{t.path: t for t in ckpt.tensors.values()}, **marks})
+    found = collapse_composites({**{t.path: t for t in ckpt.tensors.values()}, **marks})
     return {joined(p): leaf for p, leaf in found.items() if isinstance(leaf, Composite)}
 
 
-def described(objects: Mapping[str, Composite]) -> list[str]:
+def describe_composites(objects: Mapping[str, Composite]) -> list[str]:
     """One sentence for each class."""
     of: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, found in objects.items():
-        of.setdefault((class_of(found.about), tuple(found.tensors)), []).append(name)
+        of.setdefault((class_label(found.about), tuple(found.tensors)), []).append(name)
     return [
         f"{len(names):,} tensor{' is a' if len(names) == 1 else 's are'} {kind}, made of {', '.join(inside)}, each of "
         f'which is listed as a tensor; first "{names[0]}"'
@@ -165,7 +165,7 @@ def described(objects: Mapping[str, Composite]) -> list[str]:
     ]
 
 
-def unwrapped_note(tensors: Iterable[TensorEntry]) -> list[str]:
+def describe_unwrapped(tensors: Iterable[TensorEntry]) -> list[str]:
     """What to say of dense tensors that an object of another class held."""
     of: dict[str, list[str]] = {}
     for t in tensors:
@@ -208,26 +208,26 @@ _KINDS = {
 }
 
 
-def _kind(about: Mapping[str, Any]) -> _Kind:
+def _find_kind(about: Mapping[str, Any]) -> _Kind:
     module, name = about["class"]
     kind = _KINDS.get(name) if module.partition(".")[0] == "torchao" else None
     if kind is None or not {*about["tensors"]} <= {*kind.rows, *kind.whole}:
-        raise Uncut(f"ckpttool does not know how a {module}.{name} is divided among ranks")
+        raise CannotCut(f"ckpttool does not know how a {module}.{name} is divided among ranks")
     if kind.never and about["state"].get(kind.never):
-        raise Uncut(f"the scales of this {name} are swizzled, which mixes its rows")
+        raise CannotCut(f"the scales of this {name} are swizzled, which mixes its rows")
     return kind
 
 
-def is_whole(about: Mapping[str, Any], name: str) -> bool:
+def is_replicated(about: Mapping[str, Any], name: str) -> bool:
     """Whether every part of an object has all of the tensor `name`.
 
     Raises:
         Uncut: it is not known how to cut objects of this class.
     """
-    return name in _kind(about).whole
+    return name in _find_kind(about).whole
 
 
-def rows_of(
+def rows_inside(
     about: Mapping[str, Any], name: str, shape: tuple[int, ...], first: int, rows: int
 ) -> tuple[int, int] | None:
     """(first row, rows) of the tensor `name` inside, of so many rows of the whole; None where every part has all of it.
@@ -241,25 +241,25 @@ def rows_of(
     total = about["shape"][0] if about["shape"] else 1
     if (first, rows) == (0, total):
         return (0, shape[0]) if shape else None
-    kind = _kind(about)
+    kind = _find_kind(about)
     if name in kind.whole:
         return None
     if not shape:
-        raise Uncut(f'"{name}" is one number for all of its {total} rows')
+        raise CannotCut(f'"{name}" is one number for all of its {total} rows')
     a, left = divmod(first * shape[0], total)
     n, over = divmod(rows * shape[0], total)
     if left or over:
         width = prod(about["shape"][1:])
         size, rest = divmod(total * width, shape[0])
         block = f"one row of it is for {size:,} elements" if not rest else f"it has {shape[0]:,} rows for {total:,}"
-        raise Uncut(
+        raise CannotCut(
             f"rows {first:,} to {first + rows:,} of {list(about['shape'])} are elements {first * width:,} to "
             f'{(first + rows) * width:,}, which cuts a block of "{name}" ({block})'
         )
     return a, n
 
 
-def resized(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def resize_rows(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """The value of the same object with another number of rows.
 
     Raises:
@@ -268,7 +268,7 @@ def resized(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
     old = list(about["shape"])
     if not old or old[0] == rows:
         return dict(about)
-    kind = _kind(about)
+    kind = _find_kind(about)
     shape = [rows, *old[1:]]
     state = dict(about["state"])
     if kind.shape:
@@ -278,7 +278,7 @@ def resized(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
     return {**about, "shape": shape, "state": state}
 
 
-def object_of(found: Composite) -> Composite:
+def without_plain_rows(found: Composite) -> Composite:
     """The rows that are objects, where some are not; else the same."""
     if "parts" not in found.about:
         return found
@@ -289,7 +289,7 @@ def object_of(found: Composite) -> Composite:
     return Composite(found.path, about, inside)
 
 
-def after_cut(found: Composite, sizes: Iterable[int]) -> None:
+def check_cut(found: Composite, sizes: Iterable[int]) -> None:
     """Prove that parts of so many rows cut no block.
 
     Raises:
@@ -299,7 +299,7 @@ def after_cut(found: Composite, sizes: Iterable[int]) -> None:
         cuts = [n for _, n, _ in found.about["parts"]]
         if [n for n in sizes if n] != cuts:
             plain = sum(not quantised for *_, quantised in found.about["parts"])
-            raise Uncut(
+            raise CannotCut(
                 f"it was saved in parts of {', '.join(map(str, cuts))} rows, {plain} of them plain, and fits only those"
             )
         return
@@ -307,5 +307,5 @@ def after_cut(found: Composite, sizes: Iterable[int]) -> None:
     for rows in sizes:
         for name, t in found.tensors.items():
             if rows:
-                rows_of(found.about, name, t.shape, first, rows)
+                rows_inside(found.about, name, t.shape, first, rows)
         first += rows

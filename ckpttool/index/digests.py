@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from .checkpoint import TensorEntry
 
-__all__ = ["merkle_root", "roots", "value_root"]
+__all__ = ["component_roots", "merkle_root", "value_root"]
 
 
 #: What json.dumps(..., separators=(",", ":")) does, without making an encoder for each leaf.
@@ -26,14 +26,14 @@ def merkle_root(leaves: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
 
     A leaf is BLAKE3(0x00 | JSON of the four), a node BLAKE3(0x01 | left | right); an odd one moves up as it is.
     """
-    return _root([_leaf(*leaf) for leaf in sorted(leaves)])
+    return _hash_root([_hash_leaf(*leaf) for leaf in sorted(leaves)])
 
 
-def _leaf(name: str, dtype: str, shape: Sequence[int], digest: str) -> bytes:
+def _hash_leaf(name: str, dtype: str, shape: Sequence[int], digest: str) -> bytes:
     return blake3(b"\x00" + _json([name, dtype, list(shape), digest]).encode()).digest()
 
 
-def _root(level: list[bytes]) -> str:
+def _hash_root(level: list[bytes]) -> str:
     if not level:
         return blake3(b"").hexdigest()
     while len(level) > 1:
@@ -42,15 +42,15 @@ def _root(level: list[bytes]) -> str:
     return level[0].hex()
 
 
-def roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, str]:
+def component_roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, str]:
     """{"all": root, "model": root, "optim": root, ...}."""
     leaves: list[bytes] = []
     parts: dict[str, list[bytes]] = {}
     for n, t in sorted(tensors.items()):
-        leaf = _leaf(n, t.dtype, t.shape, digests[n])
+        leaf = _hash_leaf(n, t.dtype, t.shape, digests[n])
         leaves.append(leaf)
         parts.setdefault(t.component, []).append(leaf)
-    return {"all": _root(leaves), **{k: _root(v) for k, v in sorted(parts.items())}}
+    return {"all": _hash_root(leaves), **{k: _hash_root(v) for k, v in sorted(parts.items())}}
 
 
 def value_root(digests: Mapping[str, str]) -> str:
@@ -58,4 +58,4 @@ def value_root(digests: Mapping[str, str]) -> str:
 
     A leaf is BLAKE3(0x02 | JSON of [name, digest]), so no value can pass for a tensor.
     """
-    return _root([blake3(b"\x02" + _json([n, d]).encode()).digest() for n, d in sorted(digests.items())])
+    return _hash_root([blake3(b"\x02" + _json([n, d]).encode()).digest() for n, d in sorted(digests.items())])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 
-__all__ = ["Scalar", "checked", "keys_of", "size_of", "value_of"]
+__all__ = ["Scalar", "check_expression", "evaluate", "evaluate_size", "keys_of"]
 
 Scalar = bool | int | float | str
 
@@ -39,14 +39,14 @@ _TOKEN = re.compile(r"'[^']*'|\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|[^\W\d]\w*(?:\.\w+)
 _MOST = 300
 
 
-def checked(expression: str, where: str, *, size: bool = False) -> None:
+def check_expression(expression: str, where: str, *, size: bool = False) -> None:
     """Refuse what is no expression; `where` begins the message. A size has whole numbers and keys only.
 
     Raises:
         UsageError: it is none.
     """
     try:
-        _tree(expression)
+        _parse(expression)
         if not (size and re.search(r"['.]|\b(?:is|or|true|false)\b", expression)):
             return
     except (IndexError, RecursionError):
@@ -61,7 +61,7 @@ def checked(expression: str, where: str, *, size: bool = False) -> None:
 
 
 @lru_cache(1024)
-def _tree(expression: str) -> _Tree:
+def _parse(expression: str) -> _Tree:
     """The tree of an expression.
 
     Raises:
@@ -108,10 +108,10 @@ def keys_of(expression: str) -> list[str]:
             return walk(tree.left) + walk(tree.right)
         return [tree.name] if isinstance(tree, _Key) else []
 
-    return list(dict.fromkeys(walk(_tree(expression))))
+    return list(dict.fromkeys(walk(_parse(expression))))
 
 
-def value_of(expression: str, config: Mapping[str, Any]) -> Scalar | None:
+def evaluate(expression: str, config: Mapping[str, Any]) -> Scalar | None:
     """The value of an expression; None where a key is missing.
 
     Raises:
@@ -120,7 +120,7 @@ def value_of(expression: str, config: Mapping[str, Any]) -> Scalar | None:
 
     def value(tree: _Tree) -> Scalar | None:
         if isinstance(tree, _Key):
-            return _found(tree.name, config)
+            return _look_up(tree.name, config)
         if not isinstance(tree, _Operation):
             return tree
         operator = tree.operator
@@ -142,21 +142,21 @@ def value_of(expression: str, config: Mapping[str, Any]) -> Scalar | None:
             raise UsageError(f"the configuration makes {expression} {a} - {b}, which is less than 0.")
         return a + b if operator == "+" else a - b if operator == "-" else a * b
 
-    return value(_tree(expression))
+    return value(_parse(expression))
 
 
-def size_of(expression: str, config: Mapping[str, Any]) -> int | None:
+def evaluate_size(expression: str, config: Mapping[str, Any]) -> int | None:
     """The value of an expression over the whole numbers of a config; None where one is missing.
 
     Raises:
         UsageError: it is no expression of sizes, or its value is none.
     """
-    checked(expression, "size", size=True)
-    found = value_of(expression, {k: v for k in keys_of(expression) if type(v := config.get(k)) is int and v >= 0})
+    check_expression(expression, "size", size=True)
+    found = evaluate(expression, {k: v for k in keys_of(expression) if type(v := config.get(k)) is int and v >= 0})
     return found if type(found) is int else None
 
 
-def _found(name: str, config: Mapping[str, Any]) -> Scalar | None:
+def _look_up(name: str, config: Mapping[str, Any]) -> Scalar | None:
     """The value of a key, "a.b" being b inside a and "a.0" the first of a list; None where it is none, or no scalar."""
     if name in config:
         found: Any = config[name]
@@ -165,5 +165,5 @@ def _found(name: str, config: Mapping[str, Any]) -> Scalar | None:
         inside = config.get(head) if dot else None
         if isinstance(inside, (list, tuple)):
             inside = {str(i): x for i, x in enumerate(inside)}
-        found = _found(rest, inside) if isinstance(inside, Mapping) else None
+        found = _look_up(rest, inside) if isinstance(inside, Mapping) else None
     return found if isinstance(found, (bool, int, float, str)) else None

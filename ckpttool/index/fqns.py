@@ -12,11 +12,11 @@ from .paths import is_optimizer_state
 __all__ = [
     "EXTRA_STATE",
     "WRAPPERS",
+    "remove_prefix",
+    "remove_wrappers",
+    "remove_wrappers_from_origin",
     "split_extra_state",
     "strip_wrappers",
-    "without_prefix",
-    "without_wrappers",
-    "wrappers_stripped",
 ]
 
 #: Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
@@ -64,7 +64,7 @@ def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
     return out
 
 
-def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
+def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
     """The same checkpoint without the modules `prefix` ("net.") in front of the names of parameters that begin with
     them, in the model and in the optimizer.
 
@@ -103,7 +103,7 @@ def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
     return out
 
 
-def without_wrappers(origin: Mapping[Path, Path]) -> dict[Path, Path]:
+def remove_wrappers_from_origin(origin: Mapping[Path, Path]) -> dict[Path, Path]:
     """`Checkpoint.origin` without the prefixes of wrappers in the names of parameters: the trainer's own keys remain.
 
     >>> without_wrappers({("model",): ("net",), ("model", "w"): ("net", "_orig_mod.w")})
@@ -123,7 +123,7 @@ def without_wrappers(origin: Mapping[Path, Path]) -> dict[Path, Path]:
     return out
 
 
-def wrappers_stripped(ckpt: Checkpoint) -> Checkpoint:
+def remove_wrappers(ckpt: Checkpoint) -> Checkpoint:
     """The same checkpoint, whose own keys and lists of names (`param_names` of torch's optimizers) have no prefixes of
     wrappers."""
     values = dict(ckpt.values)
@@ -131,4 +131,4 @@ def wrappers_stripped(ckpt: Checkpoint) -> Checkpoint:
         listed = v.option == "param_names"
         if listed and isinstance(v.data, list) and all(isinstance(n, str) for n in v.data):
             values[name] = Value(v.path, list(strip_wrappers(v.data).values()))
-    return replace(ckpt, origin=without_wrappers(ckpt.origin), values=values)
+    return replace(ckpt, origin=remove_wrappers_from_origin(ckpt.origin), values=values)

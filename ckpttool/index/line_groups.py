@@ -1,9 +1,9 @@
 """The lines of a name map, applied to names and tensors of a checkpoint: which tensors a line is about, and what they
 become.
 
-Names of one component are first put into groups: those of one line that have the same numbers (`matched`). A group is
-then resolved: the sizes of its axes, the names on the other side, and where each part is in the whole (`resolved`); and
-its tensors become views of the tensors that are there (`views`).
+Names of one component are first put into groups: those of one line that have the same numbers (`group_names`). A group is
+then resolved: the sizes of its axes, the names on the other side, and where each part is in the whole (`resolve_group`); and
+its tensors become views of the tensors that are there (`make_views`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,20 @@ from math import prod
 from typing import Any
 
 from ..errors import Unsupported, argument
-from .axes import PAD, AxesError, Compressed, Link, UnknownSize, link, placed
+from .axes import PAD, AxesError, Compressed, Link, UnknownSize, link_part, place_chunks
 from .checkpoint import Chunks, Path, TensorEntry, joined
-from .name_maps import Ignored, Line, NameMap
+from .name_maps import Ignored, MapLine, NameMap
 
-__all__ = ["Group", "Key", "Resolved", "covers", "ignored", "matched", "resolved", "views"]
+__all__ = [
+    "Key",
+    "ResolvedGroup",
+    "TensorGroup",
+    "find_ignored",
+    "group_names",
+    "make_views",
+    "names_not_covered",
+    "resolve_group",
+]
 
 #: No map makes more tensors of one: a model of 1,000 layers with 1,000 experts each in one tensor.
 _MOST_PARTS = 1 << 20
@@ -28,11 +37,11 @@ Key = tuple[int, tuple[int, ...]]
 
 
 @dataclass
-class Group:
+class TensorGroup:
     """Tensors of one line with the same numbers: {(part, numbers of the stacked variables): name}; the whole is part
     -1."""
 
-    line: Line
+    line: MapLine
     numbers: dict[str, int]
     from_whole: bool
     names: dict[Key, str] = field(default_factory=dict)
@@ -47,10 +56,10 @@ class Group:
 
 
 @dataclass
-class Resolved:
+class ResolvedGroup:
     """What a group becomes: {name: the link of that part}, or of the whole; the sizes of its axes."""
 
-    group: Group
+    group: TensorGroup
     sizes: dict[str, int]
     links: dict[Key, Link]
     names: dict[Key, str]  # of the other side
@@ -70,9 +79,11 @@ class Resolved:
         return self._only_link.whole_shape if self.group.from_whole else self.links[key].part_shape
 
 
-def matched(names: Iterable[str], found: NameMap, component: str, forward: bool) -> tuple[list[Group], list[str]]:
+def group_names(
+    names: Iterable[str], found: NameMap, component: str, forward: bool
+) -> tuple[list[TensorGroup], list[str]]:
     """The groups of some names, and those that no line is about."""
-    groups: dict[Any, Group] = {}
+    groups: dict[Any, TensorGroup] = {}
     unmatched: list[str] = []
     rows = [
         (line, k, t, forward == line.flipped)
@@ -87,7 +98,7 @@ def matched(names: Iterable[str], found: NameMap, component: str, forward: bool)
                 continue
             values = {v: int(n) for v, n in m.groupdict().items()}
             shared = {v: n for v, n in values.items() if v not in line.stacked}
-            group = groups.setdefault((id(line), *sorted(shared.items())), Group(line, shared, not from_parts))
+            group = groups.setdefault((id(line), *sorted(shared.items())), TensorGroup(line, shared, not from_parts))
             at = tuple(values[v] for v in group.stacked) if from_parts else ()
             group.names[k if from_parts else -1, at] = name
             break
@@ -96,19 +107,19 @@ def matched(names: Iterable[str], found: NameMap, component: str, forward: bool)
     return list(groups.values()), unmatched
 
 
-def covers(found: NameMap, names: Iterable[str], forward: bool) -> list[str]:
+def names_not_covered(found: NameMap, names: Iterable[str], forward: bool) -> list[str]:
     """The names of weights that the map is not about, of those on the left (`forward`) or on the right."""
-    _, unmatched = matched(names, found, "model", forward)
-    return [n for n in unmatched if not (forward and ignored(found, n))]
+    _, unmatched = group_names(names, found, "model", forward)
+    return [n for n in unmatched if not (forward and find_ignored(found, n))]
 
 
-def ignored(found: NameMap, name: str) -> Ignored | None:
+def find_ignored(found: NameMap, name: str) -> Ignored | None:
     """What a map says of a left name that it leaves out."""
     return next((row for row in found.ignored if row.tensor.pattern.fullmatch(name)), None)
 
 
-def _solved(
-    group: Group,
+def _solve_sizes(
+    group: TensorGroup,
     shapes: Mapping[Key, Sequence[int]],
     known: Mapping[str, int],
     told: Container[str],
@@ -150,12 +161,12 @@ def _solved(
     return sizes, notes
 
 
-def resolved(
-    group: Group,
+def resolve_group(
+    group: TensorGroup,
     shapes: Mapping[Key, Sequence[int]],
     known: Mapping[str, int],
     found: NameMap,
-) -> Resolved:
+) -> ResolvedGroup:
     """What a group becomes.
 
     Raises:
@@ -165,9 +176,9 @@ def resolved(
     others = line.parts if group.from_whole else (line.whole,)
     if line.whole.axes is None:
         only: Key = (0, ()) if group.from_whole else (-1, ())
-        return Resolved(group, {}, {}, {only: others[0].named(group.numbers)})
+        return ResolvedGroup(group, {}, {}, {only: others[0].named(group.numbers)})
     try:
-        sizes, notes = _solved(group, shapes, known, found.sizes)
+        sizes, notes = _solve_sizes(group, shapes, known, found.sizes)
     except AxesError as e:
         key, shape = next(iter(shapes.items()))
         raise Unsupported(
@@ -185,7 +196,7 @@ def resolved(
         raise Unsupported(
             f'"{group.first}" would become {count:,} tensors by the line {line}, more than any model has.'
         )
-    every = ((k, at) for at in _numbers([sizes[v] for v in group.stacked]) for k in range(len(line.parts)))
+    every = ((k, at) for at in _iterate_numbers([sizes[v] for v in group.stacked]) for k in range(len(line.parts)))
     if not group.from_whole and (missing := next((key for key in every if key not in group.names), None)):
         raise Unsupported(
             f'"{line.whole.named(group.numbers)}" is made of {count:,} tensors, and {count - len(group.names):,} of '
@@ -196,28 +207,30 @@ def resolved(
     for k, at in keys:
         axes = line.parts[k].axes
         assert axes is not None
-        links[k, at] = link(axes, line.whole.axes, k, dict(zip(group.stacked, at, strict=True)), sizes)
+        links[k, at] = link_part(axes, line.whole.axes, k, dict(zip(group.stacked, at, strict=True)), sizes)
     if group.from_whole:
-        return Resolved(group, sizes, links, {key: _part_name(group, *key) for key in keys}, notes)
-    return Resolved(group, sizes, links, {(-1, ()): line.whole.named(group.numbers)}, notes)
+        return ResolvedGroup(group, sizes, links, {key: _part_name(group, *key) for key in keys}, notes)
+    return ResolvedGroup(group, sizes, links, {(-1, ()): line.whole.named(group.numbers)}, notes)
 
 
-def _numbers(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _iterate_numbers(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The numbers of all parts, in order, one after the other: a name in a file may make them a billion."""
     if not sizes:
         yield ()
         return
     for i in range(sizes[0]):
-        for rest in _numbers(sizes[1:]):
+        for rest in _iterate_numbers(sizes[1:]):
             yield (i, *rest)
 
 
-def _part_name(group: Group, k: int, at: tuple[int, ...]) -> str:
+def _part_name(group: TensorGroup, k: int, at: tuple[int, ...]) -> str:
     """The name of a part."""
     return group.line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
 
 
-def views(result: Resolved, entries: Mapping[Key, TensorEntry], head: Path, tail: Path) -> dict[str, TensorEntry]:
+def make_views(
+    result: ResolvedGroup, entries: Mapping[Key, TensorEntry], head: Path, tail: Path
+) -> dict[str, TensorEntry]:
     """The tensors that the tensors of a group become, below a path.
 
     Raises:
@@ -238,14 +251,14 @@ def views(result: Resolved, entries: Mapping[Key, TensorEntry], head: Path, tail
             for key, name in result.names.items():
                 shape = result.links[key].part_shape
                 chunks = Chunks(len(shape))
-                placed(result.links[key], first, chunks, to_whole=False)
+                place_chunks(result.links[key], first, chunks, to_whole=False)
                 path = (*head, name, *tail)
                 out[joined(path)] = TensorEntry(first.dtype, shape, path, chunks)
         else:
             shape = next(iter(result.links.values())).whole_shape
             chunks = Chunks(len(shape))
             for key, t in entries.items():
-                placed(result.links[key], t, chunks, to_whole=True)
+                place_chunks(result.links[key], t, chunks, to_whole=True)
             path = (*head, next(iter(result.names.values())), *tail)
             out[joined(path)] = TensorEntry(first.dtype, shape, path, chunks)
     except Compressed:

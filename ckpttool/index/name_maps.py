@@ -15,7 +15,7 @@ A line is an equation of tensors, so it is read in both directions. `{i}` is a n
 are needed where a tensor is cut, joined, permuted or transposed; without them it is renamed.
 docs/reference/name-maps.md has the whole format.
 
-`parse` reads it; what a checkpoint becomes is in engine/transform/mapping.py.
+`parse_name_map` reads it; what a checkpoint becomes is in engine/transform/mapping.py.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 from ..errors import UsageError
 from .axes import Axes
 from .checkpoint import ITEMSIZE
-from .expressions import checked, keys_of, value_of
+from .expressions import check_expression, evaluate, keys_of
 
-__all__ = ["AddedOne", "Ignored", "Line", "NameMap", "Premise", "Tensor", "parse"]
+__all__ = ["AddedOne", "Ignored", "MapLine", "NameMap", "NamePattern", "Premise", "parse_name_map"]
 
 _VARIABLE = re.compile(r"\{(\.?)([A-Za-z]\w*)\}", re.ASCII)
 _TENSOR = re.compile(r"\s*([^\s\[\]=+]+)\s*(?:\[([^\]]*)\])?\s*")
@@ -40,7 +40,7 @@ _COMPONENTS = ("model", "optim")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class NamePattern:
     """A name with variables, and the axes of its tensor; None where it is only renamed."""
 
     name: str
@@ -69,20 +69,20 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Line:
+class MapLine:
     """An equation: `whole` is made of `parts`, one for each term of its sum, and for each number of `stacked`
     variables, which are axes of the whole. `flipped` where the whole is on the right. `component` is the only one it is
     about ("model", "optim"), or None. `condition` is an expression over the job's arguments: the line counts where it
     is true; None where it always does."""
 
-    whole: Tensor
-    parts: tuple[Tensor, ...]
+    whole: NamePattern
+    parts: tuple[NamePattern, ...]
     stacked: frozenset[str]
     flipped: bool
     component: str | None = None
     condition: str | None = None
 
-    def tensors(self, right: bool) -> tuple[Tensor, ...]:
+    def tensors(self, right: bool) -> tuple[NamePattern, ...]:
         """Those of one side."""
         return (self.whole,) if self.flipped == right else self.parts
 
@@ -98,11 +98,11 @@ class Ignored(NamedTuple):
     their axes.
     """
 
-    tensor: Tensor
+    tensor: NamePattern
     why: str
     zero: bool
     dtype: str | None = None
-    along: Tensor | None = None
+    along: NamePattern | None = None
 
 
 class Premise(NamedTuple):
@@ -135,7 +135,7 @@ class NameMap:
     trainers: tuple[str, ...]
     models: tuple[str, ...]
     sizes: Mapping[str, str]
-    lines: tuple[Line, ...]
+    lines: tuple[MapLine, ...]
     ignored: tuple[Ignored, ...] = ()
     needed: tuple[str, ...] = ()
     premises: tuple[Premise, ...] = ()
@@ -153,8 +153,8 @@ class NameMap:
         """The map with the lines that count for a job with these arguments."""
         return replace(
             self,
-            lines=tuple(n for n in self.lines if n.condition is None or value_of(n.condition, arguments) is True),
-            added_one=tuple(a for a in self.added_one if value_of(a.condition, arguments) is True),
+            lines=tuple(n for n in self.lines if n.condition is None or evaluate(n.condition, arguments) is True),
+            added_one=tuple(a for a in self.added_one if evaluate(a.condition, arguments) is True),
         )
 
     def fits(self, names: Iterable[str]) -> bool:
@@ -163,7 +163,7 @@ class NameMap:
         return all(fnmatch.filter(rows, pattern) for pattern in self.needed)
 
 
-def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
+def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> NameMap:
     """A map from its text; `included(name)` is the text of another one.
 
     Raises:
@@ -174,12 +174,12 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
     trainers: list[str] = []
     models: list[str] = []
     sizes: dict[str, str] = {}
-    lines: list[Line] = []
+    lines: list[MapLine] = []
     ignored: list[Ignored] = []
     needed: list[str] = []
     premises: list[Premise] = []
     added_one: list[AddedOne] = []
-    for number, row in _rows(text):
+    for number, row in _split_statements(text):
         where = f"name map {name}, line {number}"
         word, _, rest = row.partition(" ")
         rest = rest.strip()
@@ -199,9 +199,9 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
             if not axis.isidentifier():
                 raise UsageError(f"{where}: write size NAME = EXPRESSION, where NAME is an axis.")
             sizes[axis] = expression
-            checked(expression, where, size=True)
+            check_expression(expression, where, size=True)
         elif word == "include":
-            other = parse(included(rest), rest, included)
+            other = parse_name_map(included(rest), rest, included)
             sides = sides or other.sides
             sizes = {**other.sizes, **sizes}
             lines += other.lines
@@ -210,19 +210,19 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
             premises += other.premises
             added_one += other.added_one
         elif word in ("ignore", "ignore-zero"):
-            ignored.append(_ignored(rest, word == "ignore-zero", where))
+            ignored.append(_parse_ignored(rest, word == "ignore-zero", where))
         elif word == "needs":
             needed.append(rest)
         elif word == "premise":
-            premises.append(_premise(rest, where))
+            premises.append(_parse_premise(rest, where))
         elif word == "add-one":
-            added_one.append(_added_one(rest, where))
+            added_one.append(_parse_added_one(rest, where))
         elif word == "when":
             condition, _, line = (s.strip() for s in rest.partition(":"))
-            checked(condition, where)
-            lines += [replace(found, condition=condition) for found in _lines(line, where)]
+            check_expression(condition, where)
+            lines += [replace(found, condition=condition) for found in _parse_lines(line, where)]
         else:
-            lines += _lines(row, where)
+            lines += _parse_lines(row, where)
     if sides is None:
         raise UsageError(f"name map {name}: the line sides LEFT | RIGHT is missing.")
     if not lines:
@@ -242,14 +242,14 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
     )
 
 
-def _lines(row: str, where: str) -> list[Line]:
+def _parse_lines(row: str, where: str) -> list[MapLine]:
     """The lines of an equation, which may begin with the component that it is about."""
     word, _, rest = row.partition(" ")
     component = word.removesuffix(":") if word.removesuffix(":") in _COMPONENTS and word.endswith(":") else None
-    return _equations(rest.strip() if component else row, component, where)
+    return _parse_equation(rest.strip() if component else row, component, where)
 
 
-def _premise(rest: str, where: str) -> Premise:
+def _parse_premise(rest: str, where: str) -> Premise:
     """JOB = CONFIG, or JOB = CONFIG if CONDITION."""
     both, word, condition = rest.partition(" if ")
     job, equals, config = (s.strip() for s in both.partition("="))
@@ -258,24 +258,24 @@ def _premise(rest: str, where: str) -> Premise:
             f"{where}: write premise JOB = CONFIG: an argument of the job, and what config.json says of the same."
         )
     for text in (job, config, *([condition] if word else [])):
-        checked(text, where)
+        check_expression(text, where)
     return Premise(job, config, condition.strip() if word else None)
 
 
-def _added_one(rest: str, where: str) -> AddedOne:
+def _parse_added_one(rest: str, where: str) -> AddedOne:
     """GLOB if CONDITION."""
     pattern, word, condition = (s.strip() for s in rest.partition(" if "))
     if not word or len(pattern.split()) != 1:
         raise UsageError(f"{where}: write add-one GLOB if CONDITION, where GLOB is for names on the left.")
-    checked(condition, where)
+    check_expression(condition, where)
     return AddedOne(pattern, condition)
 
 
-def _cut(text: str) -> str:
+def _quote(text: str) -> str:
     return repr(text if len(text) < 200 else text[:200] + "...")
 
 
-def _rows(text: str) -> list[tuple[int, str]]:
+def _split_statements(text: str) -> list[tuple[int, str]]:
     """(line number, text) of statements: without comments, with the indented lines that continue them."""
     out: list[tuple[int, str]] = []
     for number, raw in enumerate(text.splitlines(), 1):
@@ -289,10 +289,10 @@ def _rows(text: str) -> list[tuple[int, str]]:
     return out
 
 
-def _tensor(name: str, axes: str | None, where: str) -> Tensor:
+def _make_pattern(name: str, axes: str | None, where: str) -> NamePattern:
     """A tensor of a line, of which one number has one place in a name."""
     try:
-        t = Tensor(name, None if axes is None else Axes.parse(axes))
+        t = NamePattern(name, None if axes is None else Axes.parse(axes))
     except UsageError as e:
         raise UsageError(f"{where}: {e}") from None
     if len(set(t.variables)) < len(t.variables):
@@ -305,7 +305,7 @@ def _tensor(name: str, axes: str | None, where: str) -> Tensor:
     return t
 
 
-def _ignored(rest: str, zero: bool, where: str) -> Ignored:
+def _parse_ignored(rest: str, zero: bool, where: str) -> Ignored:
     """NAME : WHY, or NAME [axes] DTYPE with OTHER [axes] : WHY."""
     what, _, why = (s.strip() for s in rest.partition(":"))
     why = why or "the other side has none"
@@ -313,20 +313,20 @@ def _ignored(rest: str, zero: bool, where: str) -> Ignored:
     if not wanted:
         if len(what.split()) != 1:
             raise UsageError(
-                f"{where}: {_cut(what)} is not the name of a tensor, or NAME [axes] DTYPE with OTHER [axes]."
+                f"{where}: {_quote(what)} is not the name of a tensor, or NAME [axes] DTYPE with OTHER [axes]."
             )
-        return Ignored(_tensor(what, None, where), why, zero)
+        return Ignored(_make_pattern(what, None, where), why, zero)
     name, _, dtype = name.strip().rpartition(" ")
     problem = UsageError(
-        f"{where}: {_cut(what)} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables "
+        f"{where}: {_quote(what)} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables "
         "and no axis that OTHER lacks."
     )
     if not zero or dtype not in ITEMSIZE:
         raise problem
-    tensors = [t for text in (name, other) for t in _tensors(text, where)]
+    tensors = [t for text in (name, other) for t in _parse_side(text, where)]
     if len(tensors) != 2 or any(axes is None for _, axes in tensors):
         raise problem
-    made, along = (_tensor(n, axes or "", where) for n, axes in tensors)
+    made, along = (_make_pattern(n, axes or "", where) for n, axes in tensors)
     assert made.axes is not None and along.axes is not None
     if made.axes.sums or along.axes.sums or not made.axes.atoms <= along.axes.atoms:
         raise problem
@@ -335,16 +335,16 @@ def _ignored(rest: str, zero: bool, where: str) -> Ignored:
     return Ignored(made, why, zero, dtype, along)
 
 
-def _equations(row: str, component: str | None, where: str) -> list[Line]:
+def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine]:
     """The line of a statement; two where a variable is written {.i}: one with it in the name, one with it as the first
     axis."""
     left, equals, right = row.partition("=")
     if not equals or "=" in right:
-        raise UsageError(f"{where}: {_cut(row)} is not NAME = NAME.")
-    sides = [_tensors(left, where), _tensors(right, where)]
+        raise UsageError(f"{where}: {_quote(row)} is not NAME = NAME.")
+    sides = [_parse_side(left, where), _parse_side(right, where)]
     optional = {m[2] for side in sides for t, _ in side for m in _VARIABLE.finditer(t) if m[1]}
     if not optional:
-        return [_equation(sides, component, where)]
+        return [_make_line(sides, component, where)]
     if len(optional) > 1 or any(axes is None for side in sides for _, axes in side):
         raise UsageError(
             f"{where}: one variable may be optional, {{.i}}, and then all tensors of the line need their axes."
@@ -356,16 +356,16 @@ def _equations(row: str, component: str | None, where: str) -> list[Line]:
         return short, axes if short == t else f"{next(iter(optional))} {axes}"
 
     stacked = [[as_axis(t, axes) for t, axes in side] for side in sides]
-    return [_equation(numbered, component, where), _equation(stacked, component, where)]
+    return [_make_line(numbered, component, where), _make_line(stacked, component, where)]
 
 
-def _tensors(text: str, where: str) -> list[tuple[str, str | None]]:
+def _parse_side(text: str, where: str) -> list[tuple[str, str | None]]:
     out = []
     at = 0
     while at < len(text):
         m = _TENSOR.match(text, at)
         if m is None or (m.end() < len(text) and text[m.end()] != "+"):
-            raise UsageError(f"{where}: {_cut(text[at:].strip())} is not NAME or NAME [axes], joined by +.")
+            raise UsageError(f"{where}: {_quote(text[at:].strip())} is not NAME or NAME [axes], joined by +.")
         out.append((m[1], m[2]))
         at = m.end() + 1
     if not out:
@@ -373,13 +373,13 @@ def _tensors(text: str, where: str) -> list[tuple[str, str | None]]:
     return out
 
 
-def _equation(sides: list[list[tuple[str, str | None]]], component: str | None, where: str) -> Line:
-    left, right = ([_tensor(n, a, where) for n, a in side] for side in sides)
+def _make_line(sides: list[list[tuple[str, str | None]]], component: str | None, where: str) -> MapLine:
+    left, right = ([_make_pattern(n, a, where) for n, a in side] for side in sides)
     every = [*left, *right]
     if len({t.axes is None for t in every}) > 1:
         raise UsageError(f"{where}: either all tensors of a line have axes, or none.")
 
-    def is_whole(side: list[Tensor], others: list[Tensor]) -> bool:
+    def is_whole(side: list[NamePattern], others: list[NamePattern]) -> bool:
         extra = set(others[0].variables) - set(side[0].variables)
         return bool(len(others) > 1 or extra or (side[0].axes is not None and side[0].axes.sums))
 
@@ -392,7 +392,7 @@ def _equation(sides: list[list[tuple[str, str | None]]], component: str | None, 
     for t in parts:
         if frozenset(t.variables) - stacked != frozenset(whole.variables) or not stacked <= frozenset(t.variables):
             raise UsageError(f"{where}: {t.name} and {whole.name} do not have the same variables.")
-    line = Line(whole, tuple(parts), stacked, flipped, component)
+    line = MapLine(whole, tuple(parts), stacked, flipped, component)
     if whole.axes is None:
         if len(parts) > 1 or stacked:
             raise UsageError(f"{where}: a tensor that is made of several needs axes.")

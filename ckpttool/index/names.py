@@ -6,7 +6,7 @@ the model, the optimizer and the rest among the usual shapes and returns the lea
     model.<fqn>   optim.state.<fqn>.<slot>   optim.param_groups.<i>.<key>   scheduler...   scaler...   rng...
     dataloader...   trainer.<key>   extra...
 
-with `origin`, the paths that were changed, by which `own_tree` gives the tree back that the trainer wrote:
+with `origin`, the paths that were changed, by which `restore_own_tree` gives the tree back that the trainer wrote:
 
     ("model",) -> ("state_dict",)                        a component, and the key it had
     ("model", "net.w") -> ("_orig_mod.net.w",)           an entry that had another place than its component's
@@ -55,14 +55,14 @@ __all__ = [
     "ROLES",
     "CanonicalState",
     "canonical",
-    "misplaced",
-    "original",
-    "own_tree",
+    "describe_weights_elsewhere",
+    "find_misplaced_path",
+    "original_path",
     "own_tree_is_readable",
     "refuse_surrogates",
+    "restore_own_tree",
     "step_count",
     "with_canonical_keys",
-    "without_weights",
 ]
 
 COMPONENTS = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
@@ -243,7 +243,7 @@ class _Naming:
         for name, leaf in self.raw_model.items():
             path = ("model", clean[name])
             self.out[path] = leaf
-            if original(path, self.origin) != (*self.outer, *self.places[name]):
+            if original_path(path, self.origin) != (*self.outer, *self.places[name]):
                 self.origin[path] = (*self.outer, *self.places[name])
 
     def name_rest(self) -> None:
@@ -341,7 +341,7 @@ def _are_optimizer(paths: Sequence[Path]) -> bool:
     return {p[0] for p in paths if p} | {"state"} == {"state", "param_groups"} and all(len(p) > 1 for p in paths)
 
 
-def without_weights(ckpt: Checkpoint) -> str:
+def describe_weights_elsewhere(ckpt: Checkpoint) -> str:
     """What a checkpoint without a model has instead: the user's own keys that weights are under; "" if there are
     none."""
     keys = dict.fromkeys(
@@ -396,7 +396,7 @@ def refuse_surrogates(names: Iterable[str]) -> None:
             )
 
 
-def misplaced(paths: Sequence[Path]) -> Path | None:
+def find_misplaced_path(paths: Sequence[Path]) -> Path | None:
     """The first path that belongs to no component, or that is inside another path; None if there is none."""
     leaves = set(paths)
     for path in paths:
@@ -408,7 +408,7 @@ def misplaced(paths: Sequence[Path]) -> Path | None:
 def own_tree_is_readable(ckpt: Checkpoint) -> bool:
     """Whether the tree with the user's own keys (`ckpt.origin`) would be read as exactly this state."""
     leaves = ckpt.leaves()
-    return not ckpt.origin or own_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
+    return not ckpt.origin or restore_own_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
 
 
 #: The note if the trainer's own tree cannot be written.
@@ -417,7 +417,9 @@ CANONICAL_KEYS_NOTE = (
 )
 
 
-def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) -> tuple[dict[Path, Any], list[str]]:
+def restore_own_tree(
+    leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any
+) -> tuple[dict[Path, Any], list[str]]:
     """The tree {path: leaf} that the trainer wrote, and notes, from the leaves {canonical path: TensorEntry or data} of
     a state.
 
@@ -428,7 +430,7 @@ def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) ->
     if not origin:
         return leaves, []
     try:
-        tree = _restored(leaves, origin)
+        tree = _rebuild_own_tree(leaves, origin)
         nest(tree)
         again = canonical(tree, shape_of, None, same).leaves
     except CkpttoolError:
@@ -438,14 +440,14 @@ def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) ->
     return leaves, [CANONICAL_KEYS_NOTE]
 
 
-def _restored(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
+def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
     """The tree, not yet read again.
 
     Raises:
         Corrupt: two leaves would have one place, or one tensor several.
     """
     outer = origin.get(("model",), ())[:-1]
-    states, groups = original(("optim", "state"), origin), original(("optim", "param_groups"), origin)
+    states, groups = original_path(("optim", "state"), origin), original_path(("optim", "param_groups"), origin)
     flat = groups[-1] == FLAT_GROUPS
     out: dict[Path, Any] = {}
 
@@ -460,7 +462,7 @@ def _restored(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[P
     for path, leaf in leaves.items():
         kind = path[:2]
         if path[0] not in ("model", "optim"):
-            put((*outer, *original(path, origin)), leaf)
+            put((*outer, *original_path(path, origin)), leaf)
         elif kind == ("optim", "state") and len(path) > 3:
             name = called(path[2])
             if states[-1] == FLAT_STATE:
@@ -476,7 +478,7 @@ def _restored(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[P
         elif kind == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(leaf, list):
             put((*groups, *path[2:]), [called(fqn) for fqn in leaf])
         else:
-            put(original(path, origin), leaf)
+            put(original_path(path, origin), leaf)
     if ("optim", "state") in origin and states[-1] == "state" and any(p[0] == "optim" for p in leaves):
         put(states, {})  # an optimizer that has made no step; `load_state_dict` asks for the key
     return out
@@ -496,7 +498,7 @@ def with_canonical_keys(named: CanonicalState) -> CanonicalState:
     return named._replace(origin=origin)
 
 
-def original(path: Path, origin: Mapping[Path, Path]) -> Path:
+def original_path(path: Path, origin: Mapping[Path, Path]) -> Path:
     """The path that a leaf had in the tree it came from; the canonical one if nothing else is known."""
     for n in range(len(path), 0, -1):
         if path[:n] in origin:

@@ -21,8 +21,8 @@ __all__ = [
     "SameTensor",
     "ShapeOf",
     "UnnamedOptimizer",
+    "assign_names",
     "canonical_optimizer",
-    "name_order",
     "possible_orders",
 ]
 
@@ -120,8 +120,8 @@ class _RawOptimizer:
 
     def is_numbered(self) -> bool:
         """Whether parameters are numbers and not names."""
-        ids = [x for g in self.groups.values() for x in _params(g)]
-        ids = ids or [_id(k) for k, _ in self.state]
+        ids = [x for g in self.groups.values() for x in _params_of_group(g)]
+        ids = ids or [_as_number(k) for k, _ in self.state]
         return bool(self.state or self.groups) and all(isinstance(x, int) for x in ids)
 
     def find_fqns(self, clean: Mapping[str, str]) -> dict[Any, str]:
@@ -130,7 +130,7 @@ class _RawOptimizer:
         Raises:
             Corrupt: some groups list names and some numbers.
         """
-        listed = {n for g in self.groups.values() for n in _params(g)}
+        listed = {n for g in self.groups.values() for n in _params_of_group(g)}
         if numbers := [n for n in listed if not isinstance(n, str)]:
             raise Corrupt(
                 f"optim.param_groups lists parameters by number in one group, first {numbers[0]}, and by name in "
@@ -162,7 +162,7 @@ def canonical_optimizer(
     origin.update((("optim", "params", fqn), (name,)) for name, fqn in fqns.items() if fqn != name)
     out = found.others
     for (key, slot), leaf in found.state.items():
-        owner = fqns.get(_id(key) if numbered else str(key))
+        owner = fqns.get(_as_number(key) if numbered else str(key))
         if owner is None:
             raise Corrupt(
                 f"optim.state has an entry for parameter {key}, which no param group lists; the optimizer would not "
@@ -172,12 +172,12 @@ def canonical_optimizer(
     for i, g in found.groups.items():
         for k, leaf in g.items():
             if k == ("params",):
-                leaf = [fqns.get(_id(x) if numbered else x, x) for x in _params(g)]
+                leaf = [fqns.get(_as_number(x) if numbered else x, x) for x in _params_of_group(g)]
             out["optim", "param_groups", i, *k] = leaf
     return out
 
 
-def _params(group: Mapping[Path, Any]) -> list[Any]:
+def _params_of_group(group: Mapping[Path, Any]) -> list[Any]:
     got = group.get(("params",), [])
     if not isinstance(got, list):
         raise Corrupt(f"optim.param_groups: params is {type(got).__name__}, not a list.")
@@ -186,7 +186,7 @@ def _params(group: Mapping[Path, Any]) -> list[Any]:
     return got
 
 
-def _id(x: Any) -> Any:
+def _as_number(x: Any) -> Any:
     return int(x) if isinstance(x, str) and x.isdigit() else x
 
 
@@ -217,7 +217,7 @@ def _name_numbers(
         UnnamedOptimizer: nothing tells with certainty. Unsupported: `like` has another number of parameters.
     """
     slots, shapes = _shapes_by_number(state, groups, model.shape_of)
-    members = [_params(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
+    members = [_params_of_group(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
     numbers = [x for m in members for x in m]
     # torch >= 2.6 lists names where the optimizer was given named_parameters()
     lists = [g.get(("param_names",)) for _, g in sorted(groups.items())]
@@ -231,7 +231,7 @@ def _name_numbers(
                 f"{argument('like')} names {len(model.like)} parameters in its optimizer, this one has {len(numbers)}."
             )
         return dict(zip(numbers, model.like, strict=True))
-    resolved, left = _names_by_order(model, [[shapes[x] for x in m] for m in members], _flat_state(slots))
+    resolved, left = _names_by_order(model, [[shapes[x] for x in m] for m in members], _flat_state_elements(slots))
     notes.append(
         "the optimizer numbers its parameters; their names follow from the order and shapes of the model's "
         f"{len(numbers)} parameters"
@@ -244,12 +244,12 @@ def _shapes_by_number(
     state: Mapping[tuple[Any, Path], Any], groups: Mapping[int, Mapping[Path, Any]], shape_of: ShapeOf
 ) -> tuple[_Slots, dict[int, tuple[int, ...] | None]]:
     """({number: {slot: shape}}, {number: shape of the parameter, None where no slot tells})."""
-    shapes: dict[int, tuple[int, ...] | None] = {x: None for g in groups.values() for x in _params(g)}
+    shapes: dict[int, tuple[int, ...] | None] = {x: None for g in groups.values() for x in _params_of_group(g)}
     slots: _Slots = {}
     for (key, slot), leaf in state.items():
         if shape := shape_of(leaf):  # the step is 0-dim and says nothing
-            slots.setdefault(_id(key), {})[slot] = shape
-        shapes.setdefault(_id(key), None)
+            slots.setdefault(_as_number(key), {})[slot] = shape
+        shapes.setdefault(_as_number(key), None)
     return slots, shapes | {x: _shape_of_parameter(found) for x, found in slots.items()}
 
 
@@ -271,7 +271,7 @@ def _names_by_order(
         tensors = len(candidates)
         if flat_elements == sum(prod(shape) for _, shape in candidates) and count == tensors:
             wanted = [[None] * len(m) for m in wanted]
-        resolved, left, found = name_order(candidates, wanted)
+        resolved, left, found = assign_names(candidates, wanted)
         ways += found
         if resolved is not None:
             answers[repr(resolved)] = resolved, left
@@ -304,7 +304,7 @@ def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...
     return merged if fits else largest[0]
 
 
-def _flat_state(slots: _Slots) -> int | None:
+def _flat_state_elements(slots: _Slots) -> int | None:
     """The elements of all parameters together, of an optimizer that keeps its whole state with the first (LBFGS); else
     None."""
     if len(slots) != 1:
@@ -365,7 +365,7 @@ _MOST_STATES = 100_000  # more are not worth looking at
 _NEVER = 1 << 30  # the cost where nothing fits
 
 
-def name_order(
+def assign_names(
     names: Sequence[tuple[str, tuple[int, ...]]], groups: Sequence[Sequence[tuple[int, ...] | None]]
 ) -> tuple[list[list[str]] | None, list[str], int]:
     """Which name each numbered parameter has: (names by group, names that no group has, ways found).

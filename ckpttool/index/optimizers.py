@@ -20,7 +20,7 @@ from .checkpoint import Checkpoint, TensorEntry, joined
 from .composites import composites
 from .paths import WRAPPED_SLOTS
 
-__all__ = ["OPTIMIZERS", "Optimizer", "State", "lost_at_save", "per_rank_slots", "states"]
+__all__ = ["OPTIMIZERS", "FoundOptimizer", "Optimizer", "describe_lost_slots", "find_optimizers", "find_per_rank_slots"]
 
 
 class Optimizer(NamedTuple):
@@ -53,58 +53,61 @@ class Optimizer(NamedTuple):
         return (form | (every & self.may)) - slots
 
 
-def _of(*slots: str) -> frozenset[str]:
+def _slots(*slots: str) -> frozenset[str]:
     return frozenset(slots)
 
 
-_BNB = _of("step", "unorm_vec", "max1", "max2", "new_max1", "new_max2")
+_BNB = _slots("step", "unorm_vec", "max1", "max2", "new_max1", "new_max2")
 #: The first that fits is the optimizer.
 OPTIMIZERS = (
     Optimizer(
         "SOAP",
-        _of("exp_avg", "exp_avg_sq", "GG", "Q"),
-        (_of("exp_avg", "exp_avg_sq"),),
-        options=_of("precondition_frequency"),
+        _slots("exp_avg", "exp_avg_sq", "GG", "Q"),
+        (_slots("exp_avg", "exp_avg_sq"),),
+        options=_slots("precondition_frequency"),
     ),
-    Optimizer("SOAP", _of("exp_avg", "exp_avg_sq", "GG", "Q"), (_of("exp_avg", "exp_avg_sq"),)),
-    Optimizer("AdamW or Adam", _of("exp_avg", "exp_avg_sq"), may=_of("step", "max_exp_avg_sq")),
-    Optimizer("NAdam", _of("exp_avg", "exp_avg_sq", "mu_product")),
-    Optimizer("Adamax", _of("exp_avg", "exp_inf")),
-    Optimizer("schedule-free AdamW", _of("z", "exp_avg_sq")),
-    Optimizer("schedule-free SGD", _of("z"), may=_of("step", "momentum_buffer")),
-    Optimizer("Lion", _of("exp_avg")),
-    Optimizer("Adafactor", _of("row_var", "col_var"), (_of("variance"),)),
-    Optimizer("Adafactor", _of("variance")),
+    Optimizer("SOAP", _slots("exp_avg", "exp_avg_sq", "GG", "Q"), (_slots("exp_avg", "exp_avg_sq"),)),
+    Optimizer("AdamW or Adam", _slots("exp_avg", "exp_avg_sq"), may=_slots("step", "max_exp_avg_sq")),
+    Optimizer("NAdam", _slots("exp_avg", "exp_avg_sq", "mu_product")),
+    Optimizer("Adamax", _slots("exp_avg", "exp_inf")),
+    Optimizer("schedule-free AdamW", _slots("z", "exp_avg_sq")),
+    Optimizer("schedule-free SGD", _slots("z"), may=_slots("step", "momentum_buffer")),
+    Optimizer("Lion", _slots("exp_avg")),
+    Optimizer("Adafactor", _slots("row_var", "col_var"), (_slots("variance"),)),
+    Optimizer("Adafactor", _slots("variance")),
     Optimizer(
         "Adafactor",
-        _of("exp_avg_sq_row", "exp_avg_sq_col"),
-        (_of("exp_avg_sq"),),
-        _of("step", "RMS", "exp_avg"),
-        _of("clip_threshold"),
+        _slots("exp_avg_sq_row", "exp_avg_sq_col"),
+        (_slots("exp_avg_sq"),),
+        _slots("step", "RMS", "exp_avg"),
+        _slots("clip_threshold"),
     ),
     Optimizer(
-        "Adafactor", _of("exp_avg_sq_row", "exp_avg_sq_col"), (_of("exp_avg_sq"),), _of("step", "RMS", "exp_avg")
+        "Adafactor",
+        _slots("exp_avg_sq_row", "exp_avg_sq_col"),
+        (_slots("exp_avg_sq"),),
+        _slots("step", "RMS", "exp_avg"),
     ),
-    Optimizer("RMSprop", _of("square_avg"), may=_of("step", "momentum_buffer", "grad_avg")),
-    Optimizer("Adadelta", _of("square_avg", "acc_delta")),
-    Optimizer("Adagrad", _of("sum")),
-    Optimizer("ASGD", _of("eta", "mu", "ax")),
-    Optimizer("Rprop", _of("prev", "step_size")),
-    Optimizer("Muon", _of("momentum_buffer"), options=_of("ns_steps")),
-    Optimizer("SGD", _of("momentum_buffer")),
+    Optimizer("RMSprop", _slots("square_avg"), may=_slots("step", "momentum_buffer", "grad_avg")),
+    Optimizer("Adadelta", _slots("square_avg", "acc_delta")),
+    Optimizer("Adagrad", _slots("sum")),
+    Optimizer("ASGD", _slots("eta", "mu", "ax")),
+    Optimizer("Rprop", _slots("prev", "step_size")),
+    Optimizer("Muon", _slots("momentum_buffer"), options=_slots("ns_steps")),
+    Optimizer("SGD", _slots("momentum_buffer")),
     Optimizer(
         "bitsandbytes 8-bit AdamW or Adam",
-        _of("state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"),
-        (_of("state1", "state2"),),
+        _slots("state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"),
+        (_slots("state1", "state2"),),
         _BNB,
     ),
-    Optimizer("bitsandbytes 32-bit AdamW or Adam", _of("state1", "state2"), may=_BNB),
-    Optimizer("bitsandbytes 8-bit, with one moment", _of("state1", "qmap1", "absmax1"), (_of("state1"),), _BNB),
-    Optimizer("bitsandbytes 32-bit, with one moment", _of("state1"), may=_BNB),
+    Optimizer("bitsandbytes 32-bit AdamW or Adam", _slots("state1", "state2"), may=_BNB),
+    Optimizer("bitsandbytes 8-bit, with one moment", _slots("state1", "qmap1", "absmax1"), (_slots("state1"),), _BNB),
+    Optimizer("bitsandbytes 32-bit, with one moment", _slots("state1"), may=_BNB),
 )
 
 
-class State(NamedTuple):
+class FoundOptimizer(NamedTuple):
     """The state of one optimizer: its name ("unknown" where the table has none), the slots of each parameter, and the
     parameters that lack a slot, by slot."""
 
@@ -113,7 +116,7 @@ class State(NamedTuple):
     missing: dict[str, list[str]]
 
 
-def states(ckpt: Checkpoint) -> list[State]:
+def find_optimizers(ckpt: Checkpoint) -> list[FoundOptimizer]:
     """The optimizers that a checkpoint has state of, that of the first param group first."""
     slots: dict[str, set[str]] = {}
     for t in ckpt.tensors.values():
@@ -133,24 +136,26 @@ def states(ckpt: Checkpoint) -> list[State]:
     rest = set(slots).difference(*merged.values())
     if rest:
         merged.setdefault(frozenset(), []).extend(n for n in slots if n in rest)
-    return [_state({n: frozenset(slots[n]) for n in names}, keys) for keys, names in merged.items() if names]
+    return [
+        _identify_optimizer({n: frozenset(slots[n]) for n in names}, keys) for keys, names in merged.items() if names
+    ]
 
 
-def _state(slots: Mapping[str, frozenset[str]], options: Iterable[str]) -> State:
+def _identify_optimizer(slots: Mapping[str, frozenset[str]], options: Iterable[str]) -> FoundOptimizer:
     every, keys = frozenset().union(*slots.values()), frozenset(options)
     found = next((o for o in OPTIMIZERS if o.fits(every, keys)), None)
     missing: dict[str, list[str]] = {}
     for name, have in slots.items():
         for slot in sorted(every - have if found is None else found.lacks(have, every)):
             missing.setdefault(slot, []).append(name)
-    return State(found.name if found else "unknown", dict(slots), missing)
+    return FoundOptimizer(found.name if found else "unknown", dict(slots), missing)
 
 
 _SHOWN = 6  # slots in a message
 _RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 
 
-def per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
+def find_per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
     """{parameter: names of its slots} of state that every rank had a part of and of which DCP has kept one.
 
     FSDP2 shards parameters and gradients as DTensors. An optimizer that makes plain tensors of its own (bitsandbytes,
@@ -172,12 +177,12 @@ def per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
         if any(len(t.chunks) > 1 or t.shape == weight.shape for t in of.values()):
             continue  # DTensors, or whole tensors
         parts = {shape for _, shape in weight.chunks.boxes()}
-        if any(_fits(t.shape, part, weight.shape) for t in of.values() for part in parts):
+        if any(_is_shape_of_part(t.shape, part, weight.shape) for t in of.values() for part in parts):
             out[fqn] = sorted(of, key=lambda n: (of[n].shape not in parts, n))
     return out
 
 
-def _fits(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def _is_shape_of_part(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     """Whether a slot has the shape of one rank's part of a parameter, flat or not, or is square with its rows (SOAP's
     factors)."""
     if slot == part and part != whole:
@@ -190,7 +195,7 @@ def _fits(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple[int, ...]) 
     return flat or square
 
 
-def _kept(ckpt: Checkpoint, names: Iterable[str]) -> str:
+def _describe_kept_ranks(ckpt: Checkpoint, names: Iterable[str]) -> str:
     """Which rank's tensors were kept, slot by slot: "GG.0: 2 of rank 0, 1 of rank 1; Q.0: 3 of rank 1"."""
     of: dict[str, dict[str, int]] = {}
     for n in names:
@@ -204,8 +209,8 @@ def _kept(ckpt: Checkpoint, names: Iterable[str]) -> str:
     return "; ".join([*rows[:_SHOWN], *([f"{len(rows) - _SHOWN} more slots"] if len(rows) > _SHOWN else [])])
 
 
-def lost_at_save(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
-    """What to say of `per_rank_slots`."""
+def describe_lost_slots(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
+    """What to say of `find_per_rank_slots`."""
     names = [n for slots in found.values() for n in slots]
     ranks = {m[1] for n in names for f in ckpt.tensors[n].chunks.file if (m := _RANK_FILE.fullmatch(ckpt.files[f]))}
     t = ckpt.tensors[names[0]]
@@ -217,7 +222,8 @@ def lost_at_save(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
     )
     return (
         f"the optimizer state of {len(found):,} parameter{'s' if len(found) != 1 else ''} was lost when it was saved: "
-        f"every rank had a part of its own under one name, and DCP has kept one of them{mixed} ({_kept(ckpt, names)}). "
+        f"every rank had a part of its own under one name, and DCP has kept one of them{mixed} "
+        f"({_describe_kept_ranks(ckpt, names)}). "
         f'"{names[0]}" is {list(t.shape)}, the parameter {list(whole)}. A job that resumes from it continues with '
         "wrong moments. Leave the optimizer out, so that it starts anew; to save it, use an optimizer whose state is "
         "DTensors (torch.optim, torchao), or write one file for each rank with torch.save"

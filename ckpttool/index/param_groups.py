@@ -18,7 +18,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
-__all__ = ["Groups", "differences", "groups_of", "regrouped"]
+__all__ = ["Groups", "describe_group_differences", "names_by_group", "regroup"]
 
 Groups = tuple[tuple[str, ...], ...]
 #: Lists of schedulers with one entry for each param group.
@@ -28,7 +28,7 @@ _NAMED_PARAMETER = ("optim", "params")
 _NAMED = 4  # names that a sentence gives
 
 
-def groups_of(ckpt: Checkpoint) -> Groups | None:
+def names_by_group(ckpt: Checkpoint) -> Groups | None:
     """FQNs by param group, in the order of the optimizer; None where the groups do not list names."""
     lists: dict[int, list[Any]] = {}
     for v in ckpt.values.values():
@@ -40,12 +40,12 @@ def groups_of(ckpt: Checkpoint) -> Groups | None:
     return tuple(tuple(lists[i]) for i in sorted(lists)) or None
 
 
-def _some(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
-def differences(here: Groups, there: Groups) -> list[str]:
+def describe_group_differences(here: Groups, there: Groups) -> list[str]:
     """How the groups of a checkpoint (`here`) differ from those of a checkpoint of the job that shall load it
     (`there`)."""
     out: list[str] = []
@@ -58,14 +58,15 @@ def differences(here: Groups, there: Groups) -> list[str]:
     mine = {n: i for i, g in enumerate(here) for n in g}
     yours = {n: i for i, g in enumerate(there) for n in g}
     if extra := [n for n in mine if n not in yours]:
-        out.append(f"{len(extra):,} parameters are only here, not in the job: {_some(extra)}")
+        out.append(f"{len(extra):,} parameters are only here, not in the job: {_list_names(extra)}")
     if new := [n for n in yours if n not in mine]:
-        out.append(f"{len(new):,} parameters are only in the job, not here: {_some(new)}")
+        out.append(f"{len(new):,} parameters are only in the job, not here: {_list_names(new)}")
     moved = [n for n in mine if n in yours and mine[n] != yours[n]]
     if moved:
         first = moved[0]
         out.append(
-            f"{len(moved):,} parameters are in another group: {_some(moved)}; the first is in group {mine[first]} here "
+            f"{len(moved):,} parameters are in another group: {_list_names(moved)}; the first is in group "
+            f"{mine[first]} here "
             f"and in group {yours[first]} there"
         )
     for i, (a, b) in enumerate(zip(here, there, strict=False)):
@@ -79,13 +80,13 @@ def differences(here: Groups, there: Groups) -> list[str]:
     return out
 
 
-def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], list[str]]:
+def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], list[str]]:
     """(the same state with these param groups, names of entries that no group has room for, notes).
 
     A new group gets the hyperparameters of the group that most of its parameters come from. State of parameters that
     are in no new group is left out; so are groups that nothing here belongs to, if they would have no hyperparameters.
     """
-    old = groups_of(ckpt)
+    old = names_by_group(ckpt)
     if old is None:
         return ckpt, [], []
     place = {n: i for i, g in enumerate(old) for n in g}
@@ -96,7 +97,7 @@ def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], 
         votes = Counter(place[n] for n in g if n in place)
         best = min(votes, key=lambda j: (-votes[j], j)) if votes else (origin_of[-1] if origin_of else 0)
         origin_of.append(best)
-        if len(votes) > 1 and (odd := _differing(ckpt, best, sorted(votes))):
+        if len(votes) > 1 and (odd := _differing_options(ckpt, best, sorted(votes))):
             notes.append(
                 f"group {i} is made of groups {', '.join(map(str, sorted(votes)))}, which differ in {odd}; it has "
                 f"those of group {best}"
@@ -104,7 +105,9 @@ def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], 
         if not votes:
             notes.append(f"no parameter of group {i} is here; it has the hyperparameters of group {best} and no state")
     if new := [n for g in groups for n in g if n not in place]:
-        notes.append(f"{len(new):,} parameters of the job are not in this optimizer and have no state: {_some(new)}")
+        notes.append(
+            f"{len(new):,} parameters of the job are not in this optimizer and have no state: {_list_names(new)}"
+        )
 
     gone = [n for n in place if n not in kept]
     left_out: list[str] = []
@@ -134,7 +137,7 @@ def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], 
         for t in grouped_tensors.get(j, []):
             new_path = (*t.path[:2], i, *t.path[3:])
             tensors[joined(new_path)] = replace(t, path=new_path)
-    values = _scheduler(values, len(old), origin_of, notes)
+    values = _regroup_scheduler(values, len(old), origin_of, notes)
     numbers = {n: i for i, n in enumerate(n for g in groups for n in g)}
     origin = {
         q: ((numbers[q[2]],) if isinstance(p[0], int) and q[2] in numbers else p)
@@ -147,7 +150,7 @@ def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], 
     return replace(ckpt, tensors=tensors, values=values, origin=origin, recorded=recorded), left_out, notes
 
 
-def _differing(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:
+def _differing_options(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:
     """The hyperparameters in which groups differ from one of them, as text."""
     options: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
@@ -160,7 +163,9 @@ def _differing(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:
     return ", ".join(sorted(odd))
 
 
-def _scheduler(values: dict[str, Value], n: int, origin_of: Sequence[int], notes: list[str]) -> dict[str, Value]:
+def _regroup_scheduler(
+    values: dict[str, Value], n: int, origin_of: Sequence[int], notes: list[str]
+) -> dict[str, Value]:
     """The values with the lists of the scheduler that have an entry for each group in the order of the new groups."""
     if list(origin_of) == list(range(n)):
         return values

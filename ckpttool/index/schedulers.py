@@ -8,10 +8,10 @@ from .checkpoint import Checkpoint, Path, Value, joined
 from .paths import is_param_group
 from .trainers import schedules_by_epoch
 
-__all__ = ["with_whole_scheduler"]
+__all__ = ["complete_scheduler_state"]
 
 
-def with_whole_scheduler(ckpt: Checkpoint) -> Checkpoint:
+def complete_scheduler_state(ckpt: Checkpoint) -> Checkpoint:
     """The same state, with all that torch's LambdaLR saves where the trainer of the source saves its `last_epoch` only.
 
     torchtitan (components/optimizer/lr_scheduler.py) saves no more: its job computes the rest from the rates of the

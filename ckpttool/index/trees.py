@@ -46,28 +46,28 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
         if path[-1] in at:
             raise Corrupt(f"{joined(path)!r} is a value and a dict or list at once.")
         at[path[-1]] = leaf
-    return _plain(tree)
+    return _as_plain_tree(tree)
 
 
 class _Node(dict[Any, Any]):
     """An inner node while a tree is built; a leaf may be a plain dict."""
 
 
-def _plain(x: Any) -> Any:
+def _as_plain_tree(x: Any) -> Any:
     if type(x) is not _Node:
         return x
     if x and all(type(k) is int for k in x):
         last = max(x)
         if min(x) < 0 or last > 2 * len(x) + 64:
             raise Corrupt(f"a list with {len(x)} elements has one at position {last}.")
-        return [_plain(x.get(k)) for k in range(last + 1)]  # DCP forgets an empty dict, which leaves a hole
-    out = {int(k) if type(k) is Number else k: _plain(v) for k, v in x.items()}
+        return [_as_plain_tree(x.get(k)) for k in range(last + 1)]  # DCP forgets an empty dict, which leaves a hole
+    out = {int(k) if type(k) is Number else k: _as_plain_tree(v) for k, v in x.items()}
     if out.keys() == {"state", "param_groups"} and isinstance(out["state"], dict):
-        out["state"] = _numbered(out["state"], out["param_groups"])
+        out["state"] = _restore_parameter_numbers(out["state"], out["param_groups"])
     return out
 
 
-def _numbered(state: dict[Any, Any], groups: Any) -> dict[Any, Any]:
+def _restore_parameter_numbers(state: dict[Any, Any], groups: Any) -> dict[Any, Any]:
     """The state of an optimizer whose groups number parameters, by those numbers: DCP and JSON have made text of them,
     and `load_state_dict` passes over a key that no group lists."""
     if not isinstance(groups, list) or not all(

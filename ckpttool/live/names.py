@@ -8,7 +8,7 @@ from types import MappingProxyType
 from ..errors import Unsupported
 from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from ..index.fqns import WRAPPERS
-from ..index.names import COUNTERS, ROLES, original
+from ..index.names import COUNTERS, ROLES, original_path
 
 __all__ = ["Names"]
 
@@ -29,7 +29,7 @@ class Names:
         self._groups: dict[str, set[str]] = {}
         for name, entry in entries.items():
             if entry.component not in ("model", "optim"):
-                self._own[joined(original(entry.path, ckpt.origin))] = name
+                self._own[joined(original_path(entry.path, ckpt.origin))] = name
             elif entry.option == "params":
                 members = entry.data if isinstance(entry, Value) else None
                 for fqn in members if isinstance(members, list) else ():

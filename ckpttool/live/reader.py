@@ -185,7 +185,7 @@ class LiveReader:
             written.append(target)
             for k in self.rows(w.name, w.start, w.shape):
                 chunk: Chunk = self._located[w.name, k] if entry.coding != "raw" else entry.chunks[k]
-                both = boxes.meet((chunk.start, chunk.shape), (w.start, w.shape))
+                both = boxes.intersect((chunk.start, chunk.shape), (w.start, w.shape))
                 if both is None:
                     continue
                 place = part_of(target, tuple(a - b for a, b in zip(both[0], w.start, strict=True)), both[1])
@@ -292,11 +292,11 @@ class LiveReader:
         decoder = Decoder(self.source, file, chunk.extent, *chunk.zstd, what)
         buffer = torch.empty(min(self.tuning.stage_bytes, prod(chunk.shape) * ITEMSIZE[entry.dtype]), dtype=torch.uint8)
         left, taken = prod(w.shape), 0
-        for start, shape in boxes.slabs(chunk.shape, len(buffer) // ITEMSIZE[entry.dtype]):
+        for start, shape in boxes.cut_into_slabs(chunk.shape, len(buffer) // ITEMSIZE[entry.dtype]):
             n = prod(shape) * ITEMSIZE[entry.dtype]
             decoder.take(memory_of(buffer, 0, n))
             taken += prod(shape)
-            both = boxes.meet((start, shape), (at, w.shape))
+            both = boxes.intersect((start, shape), (at, w.shape))
             if both is not None:
                 slab = buffer[:n].view(dtype).reshape(shape)
                 place = part_of(target, tuple(a - b for a, b in zip(both[0], at, strict=True)), both[1])

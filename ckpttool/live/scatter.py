@@ -150,7 +150,7 @@ class Cutter:
                 k = min(self.stage, n - a)
                 yield Piece(self.file, offset + a, k, memory_of(target, a, k), target, self.dtype)
             return
-        for start, size in boxes.slabs(shape, max(1, self.stage // self.item)):
+        for start, size in boxes.cut_into_slabs(shape, max(1, self.stage // self.item)):
             at = offset + boxes.flat_start(shape, start) * self.item
             yield Piece(
                 self.file,

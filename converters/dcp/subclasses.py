@@ -24,7 +24,7 @@ from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.index import boxes, composites
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Path, Record, TensorEntry, joined
-from ckpttool.index.composites import PLAIN, Composite, Uncut
+from ckpttool.index.composites import PLAIN, CannotCut, Composite
 from ckpttool.index.draft import Written
 from ckpttool.storage.source import Source
 
@@ -92,7 +92,7 @@ def joined_parts(
         about, inside = subclasses.taken_apart(found, StoredTensor, what)
         if (about["dtype"], tuple(about["shape"])) != (t.dtype, shape):
             raise Corrupt(
-                f"{what}: holds a {composites.class_of(about)} of {about['dtype']} {about['shape']}, .metadata says "
+                f"{what}: holds a {composites.class_label(about)} of {about['dtype']} {about['shape']}, .metadata says "
                 f"{t.dtype} {list(shape)}."
             )
         if shape[1:] != t.shape[1:]:
@@ -106,7 +106,7 @@ def joined_parts(
     parts.sort(key=lambda p: p.first)
     try:
         return _join_mixed(t, parts, sorted(dense, key=lambda d: d[0]), records) if dense else _join(t, parts, records)
-    except Uncut as e:
+    except CannotCut as e:
         raise _not_joined(name, about, str(e)) from None
 
 
@@ -127,35 +127,35 @@ def _item(source: Source, file: str, offset: int, length: int, what: str) -> obj
 
 def _not_joined(name: str, about: Mapping[str, object], why: str) -> Unsupported:
     return Unsupported(
-        f'"{name}" is a {composites.class_of(about)}, and its parts cannot be put together: {why}. '
+        f'"{name}" is a {composites.class_label(about)}, and its parts cannot be put together: {why}. '
         f"{argument('only', ['model'])} leaves the optimizer out."
     )
 
 
 def _join(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Composite:
     total = t.shape[0] if t.shape else 1
-    about = composites.resized(parts[0].about, total)
+    about = composites.resize_rows(parts[0].about, total)
     for p in parts[1:]:
-        if composites.resized(p.about, total) != about:
-            raise Uncut("the ranks do not agree about its attributes")
+        if composites.resize_rows(p.about, total) != about:
+            raise CannotCut("the ranks do not agree about its attributes")
     tensors: dict[str, TensorEntry] = {}
     for name in about["tensors"]:
         stored = [p.tensors[name] for p in parts]
         path: Path = (*t.path, *name.split("."))
         first = stored[0]
-        if len(parts) == 1 or composites.is_whole(about, name):
+        if len(parts) == 1 or composites.is_replicated(about, name):
             _refuse_unequal(name, stored)
             stored, whole = stored[:1], first.shape
         elif not first.shape:
-            raise Uncut(f'"{name}" is one number for all of its {total} rows')
+            raise CannotCut(f'"{name}" is one number for all of its {total} rows')
         else:
             whole = (sum(s.shape[0] for s in stored), *first.shape[1:])
         chunks, at = Chunks(len(whole)), 0
         for s, p in zip(stored, parts, strict=False):
             if len(stored) > 1:
-                here = composites.rows_of(about, name, whole, p.first, p.rows)
+                here = composites.rows_inside(about, name, whole, p.first, p.rows)
                 if (s.dtype, s.shape[1:], here) != (first.dtype, whole[1:], (at, s.shape[0])):
-                    raise Uncut(f'"{name}" is {s.dtype} {list(s.shape)} in a part of {p.rows} of {total} rows')
+                    raise CannotCut(f'"{name}" is {s.dtype} {list(s.shape)} in a part of {p.rows} of {total} rows')
             chunks.add(
                 (at, *(0 for _ in whole[1:]))[: len(whole)],
                 s.shape,
@@ -183,7 +183,7 @@ def _join_mixed(
     chunks, at = Chunks(len(t.shape)), 0
     for _, n, s, file in dense:
         if (s.dtype, s.shape[1:]) != (dense[0][2].dtype, t.shape[1:]):
-            raise Uncut(f"its plain parts are {dense[0][2].dtype} and {s.dtype} {list(s.shape)}")
+            raise CannotCut(f"its plain parts are {dense[0][2].dtype} and {s.dtype} {list(s.shape)}")
         chunks.add((at, *(0 for _ in t.shape[1:])), s.shape, file, *s.extent, None if s.contiguous else s.strides)
         at += n
         if s.storage.crc32 is not None:
@@ -197,7 +197,7 @@ def _join_mixed(
 def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
     sums = {(s.dtype, s.shape, s.storage.crc32, s.at) for s in stored}
     if len(sums) > 1 or (len(stored) > 1 and stored[0].storage.crc32 is None):
-        raise Uncut(f'"{name}", which is one for the whole tensor, differs between ranks')
+        raise CannotCut(f'"{name}", which is one for the whole tensor, differs between ranks')
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -212,12 +212,13 @@ def cut(found: Composite, world: int) -> list[int]:
     rows = found.shape[0]
     sizes = boxes.chunk_sizes(rows, world)
     try:
-        composites.after_cut(found, sizes)
-    except Uncut as e:
+        composites.check_cut(found, sizes)
+    except CannotCut as e:
         of_optimizer = found.path[0] == "optim"
         fits = [n for n in range(1, _WORLDS + 1) if _fits(found, boxes.chunk_sizes(rows, n))]
         raise Unsupported(
-            f'"{joined(found.path)}" is a {composites.class_of(found.about)}, which {world} ranks cannot divide: {e}. '
+            f'"{joined(found.path)}" is a {composites.class_label(found.about)}, which {world} ranks cannot divide: '
+            f"{e}. "
             f"It fits {argument('world_size')} {', '.join(map(str, fits[:8]))}{', ...' if len(fits) > 8 else ''}."
             + (
                 f" {argument('dequantize', ['optim.*'])} writes plain numbers, which any number of ranks can divide."
@@ -230,8 +231,8 @@ def cut(found: Composite, world: int) -> list[int]:
 
 def _fits(found: Composite, sizes: list[int]) -> bool:
     try:
-        composites.after_cut(found, sizes)
-    except Uncut:
+        composites.check_cut(found, sizes)
+    except CannotCut:
         return False
     return True
 
@@ -319,7 +320,7 @@ class Parts:
         part has whole. `sizes` are rows by rank, none where rank 0 has it all; `at` the ends of the ranks' files so
         far.
         """
-        whole = composites.object_of(found)
+        whole = composites.without_plain_rows(found)
         ranks = [(r, n) for r, n in enumerate(sizes) if n] or [(0, found.shape[0] if found.shape else 1)]
         plain = {first for first, _, quantised in found.about.get("parts", ()) if not quantised}
         chunks = {n: Chunks(len(t.shape)) for n, t in found.tensors.items()}
@@ -364,9 +365,9 @@ class Parts:
     ) -> int:
         """Place the object of rank `r` at byte `at` of its file; `part` is (first row, rows). Gives the length of its
         item."""
-        cuts = {n: composites.rows_of(whole.about, n, t.shape, *part) for n, t in whole.tensors.items()}
+        cuts = {n: composites.rows_inside(whole.about, n, t.shape, *part) for n, t in whole.tensors.items()}
         shapes = {n: t.shape if (c := cuts[n]) is None else (c[1], *t.shape[1:]) for n, t in whole.tensors.items()}
-        about = composites.resized(whole.about, part[1]) if whole.shape else whole.about
+        about = composites.resize_rows(whole.about, part[1]) if whole.shape else whole.about
         frame = _frame(whole, about, shapes)
         for i, (n, t) in enumerate(whole.tensors.items()):
             name, where, row = joined(t.path), at + frame.at[i], cuts[n]

@@ -22,7 +22,7 @@ from ckpttool.index.checkpoint import (
     TensorEntry,
     joined,
 )
-from ckpttool.index.composites import Composite, class_of, collapsed
+from ckpttool.index.composites import Composite, class_label, collapse_composites
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.trees import check_no_leaf_inside_leaf
 from ckpttool.layouts import WriteOptions, tree_of
@@ -42,7 +42,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         Corrupt: an entry is inside another one, so that no job could load both.
     """
     world = options.ranks(ckpt)
-    tree, notes = tree_of(collapsed(ckpt.leaves()), _sharded_origin(ckpt), None, options)
+    tree, notes = tree_of(collapse_composites(ckpt.leaves()), _sharded_origin(ckpt), None, options)
     check_no_leaf_inside_leaf(tree)
     parts = Parts(_frame_sizes)
     objects: dict[str, Composite] = {}  # by the names of the tensors inside
@@ -94,7 +94,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         name: ckpt.tensors[name if t.path[0] != "replica" else joined(t.path[2:])] for name, t in tensors.items()
     }
     if objects:
-        kinds = ", ".join(dict.fromkeys(class_of(found.about) for found in objects.values()))
+        kinds = ", ".join(dict.fromkeys(class_label(found.about) for found in objects.values()))
         notes.append(
             f"{len(set(map(id, objects.values()))):,} tensors are objects again ({kinds}): a job imports torchao "
             "before it loads them"

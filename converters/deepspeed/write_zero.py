@@ -13,7 +13,7 @@ from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined
 from ckpttool.index.draft import Draft, Dropped
-from ckpttool.index.schedulers import with_whole_scheduler
+from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -32,7 +32,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     Raises:
         Unsupported: a master does not round to its weight.
     """
-    return with_masters_as_weights(with_whole_scheduler(ckpt), source)
+    return with_masters_as_weights(complete_scheduler_state(ckpt), source)
 
 
 def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) -> Draft:

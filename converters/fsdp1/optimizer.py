@@ -17,7 +17,7 @@ from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import Path, TensorEntry
-from ckpttool.index.optimizer_names import name_order
+from ckpttool.index.optimizer_names import assign_names
 from ckpttool.layouts import ReadOptions
 
 from ..rank_files import Files, Rank, compare_replicas, scalar, shown, slot_of
@@ -304,7 +304,7 @@ def _resolved(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) ->
             for n, e in zip(g, h, strict=True)
         ):
             return [list(g) for g in layout.optimizer]
-    return name_order(names, expected)[0]
+    return assign_names(names, expected)[0]
 
 
 def _guesses(

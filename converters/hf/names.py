@@ -159,7 +159,7 @@ def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
     ]
     chunks = Chunks(len(view.shape))
     for c in t.chunks:
-        both = boxes.meet((c.start, c.shape), (start, shape))
+        both = boxes.intersect((c.start, c.shape), (start, shape))
         if both is None:
             continue
         inner = c.strides or boxes.strides(c.shape)

@@ -29,7 +29,7 @@ from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.formats.subclasses import placeholder
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import TensorEntry
-from ckpttool.index.composites import Composite, class_of
+from ckpttool.index.composites import Composite, class_label
 from ckpttool.storage.source import Source
 
 __all__ = ["flat_names", "metadata", "put_together"]
@@ -136,7 +136,7 @@ def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
     """
     if found.about["class"][1] not in _CLASSES or "." not in name:
         raise Unsupported(
-            f'"{name}" is a {class_of(found.about)}, which torchao does not write to safetensors; it writes '
+            f'"{name}" is a {class_label(found.about)}, which torchao does not write to safetensors; it writes '
             f"{', '.join(_CLASSES)} in modules. dcp and full carry it as it is."
         )
     return {_flat(name, inside): t for inside, t in found.tensors.items()}
@@ -160,7 +160,9 @@ def _described(name: str, found: Composite) -> dict[str, Any]:
     given = {**found.about["state"], "dtype": Global("torch", found.dtype)}
     inside = [n for n in (*kind.may, "qdata", "scale") if n in found.tensors]
     if {*inside} != {*found.tensors} or not {*kind.data} <= given.keys():
-        raise Unsupported(f'"{name}" is a {class_of(found.about)} of another version of torchao: {", ".join(given)}.')
+        raise Unsupported(
+            f'"{name}" is a {class_label(found.about)} of another version of torchao: {", ".join(given)}.'
+        )
     data = {k: _encoded(given[k], name) for k in kind.data}
     return {"_type": found.about["class"][1], "_data": data, "_tensor_data_names": inside}
 

@@ -46,7 +46,7 @@ from ckpttool.index.checkpoint import (
     same_bytes,
 )
 from ckpttool.index.draft import DraftFile
-from ckpttool.index.names import misplaced, own_tree_is_readable, refuse_surrogates
+from ckpttool.index.names import find_misplaced_path, own_tree_is_readable, refuse_surrogates
 from ckpttool.storage.source import Source
 
 __all__ = ["FOLDER", "INDEX", "State", "draft", "merged", "read"]
@@ -164,7 +164,7 @@ def read(source: Source, first: int) -> State:
     tensors = _tensors(index["tensors"], files, source, first, what)
     held = _held(index, source)
     paths = [t.path for t in tensors.values()] + [v.path for v in held.values()]
-    if (path := misplaced(paths)) is not None:
+    if (path := find_misplaced_path(paths)) is not None:
         raise Corrupt(f'{what}: "{joined(path)}" is of no component, or lies in another entry.')
     if len(set(paths)) != len(paths) or tensors.keys() & held.keys():
         raise Corrupt(f"{what}: a value has the name of a tensor.")

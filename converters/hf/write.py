@@ -12,10 +12,10 @@ from ckpttool.engine.copy.tensor_digests import tensor_digests
 from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
 from ckpttool.huggingface import adapters, encodings, hub_names, lora, model_files
 from ckpttool.index.checkpoint import Checkpoint, TensorEntry, Value, joined, tied_weights
-from ckpttool.index.composites import MARK, Composite, class_of, composites
+from ckpttool.index.composites import MARK, Composite, class_label, composites
 from ckpttool.index.draft import Draft, DraftFile, Dropped
-from ckpttool.index.fqns import without_prefix
-from ckpttool.index.names import without_weights
+from ckpttool.index.fqns import remove_prefix
+from ckpttool.index.names import describe_weights_elsewhere
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -38,9 +38,9 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     """
     own = options.of(HfOptions)
     if own.strip_prefix is not None:
-        ckpt = without_prefix(ckpt, own.strip_prefix)
+        ckpt = remove_prefix(ckpt, own.strip_prefix)
     elif not own.adapter and (prefix := _prefix_of_all(ckpt, source, options)) is not None:
-        ckpt = without_prefix(ckpt, prefix)
+        ckpt = remove_prefix(ckpt, prefix)
         note = (
             f'"{prefix}" was left out of the names of all weights: without it they are those of the model of '
             "config.json"
@@ -263,10 +263,13 @@ def _weights(
     objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
     model = _shown(ckpt, objects)
     if not model:
-        raise Unsupported(f"the checkpoint holds no model weights, and hf holds nothing else.{without_weights(ckpt)}")
+        raise Unsupported(
+            f"the checkpoint holds no model weights, and hf holds nothing else.{describe_weights_elsewhere(ckpt)}"
+        )
     if objects and options.of(HfOptions).include_optimizer:
         raise Unsupported(
-            f'"{next(iter(objects))}" is a {class_of(next(iter(objects.values())).about)}: hf holds quantised weights '
+            f'"{next(iter(objects))}" is a {class_label(next(iter(objects.values())).about)}: hf holds quantised '
+            "weights "
             f"without the optimizer. Leave out {argument('include_optimizer', True, 'HfOptions')}, or choose dcp."
         )
     rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
@@ -332,7 +335,7 @@ def _made_of(
             new |= inside
         else:
             old[name], new[name] = stored[name], t
-    kinds = ", ".join(dict.fromkeys(class_of(c.about) for c in objects.values()))
+    kinds = ", ".join(dict.fromkeys(class_label(c.about) for c in objects.values()))
     notes.append(f"{len(objects):,} weights ({kinds}) are written as torchao names them in safetensors")
     if config is not None and "quantization_config" not in config:
         notes.append(

@@ -49,7 +49,7 @@ from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
 from ckpttool.index.checkpoint import Checkpoint, Path, Record, Salvage, TensorEntry, Value, joined
-from ckpttool.index.names import COMPONENTS, CanonicalState, original
+from ckpttool.index.names import COMPONENTS, CanonicalState, original_path
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
 from ckpttool.storage import remote
@@ -208,9 +208,9 @@ def _section(source: Source, folder: str, options: ReadOptions) -> _Section:
     ckpt = layouts.find("dcp").read(Place(inner, None), ReadOptions(salvage=options.salvage))
     out = _Section(folder, inner, ckpt)
     for t in ckpt.tensors.values():
-        _put(out, original(t.path, ckpt.origin), t)
+        _put(out, original_path(t.path, ckpt.origin), t)
     for v in ckpt.values.values():
-        _put(out, original(v.path, ckpt.origin), v.data)
+        _put(out, original_path(v.path, ckpt.origin), v.data)
     return out
 
 
@@ -300,7 +300,7 @@ def _read_fsdp(where: Place, options: ReadOptions) -> Checkpoint:
     """The index of a folder of Megatron-FSDP."""
     found = layouts.find("dcp").read(where, ReadOptions(salvage=options.salvage))
     leaves = found.leaves()
-    prefixed = {str(original(p, found.origin)[-1]): str(p[1]) for p in leaves if p[0] == "model" and len(p) == 2}
+    prefixed = {str(original_path(p, found.origin)[-1]): str(p[1]) for p in leaves if p[0] == "model" and len(p) == 2}
     from .fsdp_dtensor import canonical_fsdp
 
     named = CanonicalState(canonical_fsdp(leaves, prefixed), {}, TRAINER, found.notes)

@@ -216,7 +216,7 @@ def _of_weight(t: TensorEntry, local: Local) -> TensorEntry:
     out = Chunks(len(shape))
     for k, box in enumerate(local.boxes):
         for c in t.chunks:
-            if (both := boxes.meet((c.start, c.shape), box)) is None or not prod(both[1]):
+            if (both := boxes.intersect((c.start, c.shape), box)) is None or not prod(both[1]):
                 continue
             if c.zstd is not None:
                 raise Corrupt("a chunk of Megatron-Core is compressed, which no version of it writes.")

@@ -49,7 +49,7 @@ from ckpttool.index.checkpoint import (
     same_bytes,
     same_value,
 )
-from ckpttool.index.composites import class_of, shape_of
+from ckpttool.index.composites import class_label, shape_of
 from ckpttool.index.names import ROLES, canonical
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
 from ckpttool.storage.source import Source
@@ -222,7 +222,7 @@ class _Reading:
                 if is_subclass(inside):
                     about, _ = taken_apart(inside, StoredTensor, self.files.path(r.file))
                     raise Unsupported(
-                        f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_of(about)}, which ckpttool '
+                        f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_label(about)}, which ckpttool '
                         "reads from dcp and full only. Save it with torch.distributed.checkpoint, or leave the item "
                         "out."
                     )
@@ -297,7 +297,7 @@ class _Reading:
                     self._add(chunks, seen, name, r, tensor, piece)
         if not shape and not seen:
             raise Corrupt(f'{self.source.root}: no rank has "{name}".')
-        why = boxes.cover(shape, chunks.boxes())
+        why = boxes.find_cover_problem(shape, chunks.boxes())
         if why is not None:
             raise Corrupt(
                 f'{self.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.'

@@ -37,11 +37,11 @@ from ckpttool.index.checkpoint import (
     of_rank,
     same_value,
 )
-from ckpttool.index.composites import Composite, place_composite, shape_of
+from ckpttool.index.composites import Composite, add_composite, shape_of
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original
+from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original_path
 from ckpttool.index.optimizer_names import possible_orders
-from ckpttool.index.schedulers import with_whole_scheduler
+from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.storage.overlay import add_siblings
 from ckpttool.storage.source import Source
@@ -149,7 +149,7 @@ class Dialect:
             read=partial(read, self),
             locate=locate,
             write=self.write,
-            prepare=lambda ckpt, source, options: as_saved(with_whole_scheduler(of_one_model(ckpt))),
+            prepare=lambda ckpt, source, options: as_saved(complete_scheduler_state(of_one_model(ckpt))),
             options=self.options,
             suffixes=self.suffixes,
             aliases=self.aliases,
@@ -297,7 +297,7 @@ def _with_root_buffers(ckpt: Checkpoint) -> Checkpoint:
     counter of a trainer."""
     tensors = {}
     for n, t in ckpt.tensors.items():
-        if t.path[0] != "model" and len(at := original(t.path, ckpt.origin)) == 1:
+        if t.path[0] != "model" and len(at := original_path(t.path, ckpt.origin)) == 1:
             n, t = joined(("model", *at)), replace(t, path=("model", *at))
         tensors[n] = t
     return replace(ckpt, tensors=tensors)
@@ -462,7 +462,7 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(path)] = replace(leaf, path=path)
         elif isinstance(leaf, Composite):
-            place_composite(out, replace(leaf, path=path))
+            add_composite(out, replace(leaf, path=path))
         else:
             out.values[joined(path)] = Value(path, leaf)
     return out

@@ -21,7 +21,7 @@ from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEntry, Value, joined
-from ckpttool.index.composites import Composite, collapsed
+from ckpttool.index.composites import Composite, collapse_composites
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
@@ -172,7 +172,7 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
         tree: dict[Path, Any] = {}
         storages: dict[str, int] = {}
         entries: list[tuple[str, TensorEntry]] = []
-        for path, leaf in collapsed(file.leaves).items():
+        for path, leaf in collapse_composites(file.leaves).items():
             if isinstance(leaf, TensorEntry):
                 leaf = _placed(leaf, options, storages, entries)
             elif isinstance(leaf, Composite):

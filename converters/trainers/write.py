@@ -18,7 +18,7 @@ from ckpttool.formats.stored_tensors import flattened, number_in
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import canonical, step_count, without_weights
+from ckpttool.index.names import canonical, describe_weights_elsewhere, step_count
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -122,7 +122,7 @@ def _written(
     if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
             "the checkpoint holds no model weights, and a job resumes from no directory without "
-            f"them.{without_weights(ckpt)}"
+            f"them.{describe_weights_elsewhere(ckpt)}"
         )
     parts = state_drafts(ckpt, source, options, _NAMES_OF_TRAINER if name == "trainer" else _NAMES)
     rest, kept = left_over(ckpt, placed)

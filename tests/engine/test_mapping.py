@@ -13,7 +13,7 @@ from commands import ckpttool_here
 import ckpttool
 from ckpttool.errors import Unsupported, UsageError
 from ckpttool.huggingface import maps
-from ckpttool.index.expressions import size_of, value_of
+from ckpttool.index.expressions import evaluate, evaluate_size
 
 HEAD = "sides here | there\n"
 QKV = (
@@ -429,13 +429,15 @@ def test_a_file_that_is_no_map_is_refused(tmp_path: Path) -> None:
 
 
 def test_sizes_are_expressions_over_the_config() -> None:
-    assert size_of("head_dim | hidden / heads", {"hidden": 40, "heads": 4}) == 10
-    assert size_of("head_dim | hidden / heads", {"hidden": 40, "heads": 4, "head_dim": 16}) == 16
+    assert evaluate_size("head_dim | hidden / heads", {"hidden": 40, "heads": 4}) == 10
+    assert evaluate_size("head_dim | hidden / heads", {"hidden": 40, "heads": 4, "head_dim": 16}) == 16
     assert (
-        size_of("2 * a + 1", {"a": 3}) == 7 and size_of("a", {"a": None}) is None and size_of("a", {"a": True}) is None
+        evaluate_size("2 * a + 1", {"a": 3}) == 7
+        and evaluate_size("a", {"a": None}) is None
+        and evaluate_size("a", {"a": True}) is None
     )
     with pytest.raises(UsageError, match="not a whole number"):
-        size_of("a / 3", {"a": 10})
+        evaluate_size("a / 3", {"a": 10})
 
 
 def test_no_map_and_no_such_map(tmp_path: Path) -> None:
@@ -454,7 +456,7 @@ def test_no_map_and_no_such_map(tmp_path: Path) -> None:
      ("a / 2 / 3", 1), ("d / 2 | e / f / 2", 4), ("c + 1", None), ("²", None)],
 )  # fmt: skip
 def test_sizes_are_expressions_of_the_config(expression: str, value: int | None) -> None:
-    assert size_of(expression, {"a": 6, "b": 1, "e": 16, "f": 2}) == value
+    assert evaluate_size(expression, {"a": 6, "b": 1, "e": 16, "f": 2}) == value
 
 
 @pytest.mark.parametrize(
@@ -463,15 +465,15 @@ def test_sizes_are_expressions_of_the_config(expression: str, value: int | None)
 )
 def test_what_is_no_expression_is_refused(expression: str) -> None:
     with pytest.raises(UsageError, match=r"not of|not an expression"):
-        size_of(expression, {"a": 6})
+        evaluate_size(expression, {"a": 6})
 
 
 def test_a_size_must_be_whole() -> None:
     for expression in ("a / 4", "a / 0"):
         with pytest.raises(UsageError, match="not a whole number"):
-            size_of(expression, {"a": 6})
+            evaluate_size(expression, {"a": 6})
     with pytest.raises(UsageError, match="5 - 6, which is less than 0"):
-        size_of("5 - a", {"a": 6})
+        evaluate_size("5 - a", {"a": 6})
 
 
 ROPE = (
@@ -621,4 +623,4 @@ def test_expressions_of_premises() -> None:
         "a": 6, "inside.b": 2.5, "row.0": 7, "row.2": None, "none": None, "none | 'y'": "y", "kind is 'x'": True, "off | true": False,
         "kind is 'y' or a is 6": True, "none is 1": None, "(none | 0) is 0": True, "a / 2 - 1": 2, "1e-5": 1e-5, "on + 1": None,
     }.items():  # fmt: skip
-        assert value_of(expression, job) == value, expression
+        assert evaluate(expression, job) == value, expression

@@ -22,7 +22,7 @@ from ckpttool.engine.discover import unread_files
 from ckpttool.engine.inspect import inspect
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.hub.push import push
-from ckpttool.index.checkpoint import Checkpoint, Value, without_random_states
+from ckpttool.index.checkpoint import Checkpoint, Value, ranks_without_rng_state
 
 DCP = FIXTURES / "fsdp2_w2_groups" / "ckpt"
 ZERO3 = FIXTURES / "zero3_w3_groups" / "ckpt"
@@ -495,7 +495,7 @@ def test_a_scheduler_that_was_cut_is_damage_to_verify_and_doctor_and_is_not_carr
 
 def test_a_world_size_that_no_job_has_is_not_counted_through() -> None:
     rng = {"rng.1.cpu": Value(("rng", "1", "cpu"), 3)}
-    found = without_random_states(Checkpoint("full", "x", 10**15, [], [], {}, rng))
+    found = ranks_without_rng_state(Checkpoint("full", "x", 10**15, [], [], {}, rng))
     assert found[:2] == [0, 2] and len(found) < 1 << 16
 
 

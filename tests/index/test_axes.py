@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import UsageError
 from ckpttool.index import boxes
-from ckpttool.index.axes import Axes, AxesError, Compressed, UnknownSize, link, placed
+from ckpttool.index.axes import Axes, AxesError, Compressed, UnknownSize, link_part, place_chunks
 from ckpttool.index.check import check
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry
 
@@ -85,14 +85,14 @@ def test_a_permutation_of_any_axes_is_what_numpy_says_and_its_inverse_is_the_ide
     whole = np.arange(prod(sizes.values()), dtype=np.int32).reshape(right.shape(sizes))
     by_atom = whole.reshape([sizes[a] for a in order[1]]).transpose([order[1].index(a) for a in order[0]])
     part = by_atom.reshape(left.shape(sizes))
-    found = link(left, right, 0, {}, sizes)
+    found = link_part(left, right, 0, {}, sizes)
     entry, file = stored(whole, data.draw(CUTS), data.draw(st.booleans()))
     chunks = Chunks(part.ndim)
-    placed(found, entry, chunks, to_whole=False)
+    place_chunks(found, entry, chunks, to_whole=False)
     there = TensorEntry("int32", part.shape, ("model", "p"), chunks)
     assert np.array_equal(read(there, file), part)
     back = Chunks(whole.ndim)
-    placed(found, there, back, to_whole=True)
+    place_chunks(found, there, back, to_whole=True)
     assert np.array_equal(read(TensorEntry("int32", whole.shape, ("model", "w"), back), file), whole)
     assert found.is_identity == (left.shape(sizes) == right.shape(sizes) and np.array_equal(part, whole))
 
@@ -110,12 +110,12 @@ def test_parts_of_a_sum_are_cut_out_and_joined_again(data: st.DataObject) -> Non
     seen = []
     for at in range(e):
         for k, axes in enumerate(parts):
-            found = link(axes, whole_axes, k, {"e": at}, sizes)
+            found = link_part(axes, whole_axes, k, {"e": at}, sizes)
             chunks = Chunks(len(axes.dims))
-            placed(found, entry, chunks, to_whole=False)
+            place_chunks(found, entry, chunks, to_whole=False)
             there = TensorEntry("int32", axes.shape(sizes), ("model", str(k)), chunks)
             seen += read(there, file).reshape(-1).tolist()
-            placed(found, there, back, to_whole=True)
+            place_chunks(found, there, back, to_whole=True)
     assert sorted(seen) == whole.reshape(-1).tolist()
     assert np.array_equal(read(TensorEntry("int32", whole.shape, ("model", "w"), back), file), whole)
 
@@ -125,14 +125,14 @@ def test_the_rotation_of_a_head_is_that_of_llama() -> None:
     heads, half, x = 4, 12, 8
     q = np.arange(heads * half * 2 * x, dtype=np.int32).reshape(-1, x)
     hub = q.reshape(heads, half, 2, x).swapaxes(1, 2).reshape(-1, x)
-    found = link(Axes.parse("(a h p) x"), Axes.parse("(a p h) x"), 0, {}, {"a": heads, "h": half, "p": 2, "x": x})
+    found = link_part(Axes.parse("(a h p) x"), Axes.parse("(a p h) x"), 0, {}, {"a": heads, "h": half, "p": 2, "x": x})
     entry, file = stored(q, [[13], []], transposed=False)
     chunks = Chunks(2)
-    placed(found, entry, chunks, to_whole=True)
+    place_chunks(found, entry, chunks, to_whole=True)
     assert np.array_equal(read(TensorEntry("int32", hub.shape, ("model", "q"), chunks), file), hub)
     assert len(chunks) == 2 * heads + 2  # a head is two strided boxes; the cut through one makes two more
     back = Chunks(2)
-    placed(found, stored(hub, [[], []], transposed=False)[0], back, to_whole=False)
+    place_chunks(found, stored(hub, [[], []], transposed=False)[0], back, to_whole=False)
     assert np.array_equal(read(TensorEntry("int32", q.shape, ("model", "q"), back), hub.reshape(-1)), q)
     assert len(back) == len(q) and not back.strides  # row by row, each as it lies in the file
 
@@ -176,4 +176,4 @@ def test_compressed_chunks_are_not_cut() -> None:
     chunks.add((0,), (4,), 0, 0, 9, zstd=(0, None))
     entry = TensorEntry("int32", (4,), ("model", "w"), chunks)
     with pytest.raises(Compressed):
-        placed(link(Axes.parse("a"), Axes.parse("(a+a)"), 0, {}, {"a": 2}), entry, Chunks(1), to_whole=False)
+        place_chunks(link_part(Axes.parse("a"), Axes.parse("(a+a)"), 0, {}, {"a": 2}), entry, Chunks(1), to_whole=False)

@@ -123,7 +123,7 @@ def test_flat_to_boxes_of_a_range_that_begins_and_ends_within_rows() -> None:
 
 @given(HOLLOW, st.integers(1, 60))
 def test_slabs_partition_a_tensor_in_order_and_none_is_larger_than_asked(shape: tuple[int, ...], most: int) -> None:
-    found = list(boxes.slabs(shape, most))
+    found = list(boxes.cut_into_slabs(shape, most))
     assert [i for b in found for i in part(shape, b)] == list(range(prod(shape)))
     assert all(1 <= prod(size) <= most for _, size in found)
 
@@ -133,8 +133,8 @@ def test_a_slab_meets_any_box_in_a_part_that_is_contiguous_in_the_memory_of_that
     shape = data.draw(SHAPES)
     start, size = data.draw(a_box(shape))
     at = 0
-    for slab in boxes.slabs(shape, data.draw(st.integers(1, 40))):
-        both = boxes.meet((start, size), slab)
+    for slab in boxes.cut_into_slabs(shape, data.draw(st.integers(1, 40))):
+        both = boxes.intersect((start, size), slab)
         if both is not None:
             inside = tuple(a - b for a, b in zip(both[0], start, strict=True))
             assert boxes.box_is_flat(size, inside, both[1])
@@ -147,15 +147,15 @@ def test_a_slab_meets_any_box_in_a_part_that_is_contiguous_in_the_memory_of_that
 def test_meet_is_the_common_elements_of_two_boxes(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     a, b = data.draw(a_box(shape)), data.draw(a_box(shape))
-    both = boxes.meet(a, b)
+    both = boxes.intersect(a, b)
     assert set(part(shape, both) if both else []) == set(part(shape, a)) & set(part(shape, b))
-    assert both == boxes.meet(b, a)
+    assert both == boxes.intersect(b, a)
 
 
 @given(st.data())
 def test_any_chunking_covers_its_tensor(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
-    assert boxes.cover(shape, data.draw(chunking(shape))) is None
+    assert boxes.find_cover_problem(shape, data.draw(chunking(shape))) is None
 
 
 @given(st.data())
@@ -165,41 +165,44 @@ def test_a_chunking_with_one_chunk_gone_moved_grown_or_twice_is_refused_with_a_r
     k = data.draw(st.integers(0, len(found) - 1))
     start, size = found[k]
     others = found[:k] + found[k + 1 :]
-    assert "chunks hold" in str(boxes.cover(shape, others))
-    assert boxes.cover(shape, [*found, found[k]])
+    assert "chunks hold" in str(boxes.find_cover_problem(shape, others))
+    assert boxes.find_cover_problem(shape, [*found, found[k]])
     if shape:
         d = data.draw(st.integers(0, len(shape) - 1))
         by = data.draw(st.sampled_from((-2, -1, 1, 2)))
-        assert boxes.cover(shape, [*others, ((*start[:d], start[d] + by, *start[d + 1 :]), size)])
-        assert boxes.cover(shape, [*others, (start, (*size[:d], size[d] + 1, *size[d + 1 :]))])
+        assert boxes.find_cover_problem(shape, [*others, ((*start[:d], start[d] + by, *start[d + 1 :]), size)])
+        assert boxes.find_cover_problem(shape, [*others, (start, (*size[:d], size[d] + 1, *size[d + 1 :]))])
 
 
 def test_five_chunks_around_each_other_that_no_cut_separates_cover_a_square() -> None:
     wheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-    assert boxes.cover((3, 3), wheel) is None
-    assert boxes.cover((3, 3), [*wheel[:3], ((1, 0), (2, 2)), wheel[4]]) == "chunks [1:3, 0:2] and [1:2, 1:2] overlap"
+    assert boxes.find_cover_problem((3, 3), wheel) is None
+    assert (
+        boxes.find_cover_problem((3, 3), [*wheel[:3], ((1, 0), (2, 2)), wheel[4]])
+        == "chunks [1:3, 0:2] and [1:2, 1:2] overlap"
+    )
 
 
 def test_the_reason_names_the_chunk_or_the_numbers() -> None:
-    assert boxes.cover((4,), [((0,), (3,))]) == "chunks hold 3 of 4 elements"
-    assert boxes.cover((4,), [((0,), (3,)), ((2,), (2,))]) == "chunks [0:3] and [2:4] overlap"
-    assert boxes.cover((4,), [((2,), (3,))]) == "chunk [2:5] reaches outside shape (4,)"
-    assert boxes.cover((4,), [((-1,), (5,))]) == "chunk [-1:4] reaches outside shape (4,)"
-    assert boxes.cover((4,), [((0, 0), (4, 1))]) == "a chunk has 2 dimensions, the tensor has 1"
-    assert boxes.cover((), [((), ()), ((), ())]) == "chunks [] and [] overlap"
+    assert boxes.find_cover_problem((4,), [((0,), (3,))]) == "chunks hold 3 of 4 elements"
+    assert boxes.find_cover_problem((4,), [((0,), (3,)), ((2,), (2,))]) == "chunks [0:3] and [2:4] overlap"
+    assert boxes.find_cover_problem((4,), [((2,), (3,))]) == "chunk [2:5] reaches outside shape (4,)"
+    assert boxes.find_cover_problem((4,), [((-1,), (5,))]) == "chunk [-1:4] reaches outside shape (4,)"
+    assert boxes.find_cover_problem((4,), [((0, 0), (4, 1))]) == "a chunk has 2 dimensions, the tensor has 1"
+    assert boxes.find_cover_problem((), [((), ()), ((), ())]) == "chunks [] and [] overlap"
 
 
 def test_empty_chunks_are_legal_inside_and_refused_outside() -> None:
-    assert boxes.cover((4, 2), [((0, 0), (4, 2)), ((4, 0), (0, 2))]) is None
-    assert boxes.cover((0, 2), []) is None
-    assert boxes.cover((4, 2), [((0, 0), (4, 2)), ((5, 0), (0, 2))]) is not None
+    assert boxes.find_cover_problem((4, 2), [((0, 0), (4, 2)), ((4, 0), (0, 2))]) is None
+    assert boxes.find_cover_problem((0, 2), []) is None
+    assert boxes.find_cover_problem((4, 2), [((0, 0), (4, 2)), ((5, 0), (0, 2))]) is not None
 
 
 def test_a_grid_of_ten_thousand_chunks_is_checked_at_once() -> None:
     grid = [((i, j), (1, 1)) for i in range(100) for j in range(100)]
     began = time.monotonic()
-    assert boxes.cover((100, 100), grid) is None
-    assert boxes.cover((100, 100), [*grid[:-1], grid[0]]) == "chunks [0:1, 0:1] and [0:1, 0:1] overlap"
+    assert boxes.find_cover_problem((100, 100), grid) is None
+    assert boxes.find_cover_problem((100, 100), [*grid[:-1], grid[0]]) == "chunks [0:1, 0:1] and [0:1, 0:1] overlap"
     assert time.monotonic() - began < 2
 
 
@@ -214,7 +217,7 @@ def spiral(rings: int) -> list[Box]:
 
 
 def test_a_spiral_covers_its_square() -> None:
-    assert boxes.cover((9, 9), spiral(4)) is None
+    assert boxes.find_cover_problem((9, 9), spiral(4)) is None
 
 
 def onion(n: int) -> list[Box]:
@@ -233,9 +236,9 @@ def test_chunks_that_no_mesh_makes_are_proven_or_refused_in_time_that_is_linear_
     for name, good in (("onion", onion(n)), ("spiral", spiral(n // 4))):
         shape = (side, side) if name == "onion" else (n // 2 + 1, n // 2 + 1)
         began = time.process_time()
-        assert boxes.cover(shape, good) is None
+        assert boxes.find_cover_problem(shape, good) is None
         (r, c), (h, w) = good[n // 2]
-        assert boxes.cover(shape, [*good[: n // 2], *good[n // 2 + 1 :]]) == (
+        assert boxes.find_cover_problem(shape, [*good[: n // 2], *good[n // 2 + 1 :]]) == (
             f"chunks hold {prod(shape) - h * w} of {prod(shape)} elements"
         )
         moved = [
@@ -243,7 +246,7 @@ def test_chunks_that_no_mesh_makes_are_proven_or_refused_in_time_that_is_linear_
             ((r - 1, c), (h, w)),
             *good[n // 2 + 1 :],
         ]  # as many elements, one twice and one never
-        assert "overlap" in str(boxes.cover(shape, moved))
+        assert "overlap" in str(boxes.find_cover_problem(shape, moved))
         assert time.process_time() - began < 5  # about 1 s; minutes where every chunk is met with every other
 
 
@@ -256,7 +259,7 @@ def test_boxes_are_a_cover_exactly_when_every_element_is_in_one_of_them(data: st
         gone = data.draw(st.integers(0, len(found)))
         found = found[gone:] + others if data.draw(st.booleans()) else found
     counts = np.bincount([i for b in found for i in part(shape, b)], minlength=prod(shape))
-    assert (boxes.cover(shape, found) is None) == bool((counts == 1).all())
+    assert (boxes.find_cover_problem(shape, found) is None) == bool((counts == 1).all())
 
 
 def test_flat_ranges_of_every_rank_cover_a_tensor_of_many_dimensions() -> None:
@@ -264,8 +267,8 @@ def test_flat_ranges_of_every_rank_cover_a_tensor_of_many_dimensions() -> None:
     n = prod(shape)
     cuts = [0, 1, 17, 130, 131, 132, 5000, n // 2, n - 1, n]
     found = [b for a, e in pairwise(cuts) for b in boxes.flat_to_boxes(shape, a, e)]
-    assert boxes.cover(shape, found) is None
-    assert "chunks hold" in str(boxes.cover(shape, found[:-1]))
+    assert boxes.find_cover_problem(shape, found) is None
+    assert "chunks hold" in str(boxes.find_cover_problem(shape, found[:-1]))
 
 
 def test_a_tensor_of_sixty_dimensions_is_checked_too() -> None:
@@ -275,5 +278,5 @@ def test_a_tensor_of_sixty_dimensions_is_checked_too() -> None:
         size[d] = 1
         found.append((tuple(start), tuple(size)))
         start[d] = 1
-    assert boxes.cover(shape, [*found, (tuple(start), tuple(size))]) is None
-    assert "chunks hold" in str(boxes.cover(shape, found))
+    assert boxes.find_cover_problem(shape, [*found, (tuple(start), tuple(size))]) is None
+    assert "chunks hold" in str(boxes.find_cover_problem(shape, found))

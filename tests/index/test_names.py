@@ -16,8 +16,8 @@ from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.index import composites
 from ckpttool.index.checkpoint import Chunks, Number, TensorEntry, joined, same_bytes
 from ckpttool.index.fqns import strip_wrappers
-from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original, own_tree
-from ckpttool.index.optimizer_names import name_order
+from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original_path, restore_own_tree
+from ckpttool.index.optimizer_names import assign_names
 from ckpttool.index.trees import check_no_leaf_inside_leaf, nest
 
 
@@ -310,7 +310,7 @@ REST = st.dictionaries(
 def test_keys_of_a_user_come_back() -> None:
     tree = {"model": MODEL, "lr_schedulers": [{"last_epoch": 3}], "train_state": {"step": 4}, "epoch": 1, "args": "x"}
     found = canonical(leaves(tree), shape_of)
-    back = {original(p, found.origin): v for p, v in found.leaves.items() if p[0] != "model"}
+    back = {original_path(p, found.origin): v for p, v in found.leaves.items() if p[0] != "model"}
     assert nest(back) == {k: v for k, v in tree.items() if k != "model"}
 
 
@@ -322,7 +322,7 @@ def test_every_leaf_of_the_rest_gets_back_the_path_it_had(rest: dict[tuple[Any, 
         found = canonical(tree, shape_of)
     except Corrupt:
         return  # two of them mean the same
-    back = {original(p, found.origin): v for p, v in found.leaves.items() if p[0] != "model"}
+    back = {original_path(p, found.origin): v for p, v in found.leaves.items() if p[0] != "model"}
     assert back == rest
 
 
@@ -392,32 +392,32 @@ WRITTEN: dict[str, Any] = {
 def test_the_tree_that_a_trainer_wrote_comes_back(kind: str) -> None:
     leaves = stored(WRITTEN[kind])
     found = canonical(leaves, composites.shape_of, None, same_bytes)
-    tree, notes = own_tree(found.leaves, found.origin, same_bytes)
+    tree, notes = restore_own_tree(found.leaves, found.origin, same_bytes)
     assert (tree, notes) == (leaves, [])
     assert nest(tree) == nest(leaves)
     pairs = [[list(a), list(b)] for a, b in found.origin.items()]
     read_again = {
         tuple(a): tuple(b) for a, b in json.loads(json.dumps(pairs))
     }  # as archives and training states keep it
-    assert own_tree(found.leaves, read_again, same_bytes)[0] == leaves
+    assert restore_own_tree(found.leaves, read_again, same_bytes)[0] == leaves
 
 
 def test_where_the_own_keys_do_not_lead_back_the_canonical_ones_stay() -> None:
     leaves = stored(WRITTEN["integer ids"])
     found = canonical(leaves, composites.shape_of, None, same_bytes)
     optimizer = {p: v for p, v in found.leaves.items() if p[0] == "optim"}  # --only optim: nothing names the numbers
-    tree, notes = own_tree(optimizer, found.origin, same_bytes)
+    tree, notes = restore_own_tree(optimizer, found.origin, same_bytes)
     assert tree is optimizer and "could not be read again" in notes[0]
     tied = stored(
         {"model": {"a.weight": W, "b.weight": W}, "optim": {"state": {0: ADAM}, "param_groups": [{"params": [0]}]}}
     )
     found = canonical(tied, composites.shape_of, None, same_bytes)
-    assert own_tree(found.leaves, found.origin, same_bytes)[0] == tied
-    tree, notes = own_tree(found.leaves, found.origin, None)  # DCP does not show that they are one
+    assert restore_own_tree(found.leaves, found.origin, same_bytes)[0] == tied
+    tree, notes = restore_own_tree(found.leaves, found.origin, None)  # DCP does not show that they are one
     assert tree is found.leaves and notes
     wrong = {("model", "fc.weight"): ("x",), ("model", "fc.bias"): ("x",)}
     bare = {("model", k): v for (k,), v in stored(MODEL).items()}
-    assert own_tree(bare, wrong, None)[0] is bare
+    assert restore_own_tree(bare, wrong, None)[0] is bare
 
 
 def test_a_part_of_a_state_has_the_keys_it_had() -> None:
@@ -425,7 +425,7 @@ def test_a_part_of_a_state_has_the_keys_it_had() -> None:
         leaves = stored(WRITTEN[kind])
         found = canonical(leaves, composites.shape_of, None, same_bytes)
         model = {p: v for p, v in found.leaves.items() if p[0] == "model"}
-        tree, notes = own_tree(model, found.origin, same_bytes)
+        tree, notes = restore_own_tree(model, found.origin, same_bytes)
         assert len(tree) == 2 and all(leaves[p] is t for p, t in tree.items()) and not notes
 
 
@@ -469,7 +469,7 @@ def named(*shapes: tuple[int, ...], suffix: str = ".weight") -> list[tuple[str, 
 
 
 def test_one_group_in_the_order_of_the_model_is_unique() -> None:
-    assert name_order(named((2,), (3,), (2,)), [[(2,), (3,), (2,)]]) == (
+    assert assign_names(named((2,), (3,), (2,)), [[(2,), (3,), (2,)]]) == (
         [["p0.weight", "p1.weight", "p2.weight"]],
         [],
         1,
@@ -477,38 +477,38 @@ def test_one_group_in_the_order_of_the_model_is_unique() -> None:
 
 
 def test_shapes_that_are_not_known_fit_any_name() -> None:
-    assert name_order(named((2,), (3,)), [[None, None]]) == ([["p0.weight", "p1.weight"]], [], 1)
+    assert assign_names(named((2,), (3,)), [[None, None]]) == ([["p0.weight", "p1.weight"]], [], 1)
 
 
 def test_buffers_are_left_out_before_weights() -> None:
     state = [("bn.weight", (4,)), ("bn.bias", (4,)), ("bn.running_mean", (4,)), ("bn.running_var", (4,))]
-    assert name_order(state, [[(4,), (4,)]]) == ([["bn.weight", "bn.bias"]], ["bn.running_mean", "bn.running_var"], 1)
+    assert assign_names(state, [[(4,), (4,)]]) == ([["bn.weight", "bn.bias"]], ["bn.running_mean", "bn.running_var"], 1)
 
 
 def test_a_frozen_weight_is_left_out_where_shapes_leave_one_way() -> None:
-    assert name_order(named((2,), (3,), (4,)), [[(2,), (4,)]]) == ([["p0.weight", "p2.weight"]], ["p1.weight"], 1)
+    assert assign_names(named((2,), (3,), (4,)), [[(2,), (4,)]]) == ([["p0.weight", "p2.weight"]], ["p1.weight"], 1)
 
 
 def test_several_groups_are_disjoint_subsequences() -> None:
-    found = name_order(named((2, 2), (2,), (3, 3), (3,)), [[(2, 2), (3, 3)], [(2,), (3,)]])
+    found = assign_names(named((2, 2), (2,), (3, 3), (3,)), [[(2, 2), (3, 3)], [(2,), (3,)]])
     assert found == ([["p0.weight", "p2.weight"], ["p1.weight", "p3.weight"]], [], 1)
-    assert name_order(named((2,), (3,)), [[(3,)], [(2,)]]) == ([["p1.weight"], ["p0.weight"]], [], 1)
+    assert assign_names(named((2,), (3,)), [[(3,)], [(2,)]]) == ([["p1.weight"], ["p0.weight"]], [], 1)
 
 
 def test_what_fits_in_several_ways_is_left_open() -> None:
-    assert name_order(named((2,), (2,)), [[(2,)]]) == (None, [], 2)
-    assert name_order(named((2,), (2,)), [[(2,)], [(2,)]]) == (None, [], 2)
-    assert name_order(named((2,), (2,), (2,)), [[(2,), (2,)]])[2] == 3
+    assert assign_names(named((2,), (2,)), [[(2,)]]) == (None, [], 2)
+    assert assign_names(named((2,), (2,)), [[(2,)], [(2,)]]) == (None, [], 2)
+    assert assign_names(named((2,), (2,), (2,)), [[(2,), (2,)]])[2] == 3
 
 
 def test_what_fits_in_no_way_has_no_answer() -> None:
-    assert name_order(named((2,)), [[(3,)]]) == (None, [], 0)
-    assert name_order(named((2,)), [[(2,), (2,)]]) == (None, [], 0)
-    assert name_order(named((2,), (3,)), [[(3,), (2,)]]) == (None, [], 0)
+    assert assign_names(named((2,)), [[(3,)]]) == (None, [], 0)
+    assert assign_names(named((2,)), [[(2,), (2,)]]) == (None, [], 0)
+    assert assign_names(named((2,), (3,)), [[(3,), (2,)]]) == (None, [], 0)
 
 
 def test_nothing_is_the_order_of_nothing() -> None:
-    assert name_order([], []) == ([], [], 1)
+    assert assign_names([], []) == ([], [], 1)
 
 
 def every_way(names: list[tuple[str, tuple[int, ...]]], groups: list[list[Any]]) -> list[tuple[int, list[list[str]]]]:
@@ -535,7 +535,7 @@ def test_the_order_is_the_only_one_of_all_that_leaves_fewest_weights_out(data: s
     groups = data.draw(st.lists(st.lists(st.none() | shape, max_size=3), max_size=2))
     ways = every_way(state, groups)
     best = [g for left, g in ways if left == min(x for x, _ in ways)]
-    resolved, left, count = name_order(state, groups)
+    resolved, left, count = assign_names(state, groups)
     assert count == len(best)
     if count == 1:
         assert resolved == best[0]
@@ -548,16 +548,16 @@ def test_the_parameters_of_a_large_model_are_put_in_order_at_once() -> None:
     layer = [(64, 64), (64, 64), (64, 16), (64,), (64,), (128, 64), (64, 128)]
     state = named(*(layer * 100))
     began = time.process_time()
-    assert name_order(state, [[s for _, s in state]])[2] == 1
+    assert assign_names(state, [[s for _, s in state]])[2] == 1
     matrices, vectors = [s for _, s in state if len(s) > 1], [s for _, s in state if len(s) == 1]
-    assert name_order(state, [matrices, vectors])[2] == 1
+    assert assign_names(state, [matrices, vectors])[2] == 1
     assert time.process_time() - began < 3
 
 
 def test_a_group_for_every_layer_is_left_open_in_bounded_time() -> None:
     layer = [(4, 4), (4,), (8, 4), (8,)]
     began = time.process_time()
-    assert name_order(named(*(layer * 14)), [list(layer) for _ in range(14)])[0] is None
+    assert assign_names(named(*(layer * 14)), [list(layer) for _ in range(14)])[0] is None
     assert time.process_time() - began < 1.2
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ckpttool
 from ckpttool.engine.opening import open as open_checkpoint
-from ckpttool.index.optimizers import states
+from ckpttool.index.optimizers import find_optimizers
 
 MATRICES, VECTORS = ("a.weight", "b.weight"), ("a.bias", "b.bias")
 
@@ -165,4 +165,7 @@ def test_schedule_free_says_which_weights_are_on_disk(mode: bool | None, words: 
 def test_parameters_outside_of_all_groups_are_looked_at_too(tmp_path: Path) -> None:
     path = written(tmp_path, {"a": T, "b": T}, {"a": {"exp_avg": T}, "b": {"sum": T}}, [{"lr": 1.0, "params": ["a"]}])
     with open_checkpoint(path) as opened:
-        assert [(s.name, list(s.slots)) for s in states(opened.checkpoint)] == [("Lion", ["a"]), ("Adagrad", ["b"])]
+        assert [(s.name, list(s.slots)) for s in find_optimizers(opened.checkpoint)] == [
+            ("Lion", ["a"]),
+            ("Adagrad", ["b"]),
+        ]

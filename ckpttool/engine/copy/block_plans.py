@@ -58,7 +58,7 @@ def plans(jobs: Iterable[StreamJob], block_bytes: int) -> Iterator[BlockPlan]:
         rows = _flat_rows(e)
         if rows is not None and (not job.boxed or len(rows) == 1):
             if job.boxed:
-                for start, shape in boxes.slabs(e.shape, most):
+                for start, shape in boxes.cut_into_slabs(e.shape, most):
                     first = boxes.flat_start(e.shape, start)
                     n = prod(shape)
                     yield BlockPlan(
@@ -96,10 +96,10 @@ def _flat_rows(e: TensorEntry) -> list[tuple[int, int, int]] | None:
 def _assembled(job: StreamJob, most: int) -> Iterator[BlockPlan]:
     e = job.entry
     chunks = [(k, c.start, c.shape) for k, c in enumerate(e.chunks) if prod(c.shape)]
-    for start, shape in boxes.slabs(e.shape, most):
+    for start, shape in boxes.cut_into_slabs(e.shape, most):
         parts = []
         for k, s, n in chunks:
-            both = boxes.meet((s, n), (start, shape))
+            both = boxes.intersect((s, n), (start, shape))
             if both:
                 parts.append((k, *both))
         first = boxes.flat_start(e.shape, start)

@@ -257,7 +257,7 @@ class Scatter:
                 self._end(name, entry, r)
             return
         for r in reversed(plan):
-            both = boxes.meet((r.start, r.shape), (block.start, block.shape))
+            both = boxes.intersect((r.start, r.shape), (block.start, block.shape))
             if both is None:
                 continue
             part = _cut(block, both, item)

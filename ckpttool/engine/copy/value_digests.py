@@ -15,7 +15,7 @@ from blake3 import blake3
 from ...formats import values
 from ...formats.stored_tensors import Inline, flattened
 from ...index.checkpoint import Checkpoint, Value, joined
-from ...index.digests import roots, value_root
+from ...index.digests import component_roots, value_root
 
 __all__ = [
     "data_digest",
@@ -96,5 +96,5 @@ def state_roots(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[str, str]:
     Args:
         digests: {tensor: BLAKE3 in hex} of all tensors of `ckpt`.
     """
-    out = roots(ckpt.tensors, digests)
+    out = component_roots(ckpt.tensors, digests)
     return out | {VALUES: value_root(value_digests(ckpt.values))} if ckpt.values else out

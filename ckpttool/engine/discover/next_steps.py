@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ...huggingface import hub_names, lora
 from ...index.checkpoint import Checkpoint, MixupNote, joined, unnamed_optimizer_state
-from ...index.names import without_weights
+from ...index.names import describe_weights_elsewhere
 
 __all__ = ["next_step"]
 
@@ -35,7 +35,7 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
             if ckpt.layout == "dcp" and "optim" in parts
             else ""
         )
-        if instead := without_weights(ckpt):
+        if instead := describe_weights_elsewhere(ckpt):
             return f"holds no model that ckpttool knows.{instead}"
         return f"holds no weights: give the directory of the trainer that they are in, if there is one{both}"
     if ckpt.layout in _OF_TRAINER:

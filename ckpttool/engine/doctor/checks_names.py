@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import CkpttoolError, argument
 from ...formats import safetensors_header
 from ...huggingface import encodings, model_names
-from ...index.checkpoint import without_random_states
+from ...index.checkpoint import ranks_without_rng_state
 from ...index.fqns import WRAPPERS
 from ...index.vocabulary import embedding_and_head, vocabulary_of
 from ...storage.source import Source
@@ -83,7 +83,7 @@ def wrapper_prefixes(at: Examined) -> list[Finding]:
 
 def lost_random_states(at: Examined) -> list[Finding]:
     """Ranks without random states, where others have some."""
-    if not (ranks := without_random_states(at.ckpt)):
+    if not (ranks := ranks_without_rng_state(at.ckpt)):
         return []
     text = (
         f"{len(ranks):,} rank{'s have' if len(ranks) > 1 else ' has'} no random states that can be read, first rank "

@@ -12,8 +12,8 @@ from ...errors import CkpttoolError, Corrupt
 from ...formats.stored_tensors import number_in
 from ...index.checkpoint import Checkpoint, joined, orphaned_optimizer_state
 from ...index.names import step_count
-from ...index.optimizers import lost_at_save, per_rank_slots
-from ...index.param_groups import differences, groups_of
+from ...index.optimizers import describe_lost_slots, find_per_rank_slots
+from ...index.param_groups import describe_group_differences, names_by_group
 from .. import mixups
 from ..copy.stream import small
 from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding
@@ -46,12 +46,12 @@ def orphaned_state(at: Examined) -> list[Finding]:
 
 def param_groups(at: Examined, other: Checkpoint, like: str) -> list[Finding]:
     """What in the param groups stops the job that wrote another checkpoint from loading this one."""
-    here, there = groups_of(at.ckpt), groups_of(other)
+    here, there = names_by_group(at.ckpt), names_by_group(other)
     if here is None or there is None:
         which = at.path if here is None else like
         text = f"the param groups cannot be compared: {which} has none that list names of parameters"
         return [Finding("param-groups", NOTE, None, (), text)]
-    texts = differences(here, there)
+    texts = describe_group_differences(here, there)
     if without := [n for n in _without_state(at.ckpt, here) if n in _with_state(other)]:
         texts.append(
             f"{len(without):,} parameters have no optimizer state here, but have some there, first {without[0]}"
@@ -77,14 +77,14 @@ def _without_state(ckpt: Checkpoint, groups: tuple[tuple[str, ...], ...]) -> lis
 
 def per_rank_state(at: Examined) -> list[Finding]:
     """State of the optimizer of which DCP has kept one rank's part."""
-    found = per_rank_slots(at.ckpt)
+    found = find_per_rank_slots(at.ckpt)
     if not found:
         return []
     ckpt = at.ckpt
     kept = dict.fromkeys(ckpt.component(n) for n in (*ckpt.tensors, *ckpt.values))
     repair = at.copy("without-optimizer", "--only", ",".join(c for c in kept if c != "optim"))
     names = tuple(n for slots in found.values() for n in slots)
-    return [Finding("per-rank-state", DAMAGE, None, names, lost_at_save(ckpt, found), repair)]
+    return [Finding("per-rank-state", DAMAGE, None, names, describe_lost_slots(ckpt, found), repair)]
 
 
 # ------------------------------------------------------------------------------------------------------------ steps

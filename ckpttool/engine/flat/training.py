@@ -29,7 +29,7 @@ from ...formats.stored_tensors import Inline, flattened
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined, tied_weights
 from ...index.draft import Dropped
 from ...index.fqns import EXTRA_STATE, split_extra_state
-from ...index.names import original, without_weights
+from ...index.names import describe_weights_elsewhere, original_path
 from ...index.trees import nest
 from ...storage.buffers import IOBudget
 from ...storage.source import Source
@@ -111,7 +111,8 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
     model = {n: t for n, t in model.items() if (split_extra_state(n) or (n, ""))[1] == ""}
     if not model:
         raise Unsupported(
-            f"the checkpoint holds no model weights; an engine cannot start from the rest alone.{without_weights(ckpt)}"
+            "the checkpoint holds no model weights; an engine cannot start from the rest "
+            f"alone.{describe_weights_elsewhere(ckpt)}"
         )
     out = Training(model, [], [], [], {}, {}, {}, extra_states=extra_states)
     _take_optimizer(ckpt, source, out)
@@ -129,7 +130,7 @@ def _extra_states(ckpt: Checkpoint) -> dict[str, Any]:
         if split is None or (not split[1] and isinstance(leaf, TensorEntry)):
             continue
         fqn, rest = split
-        at = original(
+        at = original_path(
             path, ckpt.origin
         )  # with the keys that are dicts and lists in the state dict, where the source told
         place = next((k for k, key in enumerate(at) if str(key).endswith(EXTRA_STATE)), None)
@@ -216,7 +217,7 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
         elif path[0] == "scaler" and len(path) == 2 and "scaler.cur_scale" in ckpt.values:
             out.scaler[str(path[1])] = data
         else:
-            leaves[path[1:] if path[:2] in _OF_DEEPSPEED else original(path, ckpt.origin)] = data
+            leaves[path[1:] if path[:2] in _OF_DEEPSPEED else original_path(path, ckpt.origin)] = data
             if path[0] == "extra" and "param_groups" in path:
                 others[joined(path[1 : path.index("param_groups")])] = None
     out.scheduler = nest(scheduler) if scheduler else None

@@ -20,7 +20,16 @@ from typing import Any
 from ...errors import Unsupported, UsageError, argument
 from ...huggingface import encodings
 from ...index.checkpoint import Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
-from ...index.composites import MARK, PLAIN, Composite, Uncut, class_of, composites, object_of, rows_of
+from ...index.composites import (
+    MARK,
+    PLAIN,
+    CannotCut,
+    Composite,
+    class_label,
+    composites,
+    rows_inside,
+    without_plain_rows,
+)
 from ...storage.overlay import ComputedSource
 from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
@@ -58,7 +67,7 @@ def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> t
             compute = _FORMULAS.get(str(found.about["class"][1]))
             if compute is None or not str(found.about["class"][0]).startswith("torchao."):
                 raise Unsupported(
-                    f'"{of}" is a {class_of(found.about)}, whose numbers ckpttool does not compute. It knows '
+                    f'"{of}" is a {class_label(found.about)}, whose numbers ckpttool does not compute. It knows '
                     f"{', '.join(_FORMULAS)}. Leave it out of "
                     f"{argument('dequantize')}."
                 )
@@ -73,7 +82,7 @@ def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> t
                 largest = max(largest, nbytes)
             tensors[of] = TensorEntry("float32", found.shape, found.path, chunks)
     values = {n: v for n, v in ckpt.values.items() if not (v.path[-1] == MARK and joined(v.path[:-1]) in chosen)}
-    kinds = ", ".join(dict.fromkeys(class_of(c.about) for c in chosen.values()))
+    kinds = ", ".join(dict.fromkeys(class_label(c.about) for c in chosen.values()))
     note = f"{len(chosen):,} tensors ({kinds}) are float32 now, the exact value of each code"
     out = replace(
         ckpt,
@@ -104,8 +113,8 @@ def _parts(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, Tenso
         inside: dict[str, TensorEntry] = {}
         for name, t in found.tensors.items():
             try:
-                at = rows_of(found.about, name, t.shape, first, rows)
-            except Uncut:
+                at = rows_inside(found.about, name, t.shape, first, rows)
+            except CannotCut:
                 return whole
             part = t if at is None else _rows(t, *at)
             if part is None or over or left:
@@ -117,12 +126,12 @@ def _parts(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, Tenso
 
 def _parts_of_mixed(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, TensorEntry]]]:
     """The parts of a tensor that some ranks have quantised and others have not."""
-    whole, out = object_of(found), []
+    whole, out = without_plain_rows(found), []
     of_objects = of_plain = 0
     for first, rows, quantised in found.about["parts"]:
         inside: dict[str, TensorEntry | None] = {PLAIN: _rows(found.tensors[PLAIN], of_plain, rows)}
         if quantised:
-            cuts = {n: rows_of(whole.about, n, t.shape, of_objects, rows) for n, t in whole.tensors.items()}
+            cuts = {n: rows_inside(whole.about, n, t.shape, of_objects, rows) for n, t in whole.tensors.items()}
             inside = {n: t if (c := cuts[n]) is None else _rows(t, *c) for n, t in whole.tensors.items()}
         of_objects, of_plain = (of_objects + rows, of_plain) if quantised else (of_objects, of_plain + rows)
         parts = {n: t for n, t in inside.items() if t is not None}

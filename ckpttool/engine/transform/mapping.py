@@ -17,10 +17,10 @@ from typing import Any
 
 from ...errors import Unsupported, UsageError, argument
 from ...huggingface import maps
-from ...index.axes import PAD, AxesError, UnknownSize, link, placed
+from ...index.axes import PAD, AxesError, UnknownSize, link_part, place_chunks
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
-from ...index.expressions import size_of
-from ...index.line_groups import Group, Resolved, ignored, matched, resolved, views
+from ...index.expressions import evaluate_size
+from ...index.line_groups import ResolvedGroup, TensorGroup, find_ignored, group_names, make_views, resolve_group
 from ...index.name_maps import NameMap
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource
 from ...storage.source import Source
@@ -84,7 +84,7 @@ class _Mapping:
         self.weights = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
         # what is no tensor, such as _extra_state
         self.plain = {v.local_name: v for v in ckpt.values.values() if v.component == "model"}
-        self.sizes = {a: n for a, e in found.sizes.items() if (n := size_of(e, config)) is not None}
+        self.sizes = {a: n for a, e in found.sizes.items() if (n := evaluate_size(e, config)) is not None}
         self.notes: list[str] = []
         self.tensors: dict[str, TensorEntry] = {}
         self.values: dict[str, Value] = {}
@@ -92,7 +92,7 @@ class _Mapping:
         self.made: dict[str, bytes] = {}  # {file that is not of the source: its bytes, if they are not just zeros}
         self.ways = self._ways()
         way = self.ways["optim"]
-        self.state: list[Group] = [] if way is None else matched(self._state_names(), found, "optim", way)[0]
+        self.state: list[TensorGroup] = [] if way is None else group_names(self._state_names(), found, "optim", way)[0]
         self.of_weight: dict[str, list[str]] = {}  # {a weight: what it becomes, or becomes part of}
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
 
@@ -123,8 +123,8 @@ class _Mapping:
         rest = {
             (component, forward): [
                 n
-                for n in matched(rows, self.map, component, forward)[1]
-                if not (forward and component == "model" and ignored(self.map, n))
+                for n in group_names(rows, self.map, component, forward)[1]
+                if not (forward and component == "model" and find_ignored(self.map, n))
             ]
             for component, rows in names.items()
             for forward in (True, False)
@@ -222,7 +222,7 @@ class _Mapping:
         self.made[name] = data
         self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, name], sizes=[*self.ckpt.sizes, size])
 
-    def _put(self, new: Mapping[str, TensorEntry], result: Resolved, old: Iterable[str]) -> None:
+    def _put(self, new: Mapping[str, TensorEntry], result: ResolvedGroup, old: Iterable[str]) -> None:
         for name, t in new.items():
             if name in self.tensors:
                 raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{name}".')
@@ -237,24 +237,24 @@ class _Mapping:
         if way is None:
             self._keep("model")
             return
-        groups, unmatched = matched(self.weights, self.map, "model", way)
+        groups, unmatched = group_names(self.weights, self.map, "model", way)
         for group in groups:
             entries = {key: self.weights[n] for key, n in group.names.items()}
-            result = resolved(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
-            self._put(views(result, entries, ("model",), ()), result, [joined(t.path) for t in entries.values()])
+            result = resolve_group(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
+            self._put(make_views(result, entries, ("model",), ()), result, [joined(t.path) for t in entries.values()])
             self.of_weight |= {n: list(result.names.values()) for n in group.names.values()}
             self.notes += result.notes
             if result.sizes.get(PAD):
                 self._padding(result, group.first)
-        groups, others = matched(self.plain, self.map, "model", way)
+        groups, others = group_names(self.plain, self.map, "model", way)
         for group in groups:
             if group.line.whole.axes is not None:
                 raise Unsupported(f'"{group.first}" is not a tensor, and the map {self.map.name} says {group.line}.')
-            path = ("model", next(iter(resolved(group, {}, self.sizes, self.map).names.values())))
+            path = ("model", next(iter(resolve_group(group, {}, self.sizes, self.map).names.values())))
             self.values[joined(path)] = Value(path, self.plain[group.first].data)
         left: dict[str, list[str]] = {}
         for n in [*unmatched, *others]:
-            row = ignored(self.map, n)
+            row = find_ignored(self.map, n)
             assert row is not None  # `_ways` has refused the others
             if (
                 row.zero
@@ -308,13 +308,13 @@ class _Mapping:
         way = self.ways["model"]
         if way is None or not copies:
             return
-        groups, unmatched = matched(copies, self.map, "model", way)
+        groups, unmatched = group_names(copies, self.map, "model", way)
         for name in unmatched:
             self.tensors[joined((*_MASTER, name))] = copies[name]
         for group in groups:
             entries = {key: copies[n] for key, n in group.names.items()}
-            result = resolved(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
-            self._put(views(result, entries, _MASTER, ()), result, [joined(t.path) for t in entries.values()])
+            result = resolve_group(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
+            self._put(make_views(result, entries, _MASTER, ()), result, [joined(t.path) for t in entries.values()])
 
     def _keep(self, component: str) -> None:
         """A component that has the right names already."""
@@ -322,17 +322,17 @@ class _Mapping:
         self.values |= {n: v for n, v in self.ckpt.values.items() if v.component == component}
         self.recorded |= {n: d for n, d in self.ckpt.recorded.items() if n.partition(".")[0] == component}
 
-    def _padding(self, result: Resolved, fqn: str) -> None:
+    def _padding(self, result: ResolvedGroup, fqn: str) -> None:
         """Say what is in the rows that are cut: nothing that was learned, or how many rows of what."""
         whole = result.group.line.whole.axes
         assert whole is not None
         terms = whole.sums[0]
-        tail = link(whole.term(len(terms) - 1), whole, len(terms) - 1, {}, result.sizes)
+        tail = link_part(whole.term(len(terms) - 1), whole, len(terms) - 1, {}, result.sizes)
         kept, rows = sum(tail.start), result.sizes[PAD]
 
         def cut(t: TensorEntry) -> TensorEntry:
             chunks = Chunks(len(tail.part_shape))
-            placed(tail, t, chunks, to_whole=False)
+            place_chunks(tail, t, chunks, to_whole=False)
             return TensorEntry(t.dtype, tail.part_shape, t.path, chunks)
 
         weight = self.weights[fqn]
@@ -374,7 +374,7 @@ class _Mapping:
                     f'the optimizer has state for "{group.first}" and none for "{none}", which the map joins to one '
                     "parameter."
                 )
-            result = resolved(group, self._shapes(group, have), self.sizes, self.map)
+            result = resolve_group(group, self._shapes(group, have), self.sizes, self.map)
             self.renamed[group.first] = tuple(result.names.values())
             for tail in dict.fromkeys(p for found in have.values() for p in found):
                 of_tail = {key: found.get(tail) for key, found in have.items()}
@@ -386,7 +386,7 @@ class _Mapping:
                 self._slot(result, tail, {key: leaf for key, leaf in of_tail.items() if leaf is not None})
 
     def _shapes(
-        self, group: Group, have: Mapping[Any, Mapping[Path, TensorEntry | Value]]
+        self, group: TensorGroup, have: Mapping[Any, Mapping[Path, TensorEntry | Value]]
     ) -> dict[Any, tuple[int, ...]]:
         """The shapes of the weights of a group: those of the model, or of the largest slots where it holds none."""
         out = {}
@@ -398,14 +398,14 @@ class _Mapping:
                 out[key] = max(found, key=lambda s: (len(s), s), default=())
         return out
 
-    def _slot(self, result: Resolved, tail: Path, leaves: Mapping[Any, TensorEntry | Value]) -> None:
+    def _slot(self, result: ResolvedGroup, tail: Path, leaves: Mapping[Any, TensorEntry | Value]) -> None:
         """One slot of a group: through the map of the weight, copied, or refused."""
         tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, TensorEntry)}
         head: Path = ("optim", "state")
         if len(tensors) == len(leaves):
             whole = result.renames or all(t.shape == result.source_shape(key) for key, t in tensors.items())
             if whole:
-                self._put(views(result, tensors, head, tail), result, [joined(t.path) for t in tensors.values()])
+                self._put(make_views(result, tensors, head, tail), result, [joined(t.path) for t in tensors.values()])
                 return
             if odd := [t for t in tensors.values() if t.numel != 1]:
                 raise Unsupported(
@@ -477,7 +477,7 @@ class _Mapping:
                 v = Value(v.path, [m for n in v.data for m in self.of_weight.get(n, [n])])
             self.values[name] = v
 
-    def _new_names(self, group: Group) -> tuple[str, ...]:
+    def _new_names(self, group: TensorGroup) -> tuple[str, ...]:
         """Those of parameters without state."""
         shapes = {key: self.weights[n].shape for key, n in group.names.items() if n in self.weights}
         if group.from_whole and group.line.stacked and not shapes:
@@ -485,7 +485,7 @@ class _Mapping:
                 f'how many parts "{group.first}" has is not known: the checkpoint has no weight of that name.'
             )
         if group.from_whole and group.line.stacked:
-            return tuple(resolved(group, shapes, self.sizes, self.map).names.values())
+            return tuple(resolve_group(group, shapes, self.sizes, self.map).names.values())
         return tuple(t.named(group.numbers) for t in (group.line.parts if group.from_whole else (group.line.whole,)))
 
     def _rest(self) -> None:

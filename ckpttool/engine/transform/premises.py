@@ -15,7 +15,7 @@ from ... import bounded_json
 from ...errors import CkpttoolError, Unsupported, argument
 from ...huggingface import maps
 from ...index.checkpoint import Checkpoint
-from ...index.expressions import keys_of, value_of
+from ...index.expressions import evaluate, keys_of
 from ...index.name_maps import NameMap, Premise
 from ...index.trees import nest
 from ...storage.source import Source
@@ -97,7 +97,7 @@ def compare(
             "for it" + (f": `ckpttool maps {found.name}` prints this one." if found.name in maps.names() else ".")
         )
     asked = found.arguments
-    missing = [k for k in asked if value_of(k, arguments) is None] if not arguments else _unknown(found, arguments)
+    missing = [k for k in asked if evaluate(k, arguments) is None] if not arguments else _unknown(found, arguments)
     if not missing:
         return []
     shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
@@ -107,24 +107,24 @@ def compare(
 
 def _unknown(found: NameMap, arguments: Mapping[str, Any]) -> list[str]:
     """The arguments that premises need and that are not known."""
-    asked = [p.job for p in found.premises if p.condition is None or value_of(p.condition, arguments)]
+    asked = [p.job for p in found.premises if p.condition is None or evaluate(p.condition, arguments)]
     asked += [n.condition for n in found.lines if n.condition is not None]
     asked += [a.condition for a in found.added_one]
-    return list(dict.fromkeys(k for text in asked if value_of(text, arguments) is None for k in keys_of(text)[:1]))
+    return list(dict.fromkeys(k for text in asked if evaluate(text, arguments) is None for k in keys_of(text)[:1]))
 
 
 def _contradicted(premise: Premise, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     if (not arguments and keys_of(premise.job)) or (
-        premise.condition is not None and not value_of(premise.condition, arguments)
+        premise.condition is not None and not evaluate(premise.condition, arguments)
     ):
         return False
-    job, other = value_of(premise.job, arguments), value_of(premise.config, config)
+    job, other = evaluate(premise.job, arguments), evaluate(premise.config, config)
     return job is not None and other is not None and job != other
 
 
 def _said(expression: str, values: Mapping[str, Any], where: str) -> str:
     """A side of a premise with the values of its keys."""
-    known = [f"{k} = {value_of(k, values)!r:.80}" for k in keys_of(expression) if value_of(k, values) is not None]
+    known = [f"{k} = {evaluate(k, values)!r:.80}" for k in keys_of(expression) if evaluate(k, values) is not None]
     if not keys_of(expression):
         return f"the map is right for {expression} only"
     return f"{where} {'has' if known else 'has none of'} {', '.join(known or keys_of(expression))}"

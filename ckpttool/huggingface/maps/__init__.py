@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib import resources
 
 from ...errors import UsageError
-from ...index.name_maps import NameMap, parse
+from ...index.name_maps import NameMap, parse_name_map
 
 __all__ = ["load", "names", "text_of"]
 
@@ -57,7 +57,7 @@ def load(asked: str) -> NameMap:
     Raises:
         UsageError: there is none, or its text is wrong.
     """
-    return parse(text_of(asked), "given" if "\n" in asked else os.path.basename(asked), _included)
+    return parse_name_map(text_of(asked), "given" if "\n" in asked else os.path.basename(asked), _included)
 
 
 def _included(name: str) -> str:

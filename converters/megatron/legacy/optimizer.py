@@ -128,7 +128,7 @@ def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
     whole = {name: TensorEntry("float32", shape, (), Chunks(len(shape))) for name, shape in ranks.shapes.items()}
     out: dict[Path, Any] = dict(entries(found, whole, source, ckpt, notes))
     for path, t in out.items():
-        if (why := boxes.cover(t.shape, t.chunks.boxes())) is not None:
+        if (why := boxes.find_cover_problem(t.shape, t.chunks.boxes())) is not None:
             raise Corrupt(
                 f'{source.root}: "{joined(path)}" {list(t.shape)}: {why}. A rank lacks its part; fetch the files of '
                 "one save."

@@ -116,7 +116,7 @@ class Ranks:
                 )
             put(t.chunks, local, entry)
         for name, t in out.items():
-            if (why := boxes.cover(t.shape, t.chunks.boxes())) is not None:
+            if (why := boxes.find_cover_problem(t.shape, t.chunks.boxes())) is not None:
                 raise Corrupt(
                     f'{self.files.source.root}: "{name}" {list(t.shape)}: {why}. Ranks are missing or from other saves.'
                 )
