@@ -4,6 +4,7 @@
 <!-- exit-codes -->               ckpttool.errors.EXIT_CODES
 <!-- layouts -->                  every installed layout and what it holds
 <!-- modules -->                  every module, with the first sentence of its docstring
+<!-- findings -->                 every kind of finding of `doctor`, and whether it takes --read-data
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from mkdocs.plugins import event_priority
 
 import ckpttool
 from ckpttool.cli.main import app
+from ckpttool.engine.doctor.checks import kinds_from_data, load_checks
+from ckpttool.engine.doctor.findings import KINDS, ordered_kinds
 from ckpttool.errors import EXIT_CODES
 from ckpttool.layouts import layouts
 
@@ -85,6 +88,17 @@ def layouts_table() -> str:
     return "\n".join(["| name | what it is | holds |", "|---|---|---|", *rows])
 
 
+def findings_table() -> str:
+    """Every kind of finding of doctor, in the order in which it lists them, each with a link to what says more."""
+    load_checks()
+    from_data = kinds_from_data()
+    rows = (
+        f"| [`{kind}`](#{KINDS[kind].section}) | {KINDS[kind].meaning} | {'yes' if kind in from_data else ''} |"
+        for kind in ordered_kinds()
+    )
+    return "\n".join(["| kind | what it is about | needs `--read-data` |", "|---|---|---|", *rows])
+
+
 def modules_table() -> str:
     """Every module by folder, with the first sentence of its docstring."""
     root = Path(__file__).resolve().parents[1]
@@ -119,6 +133,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         "<!-- exit-codes -->": exit_codes_table,
         "<!-- layouts -->": layouts_table,
         "<!-- modules -->": modules_table,
+        "<!-- findings -->": findings_table,
     }
     for mark, make in made.items():
         markdown = markdown.replace(mark, make()) if mark in markdown else markdown

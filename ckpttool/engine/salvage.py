@@ -17,6 +17,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, NotPermitted, Unreadable, Unsupported
@@ -28,7 +29,9 @@ from ..layouts import Place
 from ..storage.overlay import ENDLESS, Patch, PatchedSource
 from ..storage.source import Source
 
-__all__ = ["Problem", "leave_out", "patched", "problems"]
+__all__ = ["Problem", "ProblemKind", "leave_out", "patched", "problems"]
+
+ProblemKind = Literal["empty", "lfs-pointer", "web-page", "text", "zeros", "cut", "missing", "no-metadata", "damaged"]
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
 _INDEX = "model.safetensors.index.json"
@@ -43,7 +46,6 @@ _MOST_FILES = 200_000
 class Problem:
     """A file that is not what it should be.
 
-    `kind`    "empty", "lfs-pointer", "web-page", "text", "zeros", "cut", "missing", "no-metadata" or "damaged"
     `text`    what was found
     `repair`  the command that may help; None where there is none
     `patch`   how the file should be, where that is known
@@ -51,7 +53,7 @@ class Problem:
     """
 
     file: str
-    kind: str
+    kind: ProblemKind
     text: str
     repair: str | None = None
     patch: Patch | None = None

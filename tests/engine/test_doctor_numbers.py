@@ -80,7 +80,7 @@ def test_the_rank_of_a_bad_element_and_blocks_that_are_smaller_than_tensors(
     # the CRC32 of the record is wrong now: that is found first, so numbers are looked at without it
     with ckpttool.open(tmp_path / "d") as opened:
         ckpt = opened.locate()
-        numbers = checks_numbers.Numbers(ckpt)
+        numbers = checks_numbers.NumbersCheck(ckpt)
         for block in Reader(opened.source, ckpt.files).blocks(checks_numbers_jobs(ckpt.tensors)):
             numbers.add(block)
     (one,) = numbers.findings()

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
 
 from ...errors import CkpttoolError, argument
 from ...formats import safetensors_header
@@ -16,16 +15,30 @@ from ...index.fqns import WRAPPERS
 from ...index.vocabulary import embedding_and_head, vocabulary_of
 from ...storage.source import Source
 from ..discover import detection
-from .findings import DAMAGE, NOTE, Examined, Finding
+from .checks import Examined, check
+from .findings import DAMAGE, NOTE, Finding, define_kind
 
-__all__ = [
-    "empty_weights",
-    "encoded_weights",
-    "lost_random_states",
-    "tied_weights",
-    "vocabulary_rows",
-    "wrapper_prefixes",
-]
+WRAPPER_PREFIX = define_kind(
+    "wrapper-prefix", 110, "names have a prefix of a wrapper module", "what-is-whole-and-yet-does-not-load"
+)
+EMPTY_WEIGHTS = define_kind(
+    "empty-weights", 120, "weights have shape [0], since an engine had sharded them", "what-is-recognised"
+)
+VOCABULARY = define_kind(
+    "vocabulary", 130, "the embedding has other rows than config.json has tokens", "rows-of-the-vocabulary"
+)
+RANDOM_STATES = define_kind(
+    "random-states", 140, "some ranks have no random states of their own", "what-is-whole-and-yet-does-not-load"
+)
+ENCODING = define_kind(
+    "encoding", 150, "weights are quantised: how, and what does not fit", "what-is-whole-and-yet-does-not-load"
+)
+TIED_WEIGHTS = define_kind(
+    "tied-weights",
+    250,
+    "config.json ties weights that differ, or does not tie and one is missing",
+    "what-is-recognised",
+)
 
 #: Which wrapper has put a prefix there.
 _WRAPPER = {
@@ -37,8 +50,30 @@ _WRAPPER = {
 }
 
 
-def _raw_names(at: Examined) -> Mapping[str, str]:
-    """{name in the file: canonical name} of weights that are not called the same."""
+@check(WRAPPER_PREFIX)
+def find_wrapper_prefixes(at: Examined) -> list[Finding]:
+    """Find names that begin with what a wrapper module has put in front, "_orig_mod." or "module."; the plain model
+    refuses them."""
+    names_by_prefix: dict[str, list[str]] = {}
+    for raw, clean in _renamed_weights(at).items():
+        for prefix in dict.fromkeys(_wrapper_parts(raw, clean)):
+            names_by_prefix.setdefault(prefix, []).append(raw)
+    return [
+        Finding(
+            WRAPPER_PREFIX,
+            NOTE,
+            None,
+            tuple(names),
+            f'{len(names):,} weights have "{prefix}." of {_WRAPPER[prefix]} in their names, first "{names[0]}": a '
+            "model without that wrapper finds missing and unexpected keys",
+            at.copy_with("plain", *(["--strip-wrappers"] if at.opened.layout.own_keys else [])),
+        )
+        for prefix, names in names_by_prefix.items()
+    ]
+
+
+def _renamed_weights(at: Examined) -> Mapping[str, str]:
+    """Return {name in the file: canonical name, "" if it is not known} of weights whose two names differ."""
     ckpt = at.ckpt
     out = {str(p[-1]): str(q[1]) for q, p in ckpt.origin.items() if q[0] == "model" and len(q) == 2}
     if ckpt.layout == "hf":
@@ -52,54 +87,35 @@ def _raw_names(at: Examined) -> Mapping[str, str]:
     return out
 
 
-def _prefixes(raw: str, clean: str) -> list[str]:
-    """The parts of a name that wrappers have put there."""
+def _wrapper_parts(raw: str, clean: str) -> list[str]:
+    """Return the parts of a name that wrappers have put there."""
     parts = raw.split(".")[:-1]
     rest = [p for p in parts if p not in WRAPPERS]
     of_ddp = rest[:1] == ["module"] and not clean.startswith("module.")
     return [p for p in parts if p in WRAPPERS] + ["module"] * of_ddp
 
 
-def wrapper_prefixes(at: Examined) -> list[Finding]:
-    """Names that begin with what a wrapper module has put in front, "_orig_mod." or "module."; the plain model refuses
-    them."""
-    found: dict[str, list[str]] = {}
-    for raw, clean in _raw_names(at).items():
-        for part in dict.fromkeys(_prefixes(raw, clean)):
-            found.setdefault(part, []).append(raw)
-    return [
-        Finding(
-            "wrapper-prefix",
-            NOTE,
-            None,
-            tuple(names),
-            f'{len(names):,} weights have "{part}." of {_WRAPPER[part]} in their names, first "{names[0]}": a model '
-            "without that wrapper finds missing and unexpected keys",
-            at.copy("plain", *(["--strip-wrappers"] if at.opened.layout.own_keys else [])),
-        )
-        for part, names in found.items()
-    ]
-
-
-def lost_random_states(at: Examined) -> list[Finding]:
-    """Ranks without random states, where others have some."""
+@check(RANDOM_STATES)
+def find_lost_random_states(at: Examined) -> list[Finding]:
+    """Find ranks without random states, where others have some."""
     if not (ranks := ranks_without_rng_state(at.ckpt)):
         return []
     text = (
         f"{len(ranks):,} rank{'s have' if len(ranks) > 1 else ' has'} no random states that can be read, first rank "
         f"{ranks[0]}: the trainer stops there, or goes on with other random numbers"
     )
-    return [Finding("random-states", NOTE, None, (), text)]
+    return [Finding(RANDOM_STATES, NOTE, None, (), text)]
 
 
-def encoded_weights(at: Examined) -> list[Finding]:
-    """Weights that are codes with scales, those of which a part is not there, and a config that says what the weights
-    are not."""
+@check(ENCODING)
+def find_encodings(at: Examined) -> list[Finding]:
+    """Find weights that are codes with scales, those of which a part is missing, and a config that says what the
+    weights are not."""
     config = encodings.stated(at.ckpt, at.source if at.opened.folder else None)
     found = encodings.of_checkpoint(at.ckpt, config)
     out = [
         Finding(
-            "encoding",
+            ENCODING,
             DAMAGE if fault.sure else NOTE,
             None,
             fault.tensors,
@@ -108,23 +124,23 @@ def encoded_weights(at: Examined) -> list[Finding]:
         for fault in found.faults
     ]
     if found.weights:
-        out.append(Finding("encoding", NOTE, None, (), found.described()))
+        out.append(Finding(ENCODING, NOTE, None, (), found.described()))
     if found.contradicted:
         text = (
             f"config.json says that the weights are quantised ({found.method}), and none is: loaders take them for "
             "codes. Remove its quantization_config"
         )
-        out.append(Finding("encoding", NOTE, None, (), text))
+        out.append(Finding(ENCODING, NOTE, None, (), text))
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------- empty
-# weights
+# ------------------------------------------------------------------------------------------------------ empty weights
 
 
-def empty_weights(at: Examined) -> list[Finding]:
-    """Weights of shape [0], which `save_pretrained` writes of an engine that shards them: the values are not in this
-    file.
+@check(EMPTY_WEIGHTS)
+def find_empty_weights(at: Examined) -> list[Finding]:
+    """Find weights of shape [0], which `save_pretrained` writes of an engine that shards them: their values are not in
+    this file.
 
     A weight may have no elements in a model, so the model of config.json must have some, or nothing but such weights
     would be left.
@@ -134,32 +150,32 @@ def empty_weights(at: Examined) -> list[Finding]:
         empty = [n for n, shape in shapes.items() if shape == (0,)]
         if not empty or not _should_have_elements(at, empty, shapes):
             continue
-        where = next(_engine_folders(at), None)
         text = (
-            f"{len(empty):,} of {len(shapes):,} weights in {file or at.path} have shape [0], first {empty[0]}: "
+            f"{len(empty):,} of {len(shapes):,} weights in {file or at.request.path} have shape [0], first {empty[0]}: "
             "save_pretrained was called where every rank has a part only (DeepSpeed ZeRO-3, FSDP), so their values are "
             "not in it"
         )
         repair = None
-        if where is not None:
+        if (engine_folder := next(_engine_folders(at), None)) is not None:
             folder = at.source.root
             config = ["--config", folder] if at.source.exists("config.json") else []
-            repair = shlex.join(["ckpttool", "convert", where, f"{folder.rstrip('/')}-hf", "--to", "hf", *config])
-            text += f"; {where} has them"
+            target = f"{folder.rstrip('/')}-hf"
+            repair = shlex.join(["ckpttool", "convert", engine_folder, target, "--to", "hf", *config])
+            text += f"; {engine_folder} has them"
         else:
             text += (
                 ". Look for the folder of the engine (global_step*/, pytorch_model_fsdp_0/, *.distcp) of the same "
                 "step, and convert that. Without one they are lost; the next time, save with "
                 "accelerator.get_state_dict(model)"
             )
-        out.append(Finding("empty-weights", DAMAGE, file, tuple(empty), text, repair))
+        out.append(Finding(EMPTY_WEIGHTS, DAMAGE, file, tuple(empty), text, repair))
     return out
 
 
 def _weight_files(at: Examined) -> Iterator[tuple[str | None, dict[str, tuple[int, ...]]]]:
-    """(file, {name of a weight: shape}): what was read as the model, and safetensors files of the model beside it."""
-    model = {t.parameter: t.shape for t in at.ckpt.tensors.values() if t.component == "model" and len(t.path) == 2}
-    yield None, model
+    """Yield (file, {weight: shape}) of what was read as the model, with None for the file, and of safetensors files of
+    the model beside it."""
+    yield None, {n: t.shape for n, t in at.weights.items()}
     if not at.opened.folder or at.source.is_remote:
         return
     for name in at.source.list():
@@ -170,8 +186,10 @@ def _weight_files(at: Examined) -> Iterator[tuple[str | None, dict[str, tuple[in
                 continue
 
 
-def _should_have_elements(at: Examined, empty: list[str], shapes: Mapping[str, Any]) -> bool:
-    matrices = [n for n in shapes if n.endswith(".weight")]
+def _should_have_elements(at: Examined, empty: list[str], names: Collection[str]) -> bool:
+    """Decide whether the weights that are `empty`, some of `names`, have elements in the model: by its config.json, or
+    else because most matrices would be empty."""
+    matrices = [n for n in names if n.endswith(".weight")]
     most = 2 * len([n for n in empty if n.endswith(".weight")]) > len(matrices) > 1
     config = at.model_config
     if most or config is None or "model_type" not in config:
@@ -184,7 +202,7 @@ def _should_have_elements(at: Examined, empty: list[str], shapes: Mapping[str, A
 
 
 def _engine_folders(at: Examined) -> Iterator[str]:
-    """Checkpoints of an engine in the folder or beside it, the newest first."""
+    """Yield the complete checkpoints of an engine in the folder or beside it, the newest first."""
     root = at.source.root
     if at.source.is_remote:
         return
@@ -193,45 +211,42 @@ def _engine_folders(at: Examined) -> Iterator[str]:
             rows = detection.below(there).checkpoints
         for c in reversed(rows):
             path = os.path.join(folder, c.name)
-            if (
-                c.complete
-                and c.layout not in ("hf", "full", "audit")
-                and os.path.abspath(path) != os.path.abspath(root)
-            ):
+            of_engine = c.complete and c.layout not in ("hf", "full", "audit")
+            if of_engine and os.path.abspath(path) != os.path.abspath(root):
                 yield path
 
 
-# ------------------------------------------------------------------------------------------------------ tied weights,
-# rows
+# -------------------------------------------------------------------------------------------- tied weights, vocabulary
 
 
-def tied_weights(at: Examined, digests: Mapping[str, str] | None = None) -> list[Finding]:
-    """An embedding and an output layer that config.json ties and that are not equal, or that it does not tie and of
-    which one is missing. `digests` {tensor: digest}, where the data was read."""
+@check(TIED_WEIGHTS)
+def find_broken_ties(at: Examined) -> list[Finding]:
+    """Find an embedding and an output layer that config.json ties and that are not equal (in their bytes only where the
+    data is read), or that it does not tie and of which one is missing."""
     config = at.model_config
     tie = None if config is None else config.get("tie_word_embeddings")
-    model = {t.parameter: t for t in at.ckpt.tensors.values() if t.component == "model" and len(t.path) == 2}
-    embedding, head = embedding_and_head(model)
+    embedding, head = embedding_and_head(at.weights)
     if config is None or tie is None or embedding is None:
         return []
     if head is None:
+        # no output layer: right for a model without one, and for one with LoRA layers, whose names differ
         architectures = config.get("architectures")
         causal = isinstance(architectures, list) and any("CausalLM" in str(a) for a in architectures)
-        if tie or not causal or any("lora_" in n or ".base_layer." in n for n in model):
+        if tie or not causal or any("lora_" in n or ".base_layer." in n for n in at.weights):
             return []
         text = (
             f'config.json does not tie the output layer to "{embedding}", and there is no lm_head.weight: '
             "from_pretrained would fill it with random numbers. If the model was trained with tied weights, set "
             '"tie_word_embeddings": true in config.json'
         )
-        return [Finding("tied-weights", DAMAGE, None, (), text)]
+        return [Finding(TIED_WEIGHTS, DAMAGE, None, (), text)]
     if not tie:
         return []
-    a, b = model[embedding], model[head]
+    a, b = at.weights[embedding], at.weights[head]
     names = f"model.{embedding}", f"model.{head}"
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         odd = f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
-    elif digests is not None and digests[names[0]] != digests[names[1]]:
+    elif at.digests is not None and at.digests[names[0]] != at.digests[names[1]]:
         odd = "their bytes differ"
     else:
         return []
@@ -240,21 +255,14 @@ def tied_weights(at: Examined, digests: Mapping[str, str] | None = None) -> list
         f"and drops the second. Which of them is right cannot be known from the files; {argument('untie', True)} "
         "writes both"
     )
-    command = ["ckpttool", "convert", at.path, f"{at.path.rstrip('/')}-untied", "--to", "hf", "--untie"]
-    return [
-        Finding(
-            "tied-weights",
-            DAMAGE,
-            None,
-            names,
-            text,
-            shlex.join([*command, *(["--config", at.config] if at.config else [])]),
-        )
-    ]
+    command = ["ckpttool", "convert", at.request.path, f"{at.request.path.rstrip('/')}-untied", "--to", "hf", "--untie"]
+    repair = shlex.join([*command, *(["--config", at.request.config] if at.request.config else [])])
+    return [Finding(TIED_WEIGHTS, DAMAGE, None, names, text, repair)]
 
 
-def vocabulary_rows(at: Examined) -> list[Finding]:
-    """Embeddings with more or fewer rows than config.json has tokens: padded, or resized without the config."""
+@check(VOCABULARY)
+def find_other_vocabulary_size(at: Examined) -> list[Finding]:
+    """Find embeddings with more or fewer rows than config.json has tokens: padded, or resized without the config."""
     config = at.model_config
     size = None if config is None else config.get("vocab_size")
     if type(size) is not int or size < 1:
@@ -264,13 +272,5 @@ def vocabulary_rows(at: Examined) -> list[Finding]:
         return []
     rows = ", ".join(f"{n} has {k:,} rows" for n, k in odd.items())
     text = f"{rows}, config.json says vocab_size {size:,}: padded or resized, and from_pretrained refuses it"
-    return [
-        Finding(
-            "vocabulary",
-            NOTE,
-            None,
-            tuple(f"model.{n}" for n in odd),
-            text,
-            at.copy("resized", "--vocab-size", str(size)),
-        )
-    ]
+    names = tuple(f"model.{n}" for n in odd)
+    return [Finding(VOCABULARY, NOTE, None, names, text, at.copy_with("resized", "--vocab-size", str(size)))]

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from ...index.checkpoint import Checkpoint, TensorEntry
 from ..copy.averages import EXPONENT, Averages, averages_of, said_of
 from ..copy.dtypes import bits_dtype
-from ..copy.fill import Progress
 from ..copy.stream import Block
 from ..transform import masters
-from .findings import DAMAGE, NOTE, Examined, Finding
+from .checks import Examined, block_check, check
+from .findings import DAMAGE, NOTE, Finding, define_kind
 
-__all__ = ["Numbers", "other_masters"]
+NAN = define_kind("nan", 230, "NaN or infinity", "what-is-recognised")
+NEGATIVE_MOMENT = define_kind("negative-moment", 231, "averages of squares below 0", "what-is-recognised")
+ALL_ZERO = define_kind("all-zero", 232, "matrices of zeros", "what-is-whole-and-yet-does-not-load")
+CONSTANT = define_kind("constant", 233, "matrices of one number", "what-is-whole-and-yet-does-not-load")
+MASTERS = define_kind("masters", 240, "fp32 masters that do not round to their weights", "what-is-recognised")
 
 #: {dtype: the patterns that are NaN}, of dtypes without infinity.
 _NAN = {
@@ -26,31 +30,32 @@ _LEAST = 64  # elements of a weight that should not be one number
 
 
 @dataclass
-class _Seen:
+class _SeenNumbers:
     """What was seen of one tensor."""
 
-    bad: int = 0
-    first_bad: int | None = None
+    bad: int = 0  # elements that are NaN or infinite
+    first_bad: int | None = None  # flat index
     bits: int | None = None  # of the first element
     constant: bool = True
 
 
-class Numbers:
-    """Looks at every block of every tensor; `findings` afterwards. Memory does not grow with the size of tensors."""
+@block_check(NAN, NEGATIVE_MOMENT, ALL_ZERO, CONSTANT)
+class NumbersCheck:
+    """Looks for odd numbers in every block of every tensor. Memory does not grow with the size of tensors."""
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self.ckpt = ckpt
-        self.seen: dict[str, _Seen] = {}
+        self.seen: dict[str, _SeenNumbers] = {}
         self.averages = Averages(averages_of(ckpt.tensors))
 
     def add(self, block: Block) -> None:
-        """Look at a block."""
+        """Look at a block: count what is NaN or infinite, and whether all elements so far are one number."""
         t = self.ckpt.tensors[block.name]
         if t.dtype not in EXPONENT and t.dtype not in _NAN:
             return
         import numpy as np
 
-        of = self.seen.setdefault(block.name, _Seen())
+        of = self.seen.setdefault(block.name, _SeenNumbers())
         item = len(block.data) // block.count if block.count else 1
         bits = np.frombuffer(block.data, dtype=bits_dtype(item))
         if not bits.size:
@@ -69,10 +74,10 @@ class Numbers:
             of.constant = bool((bits == bits.dtype.type(of.bits)).all())
 
     def findings(self) -> list[Finding]:
-        """What is wrong with the numbers."""
+        """Return what is wrong with the numbers."""
         tensors = self.ckpt.tensors
-        bad = {n: (s.bad, s.first_bad) for n, s in self.seen.items() if s.first_bad is not None}
         out = []
+        bad = {n: (s.bad, s.first_bad) for n, s in self.seen.items() if s.first_bad is not None}
         if bad:
             name, (n, first) = next(iter(bad.items()))
             t = tensors[name]
@@ -81,38 +86,36 @@ class Numbers:
                 f"of {t.numel:,} elements, the first {masters.where(self.ckpt, t, first)}. Training diverged, or the "
                 "file is damaged; nothing in the checkpoint says what the numbers were. Take an earlier step"
             )
-            out.append(Finding("nan", DAMAGE, None, tuple(bad), text))
+            out.append(Finding(NAN, DAMAGE, None, tuple(bad), text))
         if below := self.averages.found:
             name, (_, first) = next(iter(below.items()))
             text = said_of(below, tensors, masters.where(self.ckpt, tensors[name], first))
-            out.append(Finding("negative-moment", DAMAGE, None, tuple(below), text))
-        for kind, names in (("all-zero", True), ("constant", False)):
-            same = [
-                n
-                for n, s in self.seen.items()
-                if s.constant
-                and s.bits is not None
-                and (s.bits == 0) is names
-                and n not in bad
-                and _is_matrix(n, tensors[n])
-            ]
-            if same:
-                what = "are zero in every element" if names else "hold one number in every element"
-                text = f"{len(same):,} weights {what}, first {same[0]}: they were never trained, or never written"
-                out.append(Finding(kind, NOTE, None, tuple(same), text))
+            out.append(Finding(NEGATIVE_MOMENT, DAMAGE, None, tuple(below), text))
+        constant = {
+            n: s.bits for n, s in self.seen.items() if s.constant and n not in bad and _is_matrix(n, tensors[n])
+        }
+        zeros = [n for n, bits in constant.items() if bits == 0]
+        others = [n for n, bits in constant.items() if bits]
+        for kind, names, what in (
+            (ALL_ZERO, zeros, "are zero in every element"),
+            (CONSTANT, others, "hold one number in every element"),
+        ):
+            if names:
+                text = f"{len(names):,} weights {what}, first {names[0]}: they were never trained, or never written"
+                out.append(Finding(kind, NOTE, None, tuple(names), text))
         return out
 
 
-def other_masters(at: Examined, progress: Progress) -> list[Finding]:
-    """Masters that are not those of their weights, reading both, block by block; `progress` is called with ("compare",
-    ...)."""
-    found = masters.differing(at.ckpt, at.source, progress)
-    return [Finding("masters", DAMAGE, None, tuple(found), masters.said_of(at.ckpt, found))] if found else []
+@check(MASTERS, reads_data=True)
+def find_other_masters(at: Examined) -> list[Finding]:
+    """Find masters that are not those of their weights, reading both; the progress is called with ("compare", ...)."""
+    found = masters.differing(at.ckpt, at.source, at.request.progress)
+    return [Finding(MASTERS, DAMAGE, None, tuple(found), masters.said_of(at.ckpt, found))] if found else []
 
 
 def _is_matrix(name: str, t: TensorEntry) -> bool:
-    """Whether a tensor is a weight that training makes different everywhere: no bias, no norm, no buffer of one number,
-    no lora_B, which begins with zeros."""
+    """Decide whether a tensor is a weight that training makes different everywhere: no bias, no norm, no buffer of one
+    number, no lora_B, which begins with zeros."""
     return (
         t.component == "model"
         and len(t.shape) > 1

@@ -16,24 +16,31 @@ from ...index.optimizers import describe_lost_slots, find_per_rank_slots
 from ...index.param_groups import describe_group_differences, names_by_group
 from .. import mixups
 from ..copy.stream import small
-from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding
+from ..opening import OpenOptions, open_with
+from .checks import Examined, check
+from .findings import DAMAGE, MISMATCH, NOTE, Finding, define_kind
 
-__all__ = [
-    "leftover_files",
-    "mixed_ranks",
-    "mixed_steps",
-    "orphaned_state",
-    "other_copies",
-    "param_groups",
-    "per_rank_state",
-]
+PER_RANK_STATE = define_kind(
+    "per-rank-state", 160, "DCP kept one rank's part of some optimizer state", "what-is-recognised"
+)
+OTHER_WEIGHTS = define_kind("other-weights", 170, "ranks have other copies of the same weights", "what-is-recognised")
+OWN_COPIES = define_kind("own-copies", 171, "buffers of which each rank has its own", "what-is-recognised")
+MIXED_STEPS = define_kind("mixed-steps", 180, "files are of different steps", "what-is-recognised")
+ORPHANED_STATE = define_kind(
+    "orphaned-state", 190, "optimizer state of parameters that the model lacks", "what-is-whole-and-yet-does-not-load"
+)
+LEFTOVER = define_kind("leftover", 200, "files of an earlier save", "what-is-whole-and-yet-does-not-load")
+PARAM_GROUPS = define_kind(
+    "param-groups", 220, "param groups that the job of `--like` refuses", "what-is-whole-and-yet-does-not-load"
+)
 
 _MOST_STEPS = 4096  # steps that are read
 _IN_NAME = re.compile(r"(checkpoint|global_step|step)s?[-_=]?(\d{1,15})", re.IGNORECASE)
 
 
-def orphaned_state(at: Examined) -> list[Finding]:
-    """State for parameters that the model does not have: weights and optimizer of two runs."""
+@check(ORPHANED_STATE, needs_whole=True)
+def find_orphaned_state(at: Examined) -> list[Finding]:
+    """Find state for parameters that the model does not have: weights and optimizer of two runs."""
     odd = orphaned_optimizer_state(at.ckpt)
     if not odd:
         return []
@@ -41,63 +48,63 @@ def orphaned_state(at: Examined) -> list[Finding]:
         f'the optimizer has state for {len(odd):,} parameters that the model does not have, first "{odd[0]}": are the '
         "two of one training run?"
     )
-    return [Finding("orphaned-state", NOTE, None, tuple(odd), text)]
+    return [Finding(ORPHANED_STATE, NOTE, None, tuple(odd), text)]
 
 
-def param_groups(at: Examined, other: Checkpoint, like: str) -> list[Finding]:
-    """What in the param groups stops the job that wrote another checkpoint from loading this one."""
-    here, there = names_by_group(at.ckpt), names_by_group(other)
-    if here is None or there is None:
-        which = at.path if here is None else like
-        text = f"the param groups cannot be compared: {which} has none that list names of parameters"
-        return [Finding("param-groups", NOTE, None, (), text)]
-    texts = describe_group_differences(here, there)
-    if without := [n for n in _without_state(at.ckpt, here) if n in _with_state(other)]:
-        texts.append(
-            f"{len(without):,} parameters have no optimizer state here, but have some there, first {without[0]}"
-        )
+@check(PARAM_GROUPS)
+def compare_param_groups(at: Examined) -> list[Finding]:
+    """Find what in the param groups stops the job that wrote the checkpoint `at.request.like` from loading this one."""
+    if at.request.like is None:
+        return []
+    with open_with(at.request.like, OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)) as opened:
+        other = opened.checkpoint
+        here, there = names_by_group(at.ckpt), names_by_group(other)
+        if here is None or there is None:
+            which = at.request.path if here is None else at.request.like
+            text = f"the param groups cannot be compared: {which} has none that list names of parameters"
+            return [Finding(PARAM_GROUPS, NOTE, None, (), text)]
+        texts = describe_group_differences(here, there)
+        with_state, with_state_there = _parameters_with_state(at.ckpt), _parameters_with_state(other)
+    names = [n for group in here for n in group]
+    if with_state and (lost := [n for n in names if n not in with_state and n in with_state_there]):
+        texts.append(f"{len(lost):,} parameters have no optimizer state here, but have some there, first {lost[0]}")
     if not texts:
         return []
-    repair = at.copy("regrouped", "--like", like, "--regroup", *(["--drop"] if _gone(here, there) else []))
-    return [Finding("param-groups", MISMATCH, None, (), text, repair if here != there else None) for text in texts]
+    surplus = set(names) - {n for group in there for n in group}
+    repair = at.copy_with("regrouped", "--like", at.request.like, "--regroup", *(["--drop"] if surplus else []))
+    return [Finding(PARAM_GROUPS, MISMATCH, None, (), text, repair if here != there else None) for text in texts]
 
 
-def _gone(here: tuple[tuple[str, ...], ...], there: tuple[tuple[str, ...], ...]) -> bool:
-    return bool({n for g in here for n in g} - {n for g in there for n in g})
-
-
-def _with_state(ckpt: Checkpoint) -> set[str]:
+def _parameters_with_state(ckpt: Checkpoint) -> set[str]:
+    """Return the FQNs of parameters that have tensors in the optimizer's state."""
     return {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
 
 
-def _without_state(ckpt: Checkpoint, groups: tuple[tuple[str, ...], ...]) -> list[str]:
-    have = _with_state(ckpt)
-    return [n for g in groups for n in g if n not in have] if have else []
-
-
-def per_rank_state(at: Examined) -> list[Finding]:
-    """State of the optimizer of which DCP has kept one rank's part."""
+@check(PER_RANK_STATE)
+def find_per_rank_state(at: Examined) -> list[Finding]:
+    """Find state of the optimizer of which DCP has kept one rank's part."""
     found = find_per_rank_slots(at.ckpt)
     if not found:
         return []
     ckpt = at.ckpt
     kept = dict.fromkeys(ckpt.component(n) for n in (*ckpt.tensors, *ckpt.values))
-    repair = at.copy("without-optimizer", "--only", ",".join(c for c in kept if c != "optim"))
+    repair = at.copy_with("without-optimizer", "--only", ",".join(c for c in kept if c != "optim"))
     names = tuple(n for slots in found.values() for n in slots)
-    return [Finding("per-rank-state", DAMAGE, None, names, describe_lost_slots(ckpt, found), repair)]
+    return [Finding(PER_RANK_STATE, DAMAGE, None, names, describe_lost_slots(ckpt, found), repair)]
 
 
 # ------------------------------------------------------------------------------------------------------------ steps
 
 
-def mixed_ranks(at: Examined) -> list[Finding]:
-    """Files of ranks of which some are of another step."""
+@check(MIXED_STEPS)
+def find_ranks_of_other_steps(at: Examined) -> list[Finding]:
+    """Find files of ranks of which some are of another step."""
     try:
         mixups.refuse_mixed_steps(at.ckpt, at.source)
     except Corrupt as e:
         text = str(e)
         by_step: dict[float, list[str]] = {}
-        for name, step in _steps(at).items():
+        for name, step in _optimizer_steps(at).items():
             t = at.ckpt.tensors.get(name)
             if t is not None:
                 by_step.setdefault(step, []).append(at.ckpt.files[t.chunks.file[0]])
@@ -105,28 +112,29 @@ def mixed_ranks(at: Examined) -> list[Finding]:
             best = max(by_step, key=lambda s: len(set(by_step[s])))
             files = sorted(set(by_step[best]))
             text += f" Of step {best:g}: {', '.join(files[:8])}{', ...' if len(files) > 8 else ''}."
-        return [Finding("mixed-steps", DAMAGE, None, (), text)]
+        return [Finding(MIXED_STEPS, DAMAGE, None, (), text)]
     return []
 
 
-def other_copies(at: Examined) -> list[Finding]:
-    """Weights of which ranks should have equal copies and have not, and buffers of which each rank has its own."""
+@check(OTHER_WEIGHTS, OWN_COPIES)
+def find_other_copies(at: Examined) -> list[Finding]:
+    """Find weights of which ranks should have equal copies and have not, and buffers of which each rank has its own."""
     out = []
     if weights := mixups.other_weights(at.ckpt):
         names = tuple(dict.fromkeys(o.name for o in weights))
-        out.append(Finding("other-weights", DAMAGE, None, names, mixups.said_of(at.ckpt, weights)))
+        out.append(Finding(OTHER_WEIGHTS, DAMAGE, None, names, mixups.said_of(at.ckpt, weights)))
     if own := [o for o in at.ckpt.others if o not in set(weights)]:
         names = tuple(dict.fromkeys(o.name for o in own))
         text = (
             f'each rank has its own numbers in {len(names):,} buffers or values, first "{names[0]}"; those of the '
             "lowest rank are read, and a conversion lists the others as left behind"
         )
-        out.append(Finding("own-copies", NOTE, None, names, text))
+        out.append(Finding(OWN_COPIES, NOTE, None, names, text))
     return out
 
 
-def _steps(at: Examined) -> dict[str, float]:
-    """{entry: step} of the parameters' steps in the optimizer."""
+def _optimizer_steps(at: Examined) -> dict[str, float]:
+    """Read {tensor or value: step} of the parameters' steps in the optimizer, at most `_MOST_STEPS` tensors."""
     ckpt = at.ckpt
     names = [n for n, t in ckpt.tensors.items() if t.is_optimizer_state and t.path[-1] == "step" and t.numel == 1][
         :_MOST_STEPS
@@ -142,16 +150,17 @@ def _steps(at: Examined) -> dict[str, float]:
     return {n: float(step) for n, step in out.items() if 0 <= step < 1 << 53}  # not NaN either
 
 
-def mixed_steps(at: Examined) -> list[Finding]:
-    """The step of the optimizer, the trainer's counter and the name of the folder, where they cannot be of one save."""
-    ckpt = at.ckpt
-    counter, what = step_count(ckpt.value), "the trainer's counter"
-    state = _trainer_state(at)
+@check(MIXED_STEPS)
+def compare_recorded_steps(at: Examined) -> list[Finding]:
+    """Compare the step of the optimizer, the trainer's counter and the step in the name of the folder, and find those
+    that cannot be of one save."""
+    counter, what = step_count(at.ckpt.value), "the trainer's counter"
+    state = _trainer_state_step(at)
     if state is not None:
         counter, what = state, "trainer_state.json"
-    found = _steps(at)
-    optimizer = int(max(found.values())) if found else None
-    tag = _tag(at)
+    steps = _optimizer_steps(at)
+    optimizer = int(max(steps.values())) if steps else None
+    tag = _folder_step(at)
     rows = [("the name of the folder", tag), (what, counter), ("the optimizer", optimizer)]
     known = [(name, step) for name, step in rows if step is not None]
     if len(known) < 2 or counter is None:
@@ -169,10 +178,11 @@ def mixed_steps(at: Examined) -> list[Finding]:
     )
     if votes > 1:
         text += f"; {' and '.join(together)} are of step {most:,}"
-    return [Finding("mixed-steps", NOTE if renamed else DAMAGE, None, (), text)]
+    return [Finding(MIXED_STEPS, NOTE if renamed else DAMAGE, None, (), text)]
 
 
-def _trainer_state(at: Examined) -> int | None:
+def _trainer_state_step(at: Examined) -> int | None:
+    """Read the step in trainer_state.json; None where there is none."""
     if not at.opened.folder or not at.source.exists("trainer_state.json"):
         return None
     try:
@@ -183,9 +193,9 @@ def _trainer_state(at: Examined) -> int | None:
     return step if type(step) is int else None
 
 
-def _tag(at: Examined) -> int | None:
-    """The step in the name of the folder, where the program that wrote the checkpoint has named it: Trainer's
-    checkpoint-N, DeepSpeed's global_stepN, torchtitan's step-N."""
+def _folder_step(at: Examined) -> int | None:
+    """Return the step in the name of the folder, where the program that wrote the checkpoint has named it: Trainer's
+    checkpoint-N, DeepSpeed's global_stepN, torchtitan's step-N. None for other programs and names."""
     ckpt = at.ckpt
     if ckpt.layout == "trainer" or (at.opened.folder and at.source.exists("trainer_state.json")):
         name, word = os.path.basename(os.path.abspath(at.source.root)), "checkpoint"
@@ -200,8 +210,9 @@ def _tag(at: Examined) -> int | None:
     return int(m[2]) if m is not None and m[1].lower() == word else None
 
 
-def leftover_files(at: Examined) -> list[Finding]:
-    """Files of ranks in a DCP folder that its `.metadata` does not name: of an earlier save there, by more ranks."""
+@check(LEFTOVER, needs_whole=True)
+def find_leftover_files(at: Examined) -> list[Finding]:
+    """Find files of ranks in a DCP folder that its `.metadata` does not name: of an earlier save, by more ranks."""
     rest = [r.name for r in at.ckpt.unread if r.name.endswith(".distcp") and r.bytes]
     if not rest:
         return []
@@ -209,4 +220,4 @@ def leftover_files(at: Examined) -> list[Finding]:
         f"{len(rest):,} files are of another save, since .metadata does not name them: {', '.join(rest[:4])}"
         f"{', ...' if len(rest) > 4 else ''}. The checkpoint is whole without them"
     )
-    return [Finding("leftover", NOTE, rest[0], (), text)]
+    return [Finding(LEFTOVER, NOTE, rest[0], (), text)]
