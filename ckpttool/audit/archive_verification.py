@@ -19,7 +19,7 @@ from typing import Any
 from ..engine.copy.fill import Progress, silent
 from ..engine.diff import diff
 from ..engine.workers.executors import Workers, WorkersSpec
-from ..engine.workers.parallel_digests import for_reading
+from ..engine.workers.parallel_digests import workers_for_reading
 from ..errors import CkpttoolError, Corrupt, Differs, argument
 from ..layouts import Place, ReadOptions, find
 from ..storage.source import Source
@@ -153,7 +153,7 @@ def _workers(
     elif archive is None:
         why = "the structure is damaged, so its frames have to be searched for from front to back"
     if archive is not None and why is None:
-        with for_reading(spec, path, archive.table.logical_size) as crew:
+        with workers_for_reading(spec, path, archive.table.logical_size) as crew:
             yield crew
         return
     if spec not in (None, 1, "1"):

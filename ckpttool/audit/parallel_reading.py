@@ -14,11 +14,11 @@ from bisect import bisect_left
 from typing import Any
 
 from ..engine.copy.fill import Progress
-from ..engine.workers.dispatch import run_all
+from ..engine.workers.dispatch import run_parts
 from ..engine.workers.executors import Workers
-from ..engine.workers.part_requests import absolute_path, encoded_error
-from ..engine.workers.part_worker import Last
-from ..engine.workers.parts import Part, least_bytes
+from ..engine.workers.part_requests import absolute_path, encode_error
+from ..engine.workers.part_worker import SingleEntryCache
+from ..engine.workers.parts import Part, least_part_bytes
 from ..errors import CkpttoolError
 from ..layouts import place
 from .archive import Archive
@@ -30,7 +30,7 @@ __all__ = ["cut_members", "read_with_workers", "run"]
 def cut_members(archive: Archive) -> list[Part]:
     """Parts of an archive: runs of frames that begin and end with members."""
     table = archive.table
-    least = least_bytes(table.logical_size)
+    least = least_part_bytes(table.logical_size)
     out: list[Part] = []
     first = at = 0
     for member in archive.plan.members:
@@ -65,7 +65,7 @@ def read_with_workers(
         return json.dumps({**same, "first": parts[number].first, "stop": parts[number].stop})
 
     results: dict[int, dict[str, Any]] = {}
-    again = run_all(parts, results, request, workers, lambda done, total: progress("verify", done, total), run)
+    again = run_parts(parts, results, request, workers, lambda done, total: progress("verify", done, total), run)
     for part in parts:
         hasher.absorb(results[part.number])
     return {"name": workers.name, "count": workers.count, "parts": len(parts), "again": again}
@@ -75,14 +75,14 @@ def run(request: str) -> str:
     """What a worker calls: read some frames; an error of ours is an answer, too."""
     asked = json.loads(request)
     try:
-        with _opened.of(json.dumps([asked["path"], asked["archive"]])) as archive:
+        with _opened.answer(json.dumps([asked["path"], asked["archive"]])) as archive:
             found = ArchiveHasher(archive.base, archive.file, archive).run_part(
                 asked["first"], asked["stop"], asked["jobs"]
             )
             archive.assert_unchanged()
         return json.dumps(found, separators=(",", ":"))
     except CkpttoolError as e:
-        return encoded_error(e)
+        return encode_error(e)
 
 
 def _archive_id(archive: Archive) -> list[Any]:
@@ -113,4 +113,4 @@ def _open(asked: str) -> Archive:
     )
 
 
-_opened = Last(_open)
+_opened = SingleEntryCache(_open)

@@ -293,9 +293,9 @@ def resume_verify(
             raise UsageError(f"{option} {file}: there is something that is not a regular file.")
     gc.enable()  # a training job makes cycles
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from ..engine.workers.local_worker import end_with
+        from ..engine.workers.local_worker import die_with_parent
 
-        end_with(os.getppid())  # however torchrun ends
+        die_with_parent(os.getppid())  # however torchrun ends
     src = newest_of(src, latest, quiet or as_json)
     telling = _Telling(quiet)
     with lasting_job():

@@ -32,9 +32,9 @@ from .recorded import RECORD, encoded, record
 from .verification import read_back, settled
 from .workers import part_worker
 from .workers.executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
-from .workers.parallel_digests import for_reading
+from .workers.parallel_digests import workers_for_reading
 from .workers.parallel_fill import fill_with_workers, why_one_process
-from .workers.part_requests import absolute, job_of
+from .workers.part_requests import describe_job, with_absolute_paths
 
 __all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_with", "io_budget", "most_memory_bytes"]
 
@@ -234,7 +234,7 @@ def convert_with(
     serve_if_worker(running.workers)
     note_change("")
     dst = normal_destination(dst)
-    reading = absolute(reading)
+    reading = with_absolute_paths(reading)
     refuse_source(src, dst)
     where = urls.display_path(dst)
     said = [] if urls.is_url(dst) else recovered(where)
@@ -276,7 +276,7 @@ def _convert(
         said += destination.messages
         destination.messages = said
         try:
-            job = job_of(src, dst, reading, writing, asked) if source.has_versions() else None
+            job = describe_job(src, dst, reading, writing, asked) if source.has_versions() else None
             with _workers(job, draft, destination, running) as workers:
                 facts: dict[str, Any] | None = None
                 parallel = destination.parallel
@@ -299,7 +299,7 @@ def _convert(
             with target.replacing(dst) if force else nullcontext():
                 destination.commit()
             if built is None and verify:  # an object can be read when it is there, and not before
-                with for_reading(running.workers, dst, draft.nbytes) as workers:
+                with workers_for_reading(running.workers, dst, draft.nbytes) as workers:
                     read_back(dst, target, draft, digests, reading.config, progress, budget, workers)
         except BaseException as e:
             error = destination.fail(e)
@@ -364,7 +364,7 @@ def _workers(
         try:
             yield Workers(InThisThread(), 1, False, "this process")
         finally:
-            part_worker.forget()
+            part_worker.close_caches()
     else:
         with workers_of(spec, draft.nbytes) as workers:
             yield workers

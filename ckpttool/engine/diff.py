@@ -26,7 +26,7 @@ from .copy.value_digests import equal_values
 from .map_choice import kept_text, under_other_names
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused, with_fitting_layout
 from .workers.executors import WorkersSpec
-from .workers.parallel_digests import digests_of, for_reading
+from .workers.parallel_digests import digest_with_workers, workers_for_reading
 
 __all__ = ["Difference", "TensorDifference", "diff"]
 
@@ -204,10 +204,10 @@ def _unequal(
     before."""
     digests = []
     for path, options, opened in (a, b):
-        with for_reading(spec, path, opened.checkpoint.nbytes) as workers:
+        with workers_for_reading(spec, path, opened.checkpoint.nbytes) as workers:
             if workers is None:
                 return names
-            digests.append(digests_of(opened, path, options, workers, progress, "digest"))
+            digests.append(digest_with_workers(opened, path, options, workers, progress, "digest"))
     left, right = (opened.checkpoint.tensors for *_, opened in (a, b))
     return [n for n in names if left[n].dtype != right[n].dtype or digests[0][n] != digests[1][n]]
 

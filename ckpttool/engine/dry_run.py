@@ -13,9 +13,9 @@ from .destination import check_destination, normal_destination, sharable
 from .opening import CheckpointPath, OpenOptions
 from .planning import Plan, WriteRequest, caster, plan_with
 from .verification import held_by
-from .workers.executors import named
+from .workers.executors import describe_workers
 from .workers.parallel_fill import why_one_process
-from .workers.part_requests import job_of
+from .workers.part_requests import describe_job
 
 __all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "dry_run_with"]
 
@@ -118,10 +118,10 @@ def _workers(
     """(who would fill the destination, memory of all processes on this machine, notes); `each` is that of one of
     them."""
     draft, source, spec = planned.draft, planned.opened.source, running.workers
-    name, count, elsewhere = named(spec, draft.nbytes)
+    name, count, elsewhere = describe_workers(spec, draft.nbytes)
     if count == 1 and not elsewhere:
         return None, each, []
-    job = job_of(src, dst, reading, writing, "") if source.has_versions() else None
+    job = describe_job(src, dst, reading, writing, "") if source.has_versions() else None
     dst = normal_destination(dst)
     why = why_one_process(draft, job, sharable(dst, planned.target.is_file, draft), urls.is_url(dst))
     if why is not None:

@@ -24,8 +24,8 @@ from ..storage.source import Source
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
 from .opening import OpenOptions, open_with
-from .transform.mapping import mapped
-from .transform.premises import compare, job_arguments
+from .transform.mapping import apply_map
+from .transform.premises import check_premises, read_job_arguments
 
 __all__ = ["NO_MAP", "kept_text", "under_other_names"]
 
@@ -66,8 +66,8 @@ def under_other_names(
         return ckpt, source
     text = (known or {}).get("text_config")
     known = {**(known or {}), **(text if isinstance(text, dict) else {})}
-    job = job_arguments(ckpt, source)
-    notes = compare(found, job, known, config)
+    job = read_job_arguments(ckpt, source)
+    notes = check_premises(found, job, known, config)
     found = found.of_job(job[0])
     facts: dict[str, Any] = {**job[0], **known}
     if (
@@ -80,7 +80,7 @@ def under_other_names(
     if vocab_size is not None:
         facts["vocab_size"] = vocab_size
     try:
-        out, files = mapped(ckpt, source, found, facts)
+        out, files = apply_map(ckpt, source, found, facts)
     except Unsupported as e:
         if asked is None:
             raise Unsupported(f"{e} {argument('map', NO_MAP)} writes the names as they are.") from None
@@ -158,7 +158,7 @@ def _fitting(
             continue
         heads = {"head_dim": size, "num_attention_heads": rows[0] // size, "num_key_value_heads": rows[1] // size}
         try:
-            one, _ = mapped(of_layer, source, found, heads)
+            one, _ = apply_map(of_layer, source, found, heads)
         except CkpttoolError:
             return None
         if {q, k} <= one.tensors.keys() and tensor_digests(

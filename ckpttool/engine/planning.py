@@ -50,8 +50,8 @@ from .fill_from import filled
 from .map_choice import kept_text, under_other_names
 from .merging import open_merged
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
-from .transform.dequantizing import dequantized
-from .transform.vocabulary_size import resized
+from .transform.dequantizing import dequantize
+from .transform.vocabulary_size import resize_vocabulary
 
 __all__ = ["Plan", "WriteRequest", "caster", "plan", "plan_id", "plan_with"]
 
@@ -343,7 +343,7 @@ def _change(
         ckpt.recorded = {**ckpt.recorded, **writing.expected}
     if writing.dequantize:
         inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded}
-        plain, computed = dequantized((ckpt, opened.source), writing.dequantize)
+        plain, computed = dequantize((ckpt, opened.source), writing.dequantize)
         inputs = replace(ckpt, tensors={n: t for n, t in inside.items() if n not in plain.tensors})
         opened.inputs = (*opened.inputs, replace(opened, checkpoint=inputs))
         account.add_step("dequantised", ckpt, plain, computed=True)
@@ -370,7 +370,7 @@ def _change(
                 f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. "
                 "Dequantise the weights with the program that quantised them first."
             )
-        opened.checkpoint, opened.source = resized((ckpt, opened.source), writing.vocab_size)
+        opened.checkpoint, opened.source = resize_vocabulary((ckpt, opened.source), writing.vocab_size)
         account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", ckpt, opened.checkpoint)
 
 

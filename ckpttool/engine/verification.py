@@ -31,7 +31,7 @@ from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
 from .transform import masters
 from .workers.executors import Workers, WorkersSpec
-from .workers.parallel_digests import digests_of, for_reading
+from .workers.parallel_digests import digest_with_workers, workers_for_reading
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "held_by", "read_back", "salvaged", "settled", "verify"]
 
@@ -70,10 +70,10 @@ def digest(
         until they are read. (the others): as `open`.
     """
     options = OpenOptions(only=only, **reading)
-    with open_with(path, options) as opened, for_reading(workers, path, opened.checkpoint.nbytes) as crew:
+    with open_with(path, options) as opened, workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
         with reporting(progress):
             ckpt = opened.locate()
-        found = digests_of(opened, path, options, crew, progress, "digest")
+        found = digest_with_workers(opened, path, options, crew, progress, "digest")
         opened.source.assert_unchanged()
         return DigestResult(state_roots(ckpt, found), found, [r.to_json() for r in ckpt.unread])
 
@@ -188,10 +188,13 @@ def verify(
         found = _read_data(opened, path, options, workers, progress, out)
     if against is not None:
         likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
-        with open_with(against, likewise) as other, for_reading(workers, against, other.checkpoint.nbytes) as crew:
+        with (
+            open_with(against, likewise) as other,
+            workers_for_reading(workers, against, other.checkpoint.nbytes) as crew,
+        ):
             with reporting(progress):
                 second = other.locate()
-            digests = digests_of(other, against, likewise, crew, progress, "read")
+            digests = digest_with_workers(other, against, likewise, crew, progress, "read")
             shared = _components(ckpt) & _components(second)
             excused = {*_changed(opened), *_changed(other)}
         mine, yours = (
@@ -267,8 +270,8 @@ def _read_data(
     def seen(block: Block) -> None:
         averages.add(block.name, ckpt.tensors[block.name].dtype, block.first, block.data)
 
-    with for_reading(workers, path, opened.checkpoint.nbytes) as crew:
-        found = digests_of(opened, path, options, crew, progress, "read", seen=seen)
+    with workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
+        found = digest_with_workers(opened, path, options, crew, progress, "read", seen=seen)
     if crew is not None:  # who have read them
         for block in Reader(opened.source, ckpt.files).blocks(
             StreamJob(n, t) for n, t in ckpt.tensors.items() if n in averages.names
@@ -293,9 +296,9 @@ def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progre
     texts = []
     if averages.found:
         name, (_, first) = next(iter(averages.found.items()))
-        texts.append(said_of(averages.found, ckpt.tensors, masters.where(ckpt, ckpt.tensors[name], first)))
-    if odd := masters.differing(ckpt, opened.source, progress):
-        texts.append(masters.said_of(ckpt, odd))
+        texts.append(said_of(averages.found, ckpt.tensors, masters.where_element(ckpt, ckpt.tensors[name], first)))
+    if odd := masters.find_differing_masters(ckpt, opened.source, progress):
+        texts.append(masters.describe_differences(ckpt, odd))
     if texts and not opened.allow_mixed_steps:
         raise Corrupt(f"{out.path}: {'. '.join(texts)}. To pass over it, use {argument('allow_mixed_steps', True)}.")
     out.numbers = "contradict" if texts else "ok"
@@ -469,7 +472,7 @@ def read_back(
                 back.checkpoint.config = draft.checkpoint.config  # one file has none beside it to tell its names
                 workers = None  # who would not know it
             back.locate()
-            found = digests_of(back, path, options, workers, progress, "verify", budget)
+            found = digest_with_workers(back, path, options, workers, progress, "verify", budget)
             values = other_values(back.checkpoint, back.of_layout, draft, found)
     except Unreadable as e:  # what was written there would fail the next run too
         raise Corrupt(f"the destination cannot be read back: {e}") from e

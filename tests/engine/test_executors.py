@@ -16,8 +16,8 @@ import worker_functions as functions
 from programs import mpiexec, script, wait_for
 
 from ckpttool import extras
+from ckpttool.engine.workers import clusters, executors
 from ckpttool.engine.workers import cores as cores_module
-from ckpttool.engine.workers import executors
 from ckpttool.engine.workers.executors import default_count, workers_of
 from ckpttool.errors import Corrupt, MissingPackage, RemoteError, UsageError, as_flags
 
@@ -73,7 +73,7 @@ def test_an_executor_of_the_caller_stays_open(tmp_path: Path) -> None:
 def test_workers_of_another_version_or_without_ckpttool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as mine:
         monkeypatch.setattr(functions, "factory", lambda: mine, raising=False)
-        monkeypatch.setattr(executors, "version_of_worker", lambda text: "0.0.1")
+        monkeypatch.setattr(clusters, "version_of_worker", lambda text: "0.0.1")
         with (
             pytest.raises(
                 UsageError, match=r"a worker has ckpttool 0\.0\.1, this is .*Install the same version everywhere"
@@ -83,7 +83,7 @@ def test_workers_of_another_version_or_without_ckpttool_are_refused(monkeypatch:
             pass
     with ThreadPoolExecutor(1) as mine:
         monkeypatch.setattr(functions, "factory", lambda: mine, raising=False)
-        monkeypatch.setattr(executors, "version_of_worker", functions.fault)
+        monkeypatch.setattr(clusters, "version_of_worker", functions.fault)
         with (
             pytest.raises(UsageError, match=r"a worker cannot run ckpttool \(KeyError.*Install ckpttool==.* where"),
             workers_of("worker_functions:factory"),
@@ -126,8 +126,8 @@ def test_a_missing_package_is_named_with_its_extra(
 def test_the_default_follows_from_the_machine_and_the_work(
     cores: int, nbytes: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executors, "cores", lambda: cores)
-    monkeypatch.setattr(executors, "memory", lambda: None)
+    monkeypatch.setattr(executors, "usable_cores", lambda: cores)
+    monkeypatch.setattr(executors, "usable_memory", lambda: None)
     assert default_count(nbytes) == count
     with workers_of(None, nbytes) as workers:
         assert workers.count == count and not workers.remote
@@ -137,8 +137,8 @@ def test_the_default_follows_from_the_machine_and_the_work(
 def test_the_default_leaves_memory_for_each_worker(
     room: int | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executors, "cores", lambda: 64)
-    monkeypatch.setattr(executors, "memory", lambda: room)
+    monkeypatch.setattr(executors, "usable_cores", lambda: 64)
+    monkeypatch.setattr(executors, "usable_memory", lambda: room)
     assert default_count(10**12) == count
 
 
@@ -156,10 +156,10 @@ def test_memory_is_that_of_the_machine_or_of_the_cgroup(monkeypatch: pytest.Monk
     v1.mkdir(parents=True)
     (v1 / "memory.limit_in_bytes").write_text("1073741824\n")
     assert limits(tmp_path / "v1", "5:memory:/a\n4:cpu,cpuacct:/a\n") == [1 << 30]
-    machine = cores_module.memory()
+    machine = cores_module.usable_memory()
     assert machine is not None and machine > 1 << 20
     monkeypatch.setattr(cores_module, "_memory_limits", lambda: iter([1 << 20]))
-    assert cores_module.memory() == 1 << 20
+    assert cores_module.usable_memory() == 1 << 20
 
 
 def test_cores_are_those_of_the_affinity_mask_and_the_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_cores_are_those_of_the_affinity_mask_and_the_cgroup(monkeypatch: pytest
     assert quotas(v1, "5:memory:/a\n4:cpu,cpuacct:/a\n") == [4.0]
     for found, cores in (([6.5], 6), ([0.5], 1), ([64.0], 16), ([], 16)):
         monkeypatch.setattr(cores_module, "_quotas", lambda found=found: iter(found))
-        assert cores_module.cores() == cores
+        assert cores_module.usable_cores() == cores
 
 
 # ---------------------------------------------------------------------------------------------------------------- dask
@@ -225,7 +225,7 @@ def test_dask_works_with_four_workers_and_survives_the_death_of_one(cluster: Any
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_dask_workers_without_ckpttool_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "__version__", "9.9")
+    monkeypatch.setattr(clusters, "__version__", "9.9")
     with (
         pytest.raises(UsageError, match=r"the scheduler has ckpttool \d.*, this is 9\.9"),
         workers_of(f"dask:{cluster.scheduler_address}"),
@@ -237,8 +237,8 @@ def test_dask_workers_without_ckpttool_are_refused(cluster: Any, monkeypatch: py
 @pytest.mark.filterwarnings("ignore")
 def test_a_dask_cluster_that_loses_its_workers_or_its_scheduler_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     distributed = pytest.importorskip("distributed", reason="the extra [dask] is not installed")
-    monkeypatch.setattr(executors, "WAIT", 3.0)
-    monkeypatch.setattr(executors, "GONE", 0.3)
+    monkeypatch.setattr(clusters, "WAIT", 3.0)
+    monkeypatch.setattr(clusters, "GONE", 0.3)
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as lost,
         workers_of(f"dask:{lost.scheduler_address}") as workers,
@@ -266,7 +266,7 @@ def test_a_dask_cluster_that_loses_its_workers_or_its_scheduler_ends_the_run(mon
 @pytest.mark.filterwarnings("ignore")
 def test_dask_without_scheduler_or_workers_says_what_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed", reason="the extra [dask] is not installed")
-    monkeypatch.setattr(executors, "WAIT", 0.5)
+    monkeypatch.setattr(clusters, "WAIT", 0.5)
     for spec, message in (
         ("dask:tcp://127.0.0.1:9", r"no scheduler answers \(.*Start one with `dask scheduler`"),
         (

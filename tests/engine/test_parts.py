@@ -25,7 +25,7 @@ from ckpttool.engine.copy import fill
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.engine.planning import Plan
 from ckpttool.engine.workers import dispatch, executors, part_worker, parts
-from ckpttool.engine.workers.parallel_digests import digests_of
+from ckpttool.engine.workers.parallel_digests import digest_with_workers
 from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable, UsageError
 from ckpttool.layouts import layouts
 from ckpttool.storage import local_destination
@@ -52,7 +52,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "_LEAST_BYTES", 8 << 10)
     monkeypatch.setattr(parts, "_LEAST_BYTES_OF_A_FILE", 1 << 10)
     yield
-    part_worker.forget()
+    part_worker.close_caches()
 
 
 class Workers(Executor):
@@ -183,12 +183,12 @@ def test_a_file_system_that_machines_share_is_known_by_its_mount(tmp_path: Path)
 
 def test_the_cut_covers_every_tensor_once_and_depends_on_the_draft_alone() -> None:
     with ckpttool.plan(FSDP2, "out", to="dcp", world_size=3) as planned:
-        first = parts.cut(planned.draft)
+        first = parts.cut_draft(planned.draft)
         assert [p.number for p in first] == list(range(len(first))) and len(first) > 3
         assert first[0].first == 0 and first[-1].stop == len(planned.draft.checkpoint.tensors)
         assert all(a.stop == b.first for a, b in pairwise(first))
         assert sum(p.nbytes for p in first) == sum(t.nbytes for t in planned.draft.checkpoint.tensors.values())
-        assert parts.cut(planned.draft) == first
+        assert parts.cut_draft(planned.draft) == first
 
 
 def test_what_fails_is_done_again_and_three_failures_end_the_run(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_what_fails_is_done_again_and_three_failures_end_the_run(tmp_path: Path)
 
 def parts_of(to: str, tmp_path: Path) -> list[parts.Part]:
     with ckpttool.plan(FSDP2, tmp_path / "x", to=to, **TARGETS[to]) as planned:
-        return parts.cut(planned.draft)
+        return parts.cut_draft(planned.draft)
 
 
 @pytest.mark.parametrize("to", ["dcp", "full", "zero3"])
@@ -326,9 +326,9 @@ def test_errors_of_a_worker_are_those_of_the_run(tmp_path: Path) -> None:
 
 
 def part_requests_error(e: CkpttoolError) -> str:
-    from ckpttool.engine.workers.part_requests import encoded_error
+    from ckpttool.engine.workers.part_requests import encode_error
 
-    return encoded_error(e)
+    return encode_error(e)
 
 
 def test_a_worker_refuses_to_fill_what_it_would_plan_otherwise(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_damaged_byte_in_a_record_that_two_parts_read_is_found(damaged: str, t
     assert not (tmp_path / "out").exists()
     with ckpttool.open(source) as opened, pytest.raises(Corrupt, match="CRC32"):
         opened.locate()
-        digests_of(opened, source, OpenOptions(), crew(Workers()), fill.silent, "read")
+        digest_with_workers(opened, source, OpenOptions(), crew(Workers()), fill.silent, "read")
 
 
 @pytest.mark.parametrize("source", [FSDP2, ZERO3, FULL], ids=lambda p: p.parent.name)
@@ -362,7 +362,7 @@ def test_digests_by_workers_are_those_of_one_pass(source: Path) -> None:
     workers = Workers()
     with ckpttool.open(source) as opened:
         opened.locate()
-        many = digests_of(opened, source, OpenOptions(), crew(workers), fill.silent, "read")
+        many = digest_with_workers(opened, source, OpenOptions(), crew(workers), fill.silent, "read")
     assert many == one and len(workers.requests) > 2
 
 

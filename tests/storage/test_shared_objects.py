@@ -50,7 +50,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "_LEAST_BYTES", 8 * KIB)
     monkeypatch.setattr(parts, "_LEAST_BYTES_OF_A_FILE", KIB)
     yield
-    part_worker.forget()
+    part_worker.close_caches()
 
 
 class Workers(Executor):
@@ -153,9 +153,9 @@ def listed_keys(bucket: str) -> list[str]:
 
 def test_the_cut_has_cells_in_every_part(bucket: str) -> None:
     with plan(DCP, f"{bucket}/a", to="dcp", world_size=3) as planned:
-        found = parts.cut(planned.draft, CELL)
+        found = parts.cut_draft(planned.draft, CELL)
         assert all(p.nbytes >= 2 * CELL for p in found[:-1])
-        assert len(found) < len(parts.cut(planned.draft))
+        assert len(found) < len(parts.cut_draft(planned.draft))
 
 
 def test_a_cast_and_many_files_whose_cells_wait_on_the_disk(
@@ -498,7 +498,7 @@ def test_a_source_that_changes_between_an_upload_and_the_one_that_goes_on(
             file.unlink()
         file.write_bytes(data)
         os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
-    part_worker.forget()
+    part_worker.close_caches()
     done = convert(folder, f"{bucket}/a", "dcp", workers=Workers(), verify=False)
     whole = convert(folder, f"{bucket}/b", "dcp", workers=1)
     assert done.digest == whole.digest and objects(s3, bucket, "a/") == objects(s3, bucket, "b/")

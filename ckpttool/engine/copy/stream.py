@@ -21,7 +21,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,7 @@ class Reader:
             int, tuple[int, bytes]
         ] = {}  # file -> offset and bytes, where tiny pieces follow each other
 
-    def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Iterator[Block]:
+    def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Generator[Block]:
         """Blocks of the tensors, in order.
 
         Args:
@@ -464,7 +464,7 @@ def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, b
 
 
 def side_by_side(
-    streams: list[Iterator[Block]], s: TensorEntry, t: TensorEntry
+    streams: Sequence[Iterator[Block]], s: TensorEntry, t: TensorEntry
 ) -> Iterator[tuple[int, memoryview, memoryview]]:
     """The next tensor of both streams, as (first element, bytes here, bytes there) of the same elements."""
     items = (ITEMSIZE[s.dtype], ITEMSIZE[t.dtype])

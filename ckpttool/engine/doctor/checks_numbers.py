@@ -83,13 +83,13 @@ class NumbersCheck:
             t = tensors[name]
             text = (
                 f'{len(bad):,} {"tensor holds" if len(bad) == 1 else "tensors hold"} NaN or infinity. "{name}": {n:,} '
-                f"of {t.numel:,} elements, the first {masters.where(self.ckpt, t, first)}. Training diverged, or the "
-                "file is damaged; nothing in the checkpoint says what the numbers were. Take an earlier step"
+                f"of {t.numel:,} elements, the first {masters.where_element(self.ckpt, t, first)}. Training diverged, "
+                "or the file is damaged; nothing in the checkpoint says what the numbers were. Take an earlier step"
             )
             out.append(Finding(NAN, DAMAGE, None, tuple(bad), text))
         if below := self.averages.found:
             name, (_, first) = next(iter(below.items()))
-            text = said_of(below, tensors, masters.where(self.ckpt, tensors[name], first))
+            text = said_of(below, tensors, masters.where_element(self.ckpt, tensors[name], first))
             out.append(Finding(NEGATIVE_MOMENT, DAMAGE, None, tuple(below), text))
         constant = {
             n: s.bits for n, s in self.seen.items() if s.constant and n not in bad and _is_matrix(n, tensors[n])
@@ -109,8 +109,8 @@ class NumbersCheck:
 @check(MASTERS, reads_data=True)
 def find_other_masters(at: Examined) -> list[Finding]:
     """Find masters that are not those of their weights, reading both; the progress is called with ("compare", ...)."""
-    found = masters.differing(at.ckpt, at.source, at.request.progress)
-    return [Finding(MASTERS, DAMAGE, None, tuple(found), masters.said_of(at.ckpt, found))] if found else []
+    found = masters.find_differing_masters(at.ckpt, at.source, at.request.progress)
+    return [Finding(MASTERS, DAMAGE, None, tuple(found), masters.describe_differences(at.ckpt, found))] if found else []
 
 
 def _is_matrix(name: str, t: TensorEntry) -> bool:

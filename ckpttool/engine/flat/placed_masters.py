@@ -43,11 +43,11 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
     }
     if not found:
         return ckpt
-    if odd := masters.differing(ckpt, source, silent):
+    if odd := masters.find_differing_masters(ckpt, source, silent):
         raise Unsupported(
-            f"{masters.said_of(ckpt, odd)}. An engine computes with its rounded masters, so the result would be "
-            f"another model than the source: {argument('only', ['model'])} converts the weights alone, and dcp and "
-            "full carry both."
+            f"{masters.describe_differences(ckpt, odd)}. An engine computes with its rounded masters, so the result "
+            f"would be another model than the source: {argument('only', ['model'])} converts the weights alone, and "
+            "dcp and full carry both."
         )
     owners = {alias: owner for alias, owner in tied_weights(model).items() if owner in found}
     placed = {n: m for n, (m, _) in found.items()} | {a: found[o][0] for a, o in owners.items() if a not in found}

@@ -20,18 +20,20 @@ from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
 
-__all__ = ["FILE", "with_one_added"]
+__all__ = ["FILE", "add_one_to_norms"]
 
 #: The file of an index that holds the new bytes. No file on a disk can have a name with NUL in it.
 FILE = "\0one added"
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
-def with_one_added(
+def add_one_to_norms(
     ckpt: Checkpoint, source: Source, tensors: Mapping[str, TensorEntry], patterns: Iterable[str], by: int
 ) -> tuple[dict[str, TensorEntry], bytes, str]:
-    """(what stands for some of the tensors, the bytes of the file `FILE`, which is the next one of `ckpt`, and a note):
-    weights whose names match, and their masters, plus `by`, which is 1 or -1.
+    """Add `by`, which is 1 or -1, to the weights whose names match, and to their masters.
+
+    Returns ({name: tensor in place of the old one}, the bytes of the file `FILE`, which is the next one of `ckpt`, and
+    a note, "" where no name matches).
 
     Raises:
         Unsupported: such a weight is no floating-point tensor.
@@ -51,33 +53,34 @@ def with_one_added(
     named = {joined(t.path): t for t in every}
     data = small(replace(ckpt, tensors=named), source, named)
 
-    def numbers(t: TensorEntry) -> Any:
+    def numbers_of(t: TensorEntry) -> Any:
         return np.frombuffer(data[joined(t.path)], numpy_dtype(t.dtype))
 
     made: dict[str, TensorEntry] = {}
     out = bytearray()
 
-    def put(t: TensorEntry, x: Any) -> None:
+    def append(t: TensorEntry, x: Any) -> None:
+        """Put the numbers of a tensor at the end of the file."""
         nbytes = len(x) * ITEMSIZE[t.dtype]
         made[joined(t.path)] = replace(t, chunks=Chunks.whole(t.shape, len(ckpt.files), len(out), nbytes))
         out.extend(x.tobytes())
 
     rounded = 0
     for n, t in weights.items():
-        old = numbers(t)
+        old = numbers_of(t)
         new = old + np.asarray(by, old.dtype)
         rounded += int(np.count_nonzero(new - np.asarray(by, old.dtype) != old))
-        put(t, new)
+        append(t, new)
         if (m := masters.get(n)) is not None:
-            before = numbers(m)
+            before = numbers_of(m)
             after = before + np.asarray(by, before.dtype)
-            # of a master that rounded to its weight, a number that does so still, the nearest to the sum that is at
-            # hand
+            # a master that rounded to its weight must do so still: take the sum, or else the nearest number at hand
+            # that rounds to the new weight
             wanted = best = new.astype(before.dtype)
             edge = (wanted + after.astype(old.dtype).astype(before.dtype)) / 2
             for x in (np.nextafter(edge, wanted), edge, after):
                 best = np.where(x.astype(old.dtype) == new, x, best)
-            put(m, np.where(before.astype(old.dtype) == old, best, after))
+            append(m, np.where(before.astype(old.dtype) == old, best, after))
     count = sum(t.numel for t in weights.values())
     dtypes = " and ".join(sorted({t.dtype for t in weights.values()}))
     note = (

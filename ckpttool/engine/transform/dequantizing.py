@@ -15,7 +15,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import Unsupported, UsageError, argument
 from ...huggingface import encodings
@@ -35,16 +35,17 @@ from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
 
-__all__ = ["dequantized"]
+__all__ = ["dequantize"]
 
 
-def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> tuple[Checkpoint, Source]:
-    """The same state, (index, files), in which the quantised tensors with such names are float32.
+def dequantize(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> tuple[Checkpoint, Source]:
+    """Return the same state, (index, files), in which the quantised tensors with such names are float32.
 
     Raises:
         UsageError: a pattern names none. Unsupported: ckpttool does not know how to compute the numbers of a class.
     """
     ckpt, source = opened
+    # which tensors: every pattern must name one
     wanted, objects = list(patterns), composites(ckpt)
     for pattern in wanted:
         if not fnmatch.filter(objects, pattern):
@@ -53,6 +54,7 @@ def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> t
             first = f" The first is {next(iter(objects))}." if objects else f" The checkpoint holds none.{others}"
             raise UsageError(f"{argument('dequantize')} {pattern!r}: no quantised tensor has such a name.{first}")
     chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
+    # each is a file that is computed when it is read, one for each part in which it is stored
     names = {path: n for n, c in chosen.items() for path in c.leaves()}
     made: dict[str, tuple[int, Callable[[], memoryview]]] = {}
     files, sizes = list(ckpt.files), list(ckpt.sizes)
@@ -72,9 +74,9 @@ def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> t
                     f"{argument('dequantize')}."
                 )
             chunks = Chunks(len(found.shape))
-            for row, shape, parts in _parts(found):
+            for row, shape, parts in _stored_parts(found):
                 file, nbytes = f"{of} (dequantized, from row {row})", prod(shape) * 4
-                made[file] = (nbytes, _maker(ckpt, source, found.about, parts, compute))
+                made[file] = (nbytes, _dequantizer(ckpt, source, parts, compute))
                 start: tuple[int, ...] = (row, *(0 for _ in shape[1:]))
                 chunks.add(start[: len(shape)], shape, len(files), 0, nbytes)
                 files.append(file)
@@ -96,13 +98,20 @@ def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> t
     return out, ComputedSource(source, made, (), 4 * largest)
 
 
-def _parts(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, TensorEntry]]]:
-    """(first row, shape, the tensors inside) of the parts in which an object is stored; of one part where they do not
-    fit."""
+class _StoredPart(NamedTuple):
+    """Rows of an object that were saved by one rank: {name: tensor inside}."""
+
+    first_row: int
+    shape: tuple[int, ...]
+    tensors: dict[str, TensorEntry]
+
+
+def _stored_parts(found: Composite) -> list[_StoredPart]:
+    """List the parts in which an object is stored; one part where they do not fit."""
     if "parts" in found.about:
-        return _parts_of_mixed(found)
+        return _stored_parts_of_mixed(found)
     main = next(iter(found.tensors.values()))
-    whole = [(0, found.shape, dict(found.tensors))]
+    whole = [_StoredPart(0, found.shape, dict(found.tensors))]
     if len(main.chunks) < 2 or not found.shape:
         return whole
     out = []
@@ -116,23 +125,27 @@ def _parts(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, Tenso
                 at = rows_inside(found.about, name, t.shape, first, rows)
             except CannotCut:
                 return whole
-            part = t if at is None else _rows(t, *at)
+            part = t if at is None else _chunk_of_rows(t, *at)
             if part is None or over or left:
                 return whole
             inside[name] = part
-        out.append((first, (rows, *found.shape[1:]), inside))
+        out.append(_StoredPart(first, (rows, *found.shape[1:]), inside))
     return out
 
 
-def _parts_of_mixed(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, TensorEntry]]]:
-    """The parts of a tensor that some ranks have quantised and others have not."""
+def _stored_parts_of_mixed(found: Composite) -> list[_StoredPart]:
+    """List the parts of a tensor that some ranks have quantised and others have not.
+
+    Raises:
+        Unsupported: the parts are not those of the ranks any more.
+    """
     whole, out = without_plain_rows(found), []
     of_objects = of_plain = 0
     for first, rows, quantised in found.about["parts"]:
-        inside: dict[str, TensorEntry | None] = {PLAIN: _rows(found.tensors[PLAIN], of_plain, rows)}
+        inside: dict[str, TensorEntry | None] = {PLAIN: _chunk_of_rows(found.tensors[PLAIN], of_plain, rows)}
         if quantised:
             cuts = {n: rows_inside(whole.about, n, t.shape, of_objects, rows) for n, t in whole.tensors.items()}
-            inside = {n: t if (c := cuts[n]) is None else _rows(t, *c) for n, t in whole.tensors.items()}
+            inside = {n: t if (c := cuts[n]) is None else _chunk_of_rows(t, *c) for n, t in whole.tensors.items()}
         of_objects, of_plain = (of_objects + rows, of_plain) if quantised else (of_objects, of_plain + rows)
         parts = {n: t for n, t in inside.items() if t is not None}
         if len(parts) < len(inside):
@@ -140,12 +153,12 @@ def _parts_of_mixed(found: Composite) -> list[tuple[int, tuple[int, ...], dict[s
                 f'"{joined(found.path)}" is not stored in the parts in which it was saved. Convert the original '
                 "checkpoint."
             )
-        out.append((first, (rows, *found.shape[1:]), parts))
+        out.append(_StoredPart(first, (rows, *found.shape[1:]), parts))
     return out
 
 
-def _rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
-    """The chunk that holds just these rows, as a tensor; None where there is none."""
+def _chunk_of_rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
+    """Return the chunk that holds just these rows, as a tensor; None where there is none."""
     for c in t.chunks:
         if (c.start[0], c.shape[0]) == (first, rows) and c.shape[1:] == t.shape[1:] and c.zstd is None:
             alone = Chunk((0,) * len(c.shape), c.shape, Extent(*c.extent), c.strides)
@@ -153,16 +166,12 @@ def _rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
     return None
 
 
-def _maker(
-    ckpt: Checkpoint,
-    source: Source,
-    about: Mapping[str, Any],
-    parts: Mapping[str, TensorEntry],
-    compute: Callable[..., Any],
+def _dequantizer(
+    ckpt: Checkpoint, source: Source, parts: Mapping[str, TensorEntry], compute: Callable[..., Any]
 ) -> Callable[[], memoryview]:
-    """What computes the bytes of one part."""
+    """Return a function that reads the tensors of one part and computes its float32 bytes; `compute` is a formula."""
 
-    def make() -> memoryview:
+    def dequantize_part() -> memoryview:
         import numpy as np
 
         data = small(replace(ckpt, tensors=dict(parts)), source, parts)
@@ -170,34 +179,37 @@ def _maker(
         numbers = arrays[PLAIN].astype("f4") if PLAIN in arrays else compute(**arrays)
         return memoryview(np.ascontiguousarray(numbers).view("u1").data)
 
-    return make
+    return dequantize_part
 
 
-def _by_blocks(values: Any, scale: Any) -> Any:
+def _scale_blocks(values: Any, scale: Any) -> Any:
+    """Multiply each block of values, of which there are as many as scales, by its scale; changes `values`."""
     out = values.reshape(len(scale), -1)
     out *= scale.reshape(-1, 1)
     return out.reshape(-1)
 
 
-def _of_8bit(codes: Any, scale: Any, qmap: Any) -> Any:
-    return _by_blocks(qmap[codes], scale)
+def _dequantize_8bit(codes: Any, scale: Any, qmap: Any) -> Any:
+    """Look up each code in the table, and scale its block."""
+    return _scale_blocks(qmap[codes], scale)
 
 
-def _of_4bit(codes: Any, scale: Any, qmap: Any) -> Any:
-    """Two codes in a byte, the first in its upper half."""
+def _dequantize_4bit(codes: Any, scale: Any, qmap: Any) -> Any:
+    """Unpack two codes from each byte, the upper half first, look them up in the table, and scale their blocks."""
     import numpy as np
 
     pairs = np.empty((len(codes), 2), "u1")
     pairs[:, 0], pairs[:, 1] = codes >> 4, codes & 15
-    return _by_blocks(qmap[pairs.reshape(-1)], scale)
+    return _scale_blocks(qmap[pairs.reshape(-1)], scale)
 
 
-def _of_fp8(codes: Any, scale: Any) -> Any:
-    return _by_blocks(codes.astype("f4"), scale)
+def _dequantize_fp8(codes: Any, scale: Any) -> Any:
+    """Scale each block of float8 numbers."""
+    return _scale_blocks(codes.astype("f4"), scale)
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
-    "OptimState8bit": _of_8bit,
-    "OptimState4bit": _of_4bit,
-    "OptimStateFp8": _of_fp8,
+    "OptimState8bit": _dequantize_8bit,
+    "OptimState4bit": _dequantize_4bit,
+    "OptimStateFp8": _dequantize_fp8,
 }

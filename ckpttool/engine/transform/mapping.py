@@ -25,39 +25,39 @@ from ...index.name_maps import NameMap
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource
 from ...storage.source import Source
 from ..copy.stream import small
-from .added_one import FILE, with_one_added
+from .added_one import FILE, add_one_to_norms
 from .vocabulary_size import odd_rows
 
-__all__ = ["mapped"]
+__all__ = ["apply_map"]
 
 _SHOWN = 5
 _MASTER: Path = ("extra", "master")
 _NAME_LISTS: tuple[Path, ...] = (("params",), ("param_names",))
 
 
-def mapped(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> tuple[Checkpoint, Source]:
-    """The same state under the names of the other side of a map, and its files; which side it has, its names tell.
+def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> tuple[Checkpoint, Source]:
+    """Return the same state under the names of the other side of a map, and its files; which side it has, its names
+    tell.
 
     Args:
         found: the map, with the lines that count for this job (`NameMap.of_job`).
         config: what config.json says of the text model, for the sizes of axes that shapes do not tell.
 
     Raises:
-        Unsupported: names of weights or of the optimizer that the map is not about, a shape is not what it says, a size
-        is not
-            known, or a slot of the optimizer cannot be cut as its parameter is.
+        Unsupported: the map is not about some names of weights or of the optimizer, a shape is not what it says, a size
+            is not known, or a slot of the optimizer cannot be cut as its parameter is.
     """
-    of = _Mapping(ckpt, source, found, config)
-    out = of.run()
-    files = JoinedSource(source) if ZEROS in of.made else source
-    if FILE in of.made:
-        data = of.made[FILE]
+    mapping = _Mapping(ckpt, source, found, config)
+    out = mapping.run()
+    files = JoinedSource(source) if ZEROS in mapping.made else source
+    if FILE in mapping.made:
+        data = mapping.made[FILE]
         files = ComputedSource(files, {FILE: (len(data), lambda: memoryview(data))}, (), len(data))
     return out, files
 
 
-def _with_optimizer(ckpt: Checkpoint) -> Checkpoint:
-    """The same state with the optimizer where others have it, if it is data since its names are not those of the
+def _with_torchtune_optimizer(ckpt: Checkpoint) -> Checkpoint:
+    """Return the same state with the optimizer where others have it, if it is data since its names are not those of the
     weights (torchtune)."""
     head = next(
         (t.path[:3] for t in ckpt.tensors.values() if t.component == "extra" and t.path[2:4] == ("optimizer", "state")),
@@ -66,20 +66,26 @@ def _with_optimizer(ckpt: Checkpoint) -> Checkpoint:
     if head is None or any(t.component == "optim" for t in ckpt.tensors.values()):
         return ckpt
 
-    def moved(path: Path) -> Path:
+    def move(path: Path) -> Path:
+        """Move a path below the optimizer to where optimizers are."""
         return ("optim", *path[3:]) if path[:3] == head else path
 
-    tensors = {joined(p): replace(t, path=p) for t in ckpt.tensors.values() for p in [moved(t.path)]}
-    values = {joined(p): Value(p, v.data) for v in ckpt.values.values() for p in [moved(v.path)]}
-    recorded = {joined(moved(t.path)): ckpt.recorded[n] for n, t in ckpt.tensors.items() if n in ckpt.recorded}
+    tensors = {joined(p): replace(t, path=p) for t in ckpt.tensors.values() for p in [move(t.path)]}
+    values = {joined(p): Value(p, v.data) for v in ckpt.values.values() for p in [move(v.path)]}
+    recorded = {joined(move(t.path)): ckpt.recorded[n] for n, t in ckpt.tensors.items() if n in ckpt.recorded}
     return replace(ckpt, tensors=tensors, values=values, recorded=recorded)
 
 
 class _Mapping:
-    """One state on its way through a map."""
+    """One state on its way through a map.
+
+    `tensors`, `values`, `recorded`, `notes`  the result so far
+    `ways`    as `_choose_sides` gives them
+    `state`   groups of parameters of the optimizer that the map makes others of
+    """
 
     def __init__(self, ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> None:
-        ckpt = _with_optimizer(ckpt)
+        ckpt = _with_torchtune_optimizer(ckpt)
         self.ckpt, self.source, self.map = ckpt, source, found
         self.weights = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
         # what is no tensor, such as _extra_state
@@ -90,14 +96,14 @@ class _Mapping:
         self.values: dict[str, Value] = {}
         self.recorded: dict[str, str] = {}
         self.made: dict[str, bytes] = {}  # {file that is not of the source: its bytes, if they are not just zeros}
-        self.ways = self._ways()
+        self.ways = self._choose_sides()
         way = self.ways["optim"]
         self.state: list[TensorGroup] = [] if way is None else group_names(self._state_names(), found, "optim", way)[0]
         self.of_weight: dict[str, list[str]] = {}  # {a weight: what it becomes, or becomes part of}
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
 
     def _state_names(self) -> list[str]:
-        """Names of parameters in the optimizer: with state, or in a group."""
+        """List the names of parameters in the optimizer: with state, or in a group."""
         out: dict[str, None] = {}
         leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
         for t in leaves:
@@ -108,9 +114,9 @@ class _Mapping:
                 out |= dict.fromkeys(n for n in v.data if isinstance(n, str))
         return list(out)
 
-    def _ways(self) -> dict[str, bool | None]:
-        """{component: whether its names are those on the left; None where they are what they shall be}. Weights and
-        optimizer may be on two sides, as torchtune saves them: then both become those on the right.
+    def _choose_sides(self) -> dict[str, bool | None]:
+        """Find out {component: whether its names are those on the left; None where they are what they shall be}.
+        Weights and optimizer may be on two sides, as torchtune saves them: then both become those on the right.
 
         Raises:
             Unsupported: they are those of neither side.
@@ -120,7 +126,8 @@ class _Mapping:
             raise UsageError(
                 f"{argument('map')}: the checkpoint holds no weights and no optimizer that names parameters."
             )
-        rest = {
+        # what each side of the map does not know of the weights, and of the optimizer
+        unknown = {
             (component, forward): [
                 n
                 for n in group_names(rows, self.map, component, forward)[1]
@@ -130,13 +137,14 @@ class _Mapping:
             for forward in (True, False)
         }
         for forward in (True, False):
-            if not any(rest[component, forward] for component in names):
+            if not any(unknown[component, forward] for component in names):
                 return dict.fromkeys(names, forward)
-        if all(not rest[component, True] or not rest[component, False] for component in names):
-            return {component: None if rest[component, True] else True for component in names}
-        forward = sum(len(rest[c, True]) for c in names) <= sum(len(rest[c, False]) for c in names)
-        unmatched = [f"model.{n}" for n in rest["model", forward]]
-        unmatched += [f"optim.state.{n}" for n in rest["optim", forward]]
+        if all(not unknown[component, True] or not unknown[component, False] for component in names):
+            return {component: None if unknown[component, True] else True for component in names}
+        # refuse, with what the side that knows more does not know
+        forward = sum(len(unknown[c, True]) for c in names) <= sum(len(unknown[c, False]) for c in names)
+        unmatched = [f"model.{n}" for n in unknown["model", forward]]
+        unmatched += [f"optim.state.{n}" for n in unknown["optim", forward]]
         more = f" and {len(unmatched) - _SHOWN:,} more" if len(unmatched) > _SHOWN else ""
         shown = ", ".join(f'"{n}"' for n in unmatched[:_SHOWN])
         total = sum(map(len, names.values()))
@@ -151,27 +159,31 @@ class _Mapping:
         )
 
     def run(self) -> Checkpoint:
-        """The mapped state."""
+        """Map weights, masters, optimizer and the lists of names, in this order, and return the mapped state.
+
+        Raises:
+            Unsupported: as `apply_map`.
+        """
         if (ckpt := self.ckpt).salvage is not None and (ckpt.salvage.missing or ckpt.salvage.rebuilt):
             raise Unsupported(
                 "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy."
             )
         self._refuse_split_groups()  # before rows of padding are read
         if self.ways["model"]:  # norms that are stored less one have the left names
-            new = self._with_one_added(self.ckpt.tensors, 1)
+            new = self._add_one(self.ckpt.tensors, 1)
             recorded = {n: d for n, d in self.ckpt.recorded.items() if n not in new}
             self.ckpt = replace(self.ckpt, tensors={**self.ckpt.tensors, **new}, recorded=recorded)
             self.weights |= {t.local_name: t for t in new.values() if t.component == "model"}
-        self._model()
-        self._zeros()
-        self._masters()
+        self._map_weights()
+        self._add_zeros()
+        self._map_masters()
         if self.ways["model"] is False:
-            new = self._with_one_added(self.tensors, -1)
+            new = self._add_one(self.tensors, -1)
             self.tensors |= new
             self.recorded = {n: d for n, d in self.recorded.items() if n not in new}
-        self._optimizer()
-        self._groups()
-        self._rest()
+        self._map_optimizer()
+        self._map_name_lists()
+        self._keep_the_rest()
         ckpt = self.ckpt
         kept = len([n for n in ckpt.tensors if joined(ckpt.tensors[n].path) in ckpt.recorded])
         if kept > len(self.recorded):
@@ -195,18 +207,21 @@ class _Mapping:
             notes=[*ckpt.notes, said, *dict.fromkeys(self.notes)],
         )
 
-    def _with_one_added(self, tensors: Mapping[str, TensorEntry], by: int) -> dict[str, TensorEntry]:
-        """What stands for the norms that the left side stores less one: their tensors and masters plus `by`."""
+    def _add_one(self, tensors: Mapping[str, TensorEntry], by: int) -> dict[str, TensorEntry]:
+        """Add `by` to the norms that the left side stores less one, and to their masters; returns the new tensors."""
         if not self.map.added_one:
             return {}
-        new, data, note = with_one_added(self.ckpt, self.source, tensors, (a.pattern for a in self.map.added_one), by)
+        new, data, note = add_one_to_norms(self.ckpt, self.source, tensors, (a.pattern for a in self.map.added_one), by)
         if new:
             self._add_file(FILE, len(data), data)
-            self.notes += [note, *self._decayed({t.local_name for t in new.values() if t.component == "model"})]
+            self.notes += [
+                note,
+                *self._warn_of_weight_decay({t.local_name for t in new.values() if t.component == "model"}),
+            ]
         return new
 
-    def _decayed(self, names: set[str]) -> list[str]:
-        """A note where the optimizer decays parameters that one side stores less one."""
+    def _warn_of_weight_decay(self, names: set[str]) -> list[str]:
+        """Return a note where the optimizer decays parameters that one side stores less one, or none."""
         for v in self.ckpt.values.values():
             if v.is_param_group and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
                 decay = self.ckpt.value(joined((*v.path[:3], "weight_decay")))
@@ -218,11 +233,16 @@ class _Mapping:
         return []
 
     def _add_file(self, name: str, size: int, data: bytes = b"") -> None:
-        """A file of the index that the source does not have."""
+        """Add a file to the index that the source does not have; `size` is in bytes."""
         self.made[name] = data
         self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, name], sizes=[*self.ckpt.sizes, size])
 
     def _put(self, new: Mapping[str, TensorEntry], result: ResolvedGroup, old: Iterable[str]) -> None:
+        """Add tensors to the result, with the recorded digest of the `old` one where it is only renamed.
+
+        Raises:
+            Unsupported: one is there already.
+        """
         for name, t in new.items():
             if name in self.tensors:
                 raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{name}".')
@@ -232,7 +252,8 @@ class _Mapping:
                 if name in self.ckpt.recorded:
                     self.recorded[next(iter(new))] = self.ckpt.recorded[name]
 
-    def _model(self) -> None:
+    def _map_weights(self) -> None:
+        """Map the weights, and what stands among them without being a tensor; notes say what is left out."""
         way = self.ways["model"]
         if way is None:
             self._keep("model")
@@ -245,7 +266,7 @@ class _Mapping:
             self.of_weight |= {n: list(result.names.values()) for n in group.names.values()}
             self.notes += result.notes
             if result.sizes.get(PAD):
-                self._padding(result, group.first)
+                self._describe_padding(result, group.first)
         groups, others = group_names(self.plain, self.map, "model", way)
         for group in groups:
             if group.line.whole.axes is not None:
@@ -255,18 +276,14 @@ class _Mapping:
         left: dict[str, list[str]] = {}
         for n in [*unmatched, *others]:
             row = find_ignored(self.map, n)
-            assert row is not None  # `_ways` has refused the others
-            if (
-                row.zero
-                and n in self.weights
-                and any(small(self.ckpt, self.source, [joined(self.weights[n].path)])[joined(self.weights[n].path)])
-            ):
+            assert row is not None  # `_choose_sides` has refused the others
+            if row.zero and n in self.weights and any(self._read_small([self.weights[n]])[f"model.{n}"]):
                 raise Unsupported(f'"{n}" is not 0, and {self.map.sides[1]} has nothing to put it in: {row.why}.')
             left.setdefault(row.why, []).append(n)
         self.notes += [f'{len(rows)} entries were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
 
-    def _zeros(self) -> None:
-        """What the left side has and the right one has not, where the map says that it is zeros."""
+    def _add_zeros(self) -> None:
+        """Add what the left side has and the right one has not, where the map says that it is zeros."""
         if self.ways["model"] is not False:
             return
         made: dict[str, TensorEntry] = {}
@@ -302,8 +319,8 @@ class _Mapping:
             self.tensors |= made
             self._add_file(ZEROS, ENDLESS)
 
-    def _masters(self) -> None:
-        """The fp32 copies of weights that Megatron-Core's reader has under extra.master."""
+    def _map_masters(self) -> None:
+        """Map the fp32 copies of weights that Megatron-Core's reader has under extra.master."""
         copies = {joined(t.path[2:]): t for t in self.ckpt.tensors.values() if t.path[:2] == _MASTER}
         way = self.ways["model"]
         if way is None or not copies:
@@ -317,26 +334,27 @@ class _Mapping:
             self._put(make_views(result, entries, _MASTER, ()), result, [joined(t.path) for t in entries.values()])
 
     def _keep(self, component: str) -> None:
-        """A component that has the right names already."""
+        """Keep a component that has the right names already."""
         self.tensors |= {n: t for n, t in self.ckpt.tensors.items() if t.component == component}
         self.values |= {n: v for n, v in self.ckpt.values.items() if v.component == component}
         self.recorded |= {n: d for n, d in self.ckpt.recorded.items() if n.partition(".")[0] == component}
 
-    def _padding(self, result: ResolvedGroup, fqn: str) -> None:
-        """Say what is in the rows that are cut: nothing that was learned, or how many rows of what."""
+    def _describe_padding(self, result: ResolvedGroup, fqn: str) -> None:
+        """Say in a note what is in the rows that are cut: nothing that was learned, or how many rows of what."""
         whole = result.group.line.whole.axes
         assert whole is not None
         terms = whole.sums[0]
         tail = link_part(whole.term(len(terms) - 1), whole, len(terms) - 1, {}, result.sizes)
         kept, rows = sum(tail.start), result.sizes[PAD]
 
-        def cut(t: TensorEntry) -> TensorEntry:
+        def padding_of(t: TensorEntry) -> TensorEntry:
+            """Return the rows of padding of a tensor that is shaped as the weight."""
             chunks = Chunks(len(tail.part_shape))
             place_chunks(tail, t, chunks, to_whole=False)
             return TensorEntry(t.dtype, tail.part_shape, t.path, chunks)
 
         weight = self.weights[fqn]
-        unlike, _ = odd_rows(self.ckpt, self.source, cut(weight))
+        unlike, _ = odd_rows(self.ckpt, self.source, padding_of(weight))
         moments = [
             t
             for t in self.ckpt.tensors.values()
@@ -344,7 +362,7 @@ class _Mapping:
             and t.shape == weight.shape
             and str(t.path[-1]).startswith("exp_avg")
         ]
-        moved = {row for t in moments for row in odd_rows(self.ckpt, self.source, cut(t))[1]}
+        moved = {row for t in moments for row in odd_rows(self.ckpt, self.source, padding_of(t))[1]}
         if not unlike:
             what = "all equal, so nothing was learned in them"
         elif moments and not moved:
@@ -355,7 +373,12 @@ class _Mapping:
             what = "which differ from each other; without an optimizer nothing tells whether they were trained"
         self.notes.append(f'"{fqn}": {rows:,} rows behind the {kept:,} of the vocabulary were cut, {what}')
 
-    def _optimizer(self) -> None:
+    def _map_optimizer(self) -> None:
+        """Map the state of parameters, slot by slot; all parameters that the map joins must have it.
+
+        Raises:
+            Unsupported: some of them have none, or a slot cannot be mapped.
+        """
         slots: dict[str, dict[Path, TensorEntry | Value]] = {}
         leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
         for leaf in leaves:
@@ -374,7 +397,7 @@ class _Mapping:
                     f'the optimizer has state for "{group.first}" and none for "{none}", which the map joins to one '
                     "parameter."
                 )
-            result = resolve_group(group, self._shapes(group, have), self.sizes, self.map)
+            result = resolve_group(group, self._weight_shapes(group, have), self.sizes, self.map)
             self.renamed[group.first] = tuple(result.names.values())
             for tail in dict.fromkeys(p for found in have.values() for p in found):
                 of_tail = {key: found.get(tail) for key, found in have.items()}
@@ -383,12 +406,12 @@ class _Mapping:
                         f'"{group.names[lost[0]]}" has no {joined(tail)}, and the parameters that the map joins it '
                         "with have."
                     )
-                self._slot(result, tail, {key: leaf for key, leaf in of_tail.items() if leaf is not None})
+                self._map_slot(result, tail, {key: leaf for key, leaf in of_tail.items() if leaf is not None})
 
-    def _shapes(
+    def _weight_shapes(
         self, group: TensorGroup, have: Mapping[Any, Mapping[Path, TensorEntry | Value]]
     ) -> dict[Any, tuple[int, ...]]:
-        """The shapes of the weights of a group: those of the model, or of the largest slots where it holds none."""
+        """Return {part of a group: shape of its weight}, or of its largest slot where there are no weights."""
         out = {}
         for key, name in group.names.items():
             if name in self.weights:
@@ -398,8 +421,12 @@ class _Mapping:
                 out[key] = max(found, key=lambda s: (len(s), s), default=())
         return out
 
-    def _slot(self, result: ResolvedGroup, tail: Path, leaves: Mapping[Any, TensorEntry | Value]) -> None:
-        """One slot of a group: through the map of the weight, copied, or refused."""
+    def _map_slot(self, result: ResolvedGroup, tail: Path, leaves: Mapping[Any, TensorEntry | Value]) -> None:
+        """Map one slot of a group: as the weight is mapped, or copied to all parts where it is one number.
+
+        Raises:
+            Unsupported: it has another shape and is not just renamed, or the parts have different numbers.
+        """
         tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, TensorEntry)}
         head: Path = ("optim", "state")
         if len(tensors) == len(leaves):
@@ -413,14 +440,16 @@ class _Mapping:
                     f"{self.map.name} cuts, joins or permutes that parameter, and what becomes of this slot is not "
                     f"known. Leave the optimizer out with {argument('only', ['model'])}."
                 )
-            self._same(small(self.ckpt, self.source, [joined(t.path) for t in tensors.values()]))
+            self._refuse_different(self._read_small(tensors.values()))
             first: TensorEntry | Value = next(iter(tensors.values()))
         elif tensors:
             raise Unsupported(
                 f'"{joined(tail)}" is a tensor of one and a value of another parameter that the map joins.'
             )
         else:
-            self._same({joined(leaf.path): leaf.data for leaf in leaves.values() if isinstance(leaf, Value)})
+            self._refuse_different(
+                {joined(leaf.path): leaf.data for leaf in leaves.values() if isinstance(leaf, Value)}
+            )
             first = next(iter(leaves.values()))
         for name in result.names.values():
             path = (*head, name, *tail)
@@ -429,8 +458,12 @@ class _Mapping:
             else:
                 self.tensors[joined(path)] = replace(first, path=path)
 
-    def _same(self, found: Mapping[str, Any]) -> None:
-        """Refuse values that the map joins and that differ."""
+    def _read_small(self, tensors: Iterable[TensorEntry]) -> dict[str, bytes]:
+        """Read {name: bytes} of small tensors of the source."""
+        return small(self.ckpt, self.source, [joined(t.path) for t in tensors])
+
+    def _refuse_different(self, found: Mapping[str, Any]) -> None:
+        """Refuse values, {name: data}, that the map joins and that differ."""
         first = next(iter(found))
         for name, data in found.items():
             if data != found[first]:
@@ -439,13 +472,12 @@ class _Mapping:
                 )
 
     def _lists_names(self, v: Value) -> bool:
-        """Whether a value is the list of a param group's parameters, some by name."""
+        """Decide whether a value is the list of a param group's parameters, some by name."""
         in_group = v.is_param_group and v.path[3:] in _NAME_LISTS
         return bool(self.state) and in_group and isinstance(v.data, list)
 
     def _refuse_split_groups(self) -> None:
-        """Raises:
-        Unsupported: the map joins parameters of several param groups."""
+        """Refuse a map that joins parameters of several param groups."""
         together = {n: group for group in self.state for n in group.names.values()}
         for v in self.ckpt.values.values():
             if not self._lists_names(v):
@@ -458,27 +490,31 @@ class _Mapping:
                         "parameter."
                     )
 
-    def _groups(self) -> None:
-        """The lists of names in the param groups."""
-        to: dict[str, tuple[str, ...]] = {}  # {name: what stands at its place}
+    def _map_name_lists(self) -> None:
+        """Map the names that values list: in the param groups, and in DeepSpeed's buffer_names; keep other values."""
+        new_names: dict[str, tuple[str, ...]] = {}  # {name: what stands at its place}
         for group in self.state:
-            names = self.renamed.get(group.first) or self._new_names(group)
+            names = self.renamed.get(group.first) or self._names_without_state(group)
             for k, n in enumerate(group.names.values()):
-                to[n] = names if k == 0 else ()
+                new_names[n] = names if k == 0 else ()
         for name, v in self.ckpt.values.items():
             if v.component == "model" or v.slot is not None:
                 continue
             if self._lists_names(v):
                 done: list[Any] = []
                 for n in v.data:
-                    done += to[n] if isinstance(n, str) else [n]
+                    done += new_names[n] if isinstance(n, str) else [n]
                 v = Value(v.path, done)
             elif v.path == ("extra", "buffer_names") and isinstance(v.data, list):  # DeepSpeed's
                 v = Value(v.path, [m for n in v.data for m in self.of_weight.get(n, [n])])
             self.values[name] = v
 
-    def _new_names(self, group: TensorGroup) -> tuple[str, ...]:
-        """Those of parameters without state."""
+    def _names_without_state(self, group: TensorGroup) -> tuple[str, ...]:
+        """Return the new names of a group of parameters without state.
+
+        Raises:
+            Unsupported: a stacked one has no weight that tells how many parts it has.
+        """
         shapes = {key: self.weights[n].shape for key, n in group.names.items() if n in self.weights}
         if group.from_whole and group.line.stacked and not shapes:
             raise Unsupported(
@@ -488,8 +524,8 @@ class _Mapping:
             return tuple(resolve_group(group, shapes, self.sizes, self.map).names.values())
         return tuple(t.named(group.numbers) for t in (group.line.parts if group.from_whole else (group.line.whole,)))
 
-    def _rest(self) -> None:
-        """What is neither a weight nor state of a parameter keeps its name."""
+    def _keep_the_rest(self) -> None:
+        """Keep what is neither a weight nor state of a parameter under its name."""
         kept = []
         for name, t in self.ckpt.tensors.items():
             mapped_master = t.path[:2] == _MASTER and self.ways["model"] is not None

@@ -7,8 +7,8 @@ embeddings and pipeline parallelism). Megatron-Core and nanotron load both again
 masters as the weights, and what its engine computes with in `Checkpoint.rounded`. Trainers that round at random
 (torchao's bf16_stochastic_round) keep no masters.
 
-    differing(...)              all elements of all pairs, reading both
-    refuse_other_masters(...)   a sample of every pair, before anything else is read
+    find_differing_masters(...)   all elements of all pairs, reading both
+    refuse_other_masters(...)     a sample of every pair, before anything else is read
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..copy.fill import Progress
 from ..copy.stream import Reader, StreamJob, side_by_side
 from ..handle import cut_to
 
-__all__ = ["differing", "pairs", "refuse_other_masters", "said_of", "where"]
+__all__ = ["describe_differences", "find_differing_masters", "master_pairs", "refuse_other_masters", "where_element"]
 
 _RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 _HALF = ("bfloat16", "float16")
@@ -42,9 +42,9 @@ _Pair = tuple[TensorEntry, TensorEntry]
 
 
 @dataclass
-class _Odd:
-    """Elements of a master that are not those of the weight: how many of how many, and the first with its flat index
-    and its numbers."""
+class MasterDifference:
+    """Elements of a master that do not round to those of the weight: how many (`count` of `looked_at`), and the flat
+    index and the numbers of the first."""
 
     count: int
     first: int
@@ -54,8 +54,8 @@ class _Odd:
     looked_at: int = 0
 
 
-def pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
-    """{canonical name of a weight: (its master, the weight)}."""
+def master_pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
+    """Return {canonical name of a weight: (its master, the weight)}, of those that can be compared."""
     out = {}
     for name, t in ckpt.tensors.items():
         if t.path[:2] == ("extra", "master"):
@@ -71,13 +71,13 @@ def pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
     }
 
 
-def differing(ckpt: Checkpoint, source: Source, progress: Progress) -> dict[str, _Odd]:
-    """{weight: what of its master is not that of it}, reading all masters and their weights, block by block; `progress`
-    is called with ("compare", bytes of masters done, bytes in all)."""
-    of = pairs(ckpt)
-    found: dict[str, _Odd] = {}
-    passed, total = 0, sum(t.nbytes for t, _ in of.values())
-    for nbytes in _compared(ckpt, source, [(name, 0, pair) for name, pair in of.items()], found, DEFAULT_BUDGET):
+def find_differing_masters(ckpt: Checkpoint, source: Source, progress: Progress) -> dict[str, MasterDifference]:
+    """Read all masters and their weights, block by block; returns {weight: how its master differs}. `progress` is
+    called with ("compare", bytes of masters done, bytes in all)."""
+    pairs = master_pairs(ckpt)
+    found: dict[str, MasterDifference] = {}
+    passed, total = 0, sum(t.nbytes for t, _ in pairs.values())
+    for nbytes in _compare(ckpt, source, [(name, 0, pair) for name, pair in pairs.items()], found, DEFAULT_BUDGET):
         passed += nbytes
         progress("compare", passed, total)
     return found
@@ -91,34 +91,32 @@ def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
         Corrupt: with counts, the first tensors, their numbers, and what may have happened.
     """
     rows = []
-    for name, (master, weight) in pairs(ckpt).items():
+    for name, (master, weight) in master_pairs(ckpt).items():
         if not (master.chunks.zstd or weight.chunks.zstd):
-            for box in _places(master.shape, 1 if source.is_remote else _PLACES):
+            for box in _sample_boxes(master.shape, 1 if source.is_remote else _PLACES):
                 rows.append((name, boxes.flat_start(master.shape, box[0]), (_cut(master, box), _cut(weight, box))))
-    source.prefetch((ckpt.files[e.file], e.offset, e.length) for _, _, both in rows for t in both for e in _extents(t))
-    found: dict[str, _Odd] = {}
-    for _ in _compared(ckpt, source, rows, found, IOBudget(1, 256 << 10)):
+    extents = (c.extent for _, _, both in rows for t in both for c in t.chunks)
+    source.prefetch((ckpt.files[e.file], e.offset, e.length) for e in extents)
+    found: dict[str, MasterDifference] = {}
+    for _ in _compare(ckpt, source, rows, found, IOBudget(1, 256 << 10)):
         pass
     if found:
         raise Corrupt(
-            f"{ckpt.root}: {said_of(ckpt, found)}. To keep both as they are, use {argument('allow_mixed_steps', True)}."
+            f"{ckpt.root}: {describe_differences(ckpt, found)}. To keep both as they are, use "
+            f"{argument('allow_mixed_steps', True)}."
         )
 
 
-def _extents(t: TensorEntry) -> Iterator[Any]:
-    return (c.extent for c in t.chunks)
-
-
-def _places(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes spread over a tensor, each a flat range of at most `_ELEMENTS`, as (start, shape); all of a small
-    tensor."""
+def _sample_boxes(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Choose at most `most` boxes spread over a tensor, each a flat range of at most `_ELEMENTS`, as (start, shape);
+    all of a small tensor."""
     if prod(shape) <= _ELEMENTS * most:
         return [((0,) * len(shape), shape)]
-    split = next(
-        d for d in range(len(shape)) if prod(shape[d + 1 :]) <= _ELEMENTS
-    )  # the dimension that a box has a part of
+    # a box has part of the dimension `split`, all of those behind it, and one of those before it
+    split = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) <= _ELEMENTS)
     n = min(shape[split], _ELEMENTS // prod(shape[split + 1 :]))
     size = (*[1] * split, n, *shape[split + 1 :])
+    # the first box is at the beginning and the last at the end, in all dimensions; the others in other mixtures
     room = [a - b for a, b in zip(shape, size, strict=True)]
     steps = [[k if k in (0, most - 1) else (k + d) % most for d in range(len(shape))] for k in range(most)]
     starts = {tuple(r * step // max(1, most - 1) for r, step in zip(room, row, strict=True)): None for row in steps}
@@ -126,14 +124,19 @@ def _places(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tu
 
 
 def _cut(t: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
+    """Return the box (start, shape) of a tensor, as a tensor."""
     return replace(t, shape=box[1], chunks=cut_to(t, box))
 
 
-def _compared(
-    ckpt: Checkpoint, source: Source, rows: Sequence[tuple[str, int, _Pair]], found: dict[str, _Odd], budget: IOBudget
+def _compare(
+    ckpt: Checkpoint,
+    source: Source,
+    rows: Sequence[tuple[str, int, _Pair]],
+    found: dict[str, MasterDifference],
+    budget: IOBudget,
 ) -> Iterator[int]:
-    """Compare (name, its first element, parts of a master and a weight) and put into `found` what differs; bytes of the
-    masters."""
+    """Compare (name, its first element, parts of a master and a weight), and put into `found` what differs; yields the
+    bytes of masters of each step."""
     streams = [
         Reader(source, ckpt.files, (), budget).blocks([StreamJob(n, both[k]) for n, _, both in rows]) for k in range(2)
     ]
@@ -141,7 +144,7 @@ def _compared(
     for name, start, (master, weight) in rows:
         for first, wide, low in side_by_side(streams, master, weight):
             looked_at[name] = looked_at.get(name, 0) + len(wide) // 4
-            odd = _differing(wide, low, weight.dtype)
+            odd = _compare_piece(wide, low, weight.dtype)
             if odd is not None and name in found:
                 found[name].count += odd.count
             elif odd is not None:
@@ -152,13 +155,13 @@ def _compared(
             yield len(wide)
 
 
-def said_of(ckpt: Checkpoint, found: Mapping[str, _Odd]) -> str:
-    """What differing masters mean, for people."""
-    of = pairs(ckpt)
+def describe_differences(ckpt: Checkpoint, found: Mapping[str, MasterDifference]) -> str:
+    """Say what differing masters mean, for people."""
+    pairs = master_pairs(ckpt)
     rows = [
         f'"{n}": {o.count:,} of {o.looked_at:,} '
-        f"elements{' that were looked at' if o.looked_at < of[n][0].numel else ''}, the first "
-        f"{where(ckpt, of[n][0], o.first)}: {_numbers(o)}"
+        f"elements{' that were looked at' if o.looked_at < pairs[n][0].numel else ''}, the first "
+        f"{where_element(ckpt, pairs[n][0], o.first)}: {_describe_numbers(o)}"
         for n, o in list(found.items())[:_SHOWN]
     ]
     more = f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
@@ -169,14 +172,14 @@ def said_of(ckpt: Checkpoint, found: Mapping[str, _Odd]) -> str:
         else ""
     )
     return (
-        f"{len(found):,} of {len(of):,} fp32 masters do not round to the weights beside them. {'; '.join(rows)}{more}. "
-        "The model computes with the weights, and training goes on from the masters, so they are from different steps, "
-        "or one of the two was changed or restored in part. Take another copy of this step, or an earlier "
-        f"step{megatron}"
+        f"{len(found):,} of {len(pairs):,} fp32 masters do not round to the weights beside them. {'; '.join(rows)}"
+        f"{more}. The model computes with the weights, and training goes on from the masters, so they are from "
+        "different steps, or one of the two was changed or restored in part. Take another copy of this step, or an "
+        f"earlier step{megatron}"
     )
 
 
-def _numbers(o: _Odd) -> str:
+def _describe_numbers(o: MasterDifference) -> str:
     rounds = (
         f"the master {o.master:.9g} rounds to {o.rounded:.9g}"
         if o.rounded != o.master
@@ -185,8 +188,8 @@ def _numbers(o: _Odd) -> str:
     return f"{rounds}, and the weight is {o.weight:.9g}"
 
 
-def where(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
-    """The index of an element, and the file and rank that it is from."""
+def where_element(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
+    """Say where an element, given by its flat index, is: "at [3, 4], in FILE of rank 1"."""
     index = list(boxes.flat_to_boxes(t.shape, flat, flat + 1)[0][0])
     for (start, shape), file in zip(t.chunks.boxes(), t.chunks.file, strict=True):
         if all(a <= i < a + k for i, a, k in zip(index, start, shape, strict=True)):
@@ -197,32 +200,33 @@ def where(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
     return f"at {index}"
 
 
-def _differing(wide: memoryview, low: memoryview, dtype: str) -> _Odd | None:
-    """What differs in a piece; `first` is relative to it. Weights may have been cast since: from one half to the other,
-    or to float32."""
+def _compare_piece(wide: memoryview, low: memoryview, dtype: str) -> MasterDifference | None:
+    """Compare elements of a master with those of its weight, of this dtype; `first` is relative to them. Weights may
+    have been cast since: from one half to the other, or to float32."""
     import numpy as np
 
     f, w = np.frombuffer(wide, "<f4"), np.frombuffer(low, numpy_dtype(dtype))
-    r = _rounded(f, "float32", dtype)
+    r = _round(f, "float32", dtype)
     bits = "u4" if dtype == "float32" else "u2"
     wrong = r.view(bits) != w.view(bits)
     if not wrong.any():
         return None
+    # no difference: two NaNs; a zero for a number that fast kernels flush; what rounds through another half
     with np.errstate(all="ignore"):
         a, b = r.astype("f4"), w.astype("f4")
         wrong &= ~(np.isnan(a) & np.isnan(b))
         wrong &= ~((b == 0) & (np.abs(f) < _LEAST_NORMAL))
     for other in _HALF:
         if other != dtype:
-            wrong &= _rounded(_rounded(f, "float32", other), other, dtype).view(bits) != w.view(bits)
+            wrong &= _round(_round(f, "float32", other), other, dtype).view(bits) != w.view(bits)
     if not wrong.any():
         return None
     k = int(wrong.argmax())
-    return _Odd(int(np.count_nonzero(wrong)), k, float(f[k]), float(a[k]), float(b[k]))
+    return MasterDifference(int(np.count_nonzero(wrong)), k, float(f[k]), float(a[k]), float(b[k]))
 
 
-def _rounded(x: Any, dtype: str, to: str) -> Any:
-    """Elements in another dtype, as torch rounds them."""
+def _round(x: Any, dtype: str, to: str) -> Any:
+    """Return elements in another dtype, as torch rounds them."""
     import numpy as np
 
     out = np.empty(x.shape, numpy_dtype(to))

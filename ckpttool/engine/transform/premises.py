@@ -20,7 +20,7 @@ from ...index.name_maps import NameMap, Premise
 from ...index.trees import nest
 from ...storage.source import Source
 
-__all__ = ["compare", "job_arguments"]
+__all__ = ["check_premises", "read_job_arguments"]
 
 _SHOWN = 5
 _MOST_BYTES = 4 << 20
@@ -28,14 +28,14 @@ _NEMO, _META = "context/model.yaml", "params.json"
 _YAML = re.compile(r"^  (\w+): (\S.*)$", re.MULTILINE)
 
 
-def job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any], str]:
-    """(the arguments of the job that wrote a checkpoint, where they stand); empty where there are none."""
+def read_job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any], str]:
+    """Return (the arguments of the job that wrote a checkpoint, where they stand); ({}, "") where there are none."""
     if ckpt.arguments:
         found = nest(ckpt.arguments)
         if found.get("group_query_attention") is False:  # then Megatron-LM does not look at the number of groups
             found["num_query_groups"] = found.get("num_attention_heads")
         return found, "the job (extra.args)"
-    for name, parsed in ((_NEMO, _of_nemo), (_META, _of_meta)):
+    for name, parsed in ((_NEMO, _parse_nemo), (_META, _parse_meta)):
         if (
             source.exists(name)
             and source.size(name) <= _MOST_BYTES
@@ -45,8 +45,8 @@ def job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any], str
     return {}, ""
 
 
-def _of_nemo(data: bytes, name: str) -> dict[str, Any]:
-    """The scalars of `config` in the YAML that NeMo's io.dump writes: one line each, indented by two."""
+def _parse_nemo(data: bytes, name: str) -> dict[str, Any]:
+    """Parse the scalars of `config` in the YAML that NeMo's io.dump writes: one line each, indented by two."""
     _, _, config = data.decode(errors="replace").partition("\nconfig:\n")
     out: dict[str, Any] = {}
     for m in _YAML.finditer(re.split(r"^\S", config, maxsplit=1, flags=re.MULTILINE)[0]):
@@ -57,7 +57,8 @@ def _of_nemo(data: bytes, name: str) -> dict[str, Any]:
     return out
 
 
-def _of_meta(data: bytes, name: str) -> dict[str, Any]:
+def _parse_meta(data: bytes, name: str) -> dict[str, Any]:
+    """Parse Meta's params.json; {} where it is another file of that name."""
     try:
         found = bounded_json.parse(data, name)
     except CkpttoolError:
@@ -65,13 +66,14 @@ def _of_meta(data: bytes, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) and {"dim", "n_layers"} <= found.keys() else {}
 
 
-def compare(
+def check_premises(
     found: NameMap, job: tuple[Mapping[str, Any], str], config: Mapping[str, Any], given: str | None
 ) -> list[str]:
-    """Notes on what the job's arguments do not tell.
+    """Compare the premises of a map with the job and config.json; returns notes on what the job's arguments do not
+    tell.
 
     Args:
-        job: as `job_arguments` gives them.
+        job: as `read_job_arguments` gives them.
         config: what config.json says of the text model; empty where there is none.
         given: the folder or id that was named as the config.
 
@@ -81,9 +83,9 @@ def compare(
     arguments, where = job
     theirs = f"config.json ({argument('config', given)})" if given is not None else "config.json beside the source"
     wrong = [
-        f"{_said(p.job, arguments, where)}, and {_said(p.config, config, theirs)}"
+        f"{_describe_side(p.job, arguments, where)}, and {_describe_side(p.config, config, theirs)}"
         for p in found.premises
-        if _contradicted(p, arguments, config)
+        if _is_contradicted(p, arguments, config)
     ]
     kind = config.get("model_type")
     if found.models and isinstance(kind, str) and kind not in found.models:
@@ -96,8 +98,10 @@ def compare(
             f"premise is wrong for your model code, give {argument('map')} a map of your own without it, or with lines "
             "for it" + (f": `ckpttool maps {found.name}` prints this one." if found.name in maps.names() else ".")
         )
-    asked = found.arguments
-    missing = [k for k in asked if evaluate(k, arguments) is None] if not arguments else _unknown(found, arguments)
+    if arguments:
+        missing = _unknown_arguments(found, arguments)
+    else:
+        missing = [k for k in found.arguments if evaluate(k, arguments) is None]
     if not missing:
         return []
     shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
@@ -105,15 +109,16 @@ def compare(
     return [f"{has}, so it is not known whether the premises of the map {found.name} hold: {shown}"]
 
 
-def _unknown(found: NameMap, arguments: Mapping[str, Any]) -> list[str]:
-    """The arguments that premises need and that are not known."""
+def _unknown_arguments(found: NameMap, arguments: Mapping[str, Any]) -> list[str]:
+    """List the arguments that premises need and that are not known."""
     asked = [p.job for p in found.premises if p.condition is None or evaluate(p.condition, arguments)]
     asked += [n.condition for n in found.lines if n.condition is not None]
     asked += [a.condition for a in found.added_one]
     return list(dict.fromkeys(k for text in asked if evaluate(text, arguments) is None for k in keys_of(text)[:1]))
 
 
-def _contradicted(premise: Premise, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+def _is_contradicted(premise: Premise, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Decide whether a premise is known to be wrong: both of its sides have values, and they differ."""
     if (not arguments and keys_of(premise.job)) or (
         premise.condition is not None and not evaluate(premise.condition, arguments)
     ):
@@ -122,8 +127,8 @@ def _contradicted(premise: Premise, arguments: Mapping[str, Any], config: Mappin
     return job is not None and other is not None and job != other
 
 
-def _said(expression: str, values: Mapping[str, Any], where: str) -> str:
-    """A side of a premise with the values of its keys."""
+def _describe_side(expression: str, values: Mapping[str, Any], where: str) -> str:
+    """Describe a side of a premise with the values of its keys."""
     known = [f"{k} = {evaluate(k, values)!r:.80}" for k in keys_of(expression) if evaluate(k, values) is not None]
     if not keys_of(expression):
         return f"the map is right for {expression} only"

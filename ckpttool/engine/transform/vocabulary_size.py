@@ -11,7 +11,6 @@ from dataclasses import replace
 from math import prod
 
 from ...errors import Unsupported, UsageError, argument
-from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
 from ...index.vocabulary import vocabulary_of
 from ...storage.buffers import IOBudget
@@ -20,17 +19,17 @@ from ...storage.source import Source
 from ..copy.fill import silent
 from ..copy.stream import Reader, StreamJob
 from ..copy.tensor_digests import tensor_digests
+from ..handle import cut_to
 
-__all__ = ["odd_rows", "resized"]
+__all__ = ["odd_rows", "resize_vocabulary"]
 
 
-def resized(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, Source]:
-    """The same state, (index, files), with `size` rows in everything that has a row for each token.
+def resize_vocabulary(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, Source]:
+    """Return the same state, (index, files), with `size` rows in everything that has a row for each token.
 
     Raises:
         Unsupported: there is no embedding, something was learned in the rows to take away, or a slot of the optimizer
-        has a shape
-            that does not tell its rows.
+            has a shape that does not tell its rows.
         UsageError: it has that size.
     """
     ckpt, source = opened
@@ -42,29 +41,28 @@ def resized(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, S
         )
     if all(t.shape[0] == size for t in weights.values()):
         raise UsageError(f"{argument('vocab_size', size)}: it has that many rows already. Leave it out.")
-    changed: dict[str, TensorEntry] = {}
     zeros = len(ckpt.files)
-    cut: list[str] = []
-    tails: set[str] = set()
+    changed: dict[str, TensorEntry] = {}
+    cut = False
+    tails: set[str] = set()  # digests of rows that were found to hold nothing learned
     with_rows = {n: [f"model.{n}", *_slots_with_rows(ckpt, n, t)] for n, t in weights.items() if t.shape[0] != size}
-    for fqn in sorted(
-        with_rows, key=lambda n: -len(with_rows[n])
-    ):  # tied weights have one state, under one of their names
+    # tied weights have one state, under one of their names: that name first, since it tells whether rows were trained
+    for fqn in sorted(with_rows, key=lambda n: -len(with_rows[n])):
         t, rows = weights[fqn], with_rows[fqn]
         if size < t.shape[0]:
-            tail = tensor_digests({fqn: _tail(t, size)}, source, ckpt.files, (), silent)[fqn]
+            tail = tensor_digests({fqn: _rows(t, size, t.shape[0])}, source, ckpt.files, (), silent)[fqn]
             if tail not in tails:
                 _refuse_learned(ckpt, source, fqn, rows, size)
             tails.add(tail)
-            cut.append(fqn)
-        copy = f"extra.master.{fqn}"  # Megatron-Core's, in fp32
-        for name in (*rows, *([copy] if copy in ckpt.tensors else [])):
+            cut = True
+        master = f"extra.master.{fqn}"  # Megatron-Core's, in fp32
+        for name in (*rows, *([master] if master in ckpt.tensors else [])):
             changed[name] = _with_rows(ckpt.tensors[name], size, zeros)
     verb = "cut" if cut else "padded with zeros"
-    old = ", ".join(dict.fromkeys(f"{t.shape[0]:,}" for t in weights.values() if t.shape[0] != size))
+    old = ", ".join(dict.fromkeys(f"{weights[n].shape[0]:,}" for n in with_rows))
     note = (
-        f"{verb} from {old} to {size:,} rows: {', '.join(n for n, t in weights.items() if t.shape[0] != size)}, and "
-        f"{len(changed) - sum(t.shape[0] != size for t in weights.values())} tensors of the optimizer"
+        f"{verb} from {old} to {size:,} rows: {', '.join(with_rows)}, and {len(changed) - len(with_rows)} tensors of "
+        "the optimizer"
     )
     new = replace(
         ckpt,
@@ -78,7 +76,7 @@ def resized(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, S
 
 
 def _slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[str]:
-    """The slots of a parameter that have a row for each of its rows: those of its shape, and factors of them.
+    """List the slots of a parameter that have a row for each of its rows: those of its shape, and factors of them.
 
     Raises:
         Unsupported: one has another shape that depends on the number of rows.
@@ -99,49 +97,27 @@ def _slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[st
 
 
 def _with_rows(t: TensorEntry, size: int, zeros: int) -> TensorEntry:
-    """The same tensor with so many rows; new ones are in the file of zeros."""
-    item = ITEMSIZE[t.dtype]
-    shape = (size, *t.shape[1:])
-    out = Chunks(len(shape))
-    for c in t.chunks:
-        n = min(c.start[0] + c.shape[0], size) - c.start[0]
-        if n <= 0 and c.shape[0]:
-            continue
-        part = (n, *c.shape[1:])
-        whole = n == c.shape[0]
-        if not whole and c.zstd is not None:
-            raise Unsupported(
-                "The rows lie in compressed files, which cannot be cut. Convert to dcp first, then change the rows."
-            )
-        length = c.extent.length
-        if not whole:
-            length = item * (boxes.span(part, c.strides) if c.strides else prod(part))
-        out.add(c.start, part, c.extent.file, c.extent.offset, length, c.strides, c.zstd)
-    if size > t.shape[0]:
-        more = (size - t.shape[0], *t.shape[1:])
-        out.add((t.shape[0], *(0 for _ in more[1:])), more, zeros, 0, prod(more) * item)
-    return replace(t, shape=shape, chunks=out)
+    """Return a tensor with so many rows: cut, or with new ones in the file of zeros, whose number is `zeros`."""
+    if size <= t.shape[0]:
+        return _rows(t, 0, size)
+    out = Chunks.of(len(t.shape), t.chunks)
+    new = (size - t.shape[0], *t.shape[1:])
+    out.add((t.shape[0], *(0 for _ in new[1:])), new, zeros, 0, prod(new) * ITEMSIZE[t.dtype])
+    return replace(t, shape=(size, *t.shape[1:]), chunks=out)
 
 
-def _tail(t: TensorEntry, first: int) -> TensorEntry:
-    """The rows of a tensor from `first` on."""
-    out = Chunks(len(t.shape))
-    item = ITEMSIZE[t.dtype]
-    for c in t.chunks:
-        skip = max(0, first - c.start[0])
-        n = c.shape[0] - skip
-        if n <= 0:
-            continue
-        part = (n, *c.shape[1:])
-        if c.zstd is not None:
-            raise Unsupported(
-                "The rows lie in compressed files, which cannot be cut. Convert to dcp first, then change the rows."
-            )
-        step = c.strides[0] if c.strides else prod(c.shape[1:])
-        length = item * (boxes.span(part, c.strides) if c.strides else prod(part))
-        offset = c.extent.offset + item * step * skip
-        out.add((c.start[0] + skip - first, *c.start[1:]), part, c.extent.file, offset, length, c.strides)
-    return replace(t, shape=(t.shape[0] - first, *t.shape[1:]), chunks=out)
+def _rows(t: TensorEntry, first: int, stop: int) -> TensorEntry:
+    """Return rows [first, stop) of a tensor.
+
+    Raises:
+        Unsupported: they lie in compressed chunks.
+    """
+    if any(c.zstd is not None for c in t.chunks):
+        raise Unsupported(
+            "The rows lie in compressed files, which cannot be cut. Convert to dcp first, then change the rows."
+        )
+    shape = (stop - first, *t.shape[1:])
+    return replace(t, shape=shape, chunks=cut_to(t, ((first, *(0 for _ in shape[1:])), shape)))
 
 
 def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str], size: int) -> None:
@@ -151,11 +127,11 @@ def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str]
         Unsupported: with the number of such rows, and the first.
     """
     weight = ckpt.tensors[names[0]]
-    unlike, _ = odd_rows(ckpt, source, _tail(weight, size))
+    unlike, _ = odd_rows(ckpt, source, _rows(weight, size, weight.shape[0]))
     if not unlike:
         return
     moments = [n for n in names[1:] if ckpt.tensors[n].shape == weight.shape]
-    moved = [row for n in moments for row in odd_rows(ckpt, source, _tail(ckpt.tensors[n], size))[1]]
+    moved = [row for n in moments for row in odd_rows(ckpt, source, _rows(ckpt.tensors[n], size, weight.shape[0]))[1]]
     if moments and not moved:
         return
     total = weight.shape[0] - size
@@ -170,22 +146,22 @@ def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str]
 
 
 def odd_rows(ckpt: Checkpoint, source: Source, t: TensorEntry) -> tuple[list[int], list[int]]:
-    """(rows that are not equal to the first, rows that are not zero)."""
-    row = max(1, prod(t.shape[1:])) * ITEMSIZE[t.dtype]
+    """Read a tensor, and return (rows that are not equal to the first, rows that are not zero), by their numbers."""
+    row_bytes = max(1, prod(t.shape[1:])) * ITEMSIZE[t.dtype]
     first: bytes | None = None
     unlike: list[int] = []
     other: list[int] = []
-    left = b""
+    left = b""  # a row that a block has begun
     k = 0
     for block in Reader(source, ckpt.files, (), IOBudget(1, 1 << 20)).blocks([StreamJob("rows", t)]):
         data = left + bytes(block.data)
-        for at in range(0, len(data) - row + 1, row):
-            piece = data[at : at + row]
-            first = first or piece
-            if piece != first:
+        for at in range(0, len(data) - row_bytes + 1, row_bytes):
+            row = data[at : at + row_bytes]
+            first = first or row
+            if row != first:
                 unlike.append(k)
-            if piece.strip(b"\0"):
+            if row.strip(b"\0"):
                 other.append(k)
             k += 1
-        left = data[len(data) - len(data) % row :]
+        left = data[len(data) - len(data) % row_bytes :]
     return unlike, other

@@ -18,10 +18,10 @@ from typing import Any
 from ...errors import CkpttoolError, RemoteError, Unreadable
 from . import part_worker
 from .executors import Workers
-from .part_requests import answered
+from .part_requests import parse_answer
 from .parts import Part
 
-__all__ = ["run_all"]
+__all__ = ["run_parts"]
 
 
 _AT_ONCE = 64  # parts that are submitted to an engine that does not say how many workers it has
@@ -40,7 +40,7 @@ class _Flight:
     futures: set[Future[str]] = field(default_factory=set)
 
 
-def run_all(
+def run_parts(
     parts: Sequence[Part],
     results: dict[int, dict[str, Any]],
     request: Callable[[int], str],
@@ -48,8 +48,9 @@ def run_all(
     progress: Callable[[int, int], None],
     run: Callable[[str], str] = part_worker.run,
 ) -> int:
-    """Have every part done that `results` {number: answer} has not, and add the answers; how often a part was submitted
-    again.
+    """Have every part done that `results` {number: answer} has not, and add the answers.
+
+    Returns how often a part was submitted again.
 
     Args:
         request: what to ask of a worker for a number.
@@ -63,8 +64,8 @@ def run_all(
     todo = deque(p for p in parts if p.number not in results)
     passed = total - sum(p.nbytes for p in todo)
     flights: dict[int, _Flight] = {}
-    of: dict[Future[str], _Flight] = {}
-    seconds: list[float] = []
+    flight_of: dict[Future[str], _Flight] = {}
+    seconds: list[float] = []  # of each part that is done
     submitted = 0
 
     def submit(flight: _Flight) -> None:
@@ -72,39 +73,40 @@ def run_all(
         submitted += 1
         future = workers.executor.submit(run, request(flight.part.number))
         flight.futures.add(future)
-        of[future] = flight
+        flight_of[future] = flight
 
     try:
         progress(passed, total)
         while todo or flights:
+            # keep every worker busy, and no more: a part that waits cannot be given to another
             at_once = workers.count_now() or _AT_ONCE
-            while todo and len(of) < at_once:
+            while todo and len(flight_of) < at_once:
                 part = todo.popleft()
                 flights[part.number] = flight = _Flight(part, time.monotonic())
                 submit(flight)
-            for future in wait(list(of), timeout=1.0, return_when=FIRST_COMPLETED).done:
-                if future not in of:
+            for future in wait(list(flight_of), timeout=1.0, return_when=FIRST_COMPLETED).done:
+                if future not in flight_of:
                     continue  # the other one of two was faster
-                flight = of.pop(future)
+                flight = flight_of.pop(future)
                 flight.futures.discard(future)
                 try:
-                    results[flight.part.number] = answered(future.result())
+                    results[flight.part.number] = parse_answer(future.result())
                 except Exception as e:
                     if isinstance(e, CkpttoolError) and type(e) not in _PASSING:
                         raise
-                    _again(flight, e, submit)
+                    _resubmit(flight, e, submit)
                     continue
                 seconds.append(time.monotonic() - flight.began)
                 del flights[flight.part.number]
                 for other in flight.futures:
                     other.cancel()
-                    of.pop(other, None)
+                    flight_of.pop(other, None)
                 passed += flight.part.nbytes
                 progress(passed, total)
             if not todo:
-                _hurry(flights, seconds, at_once - len(of), submit)
+                _duplicate_slow_parts(flights, seconds, at_once - len(flight_of), submit)
     finally:
-        for future in of:
+        for future in flight_of:
             future.cancel()
     return submitted - len(seconds)
 
@@ -114,7 +116,7 @@ def run_all(
 _PASSING = (CkpttoolError, Unreadable, RemoteError)
 
 
-def _again(flight: _Flight, e: Exception, submit: Any) -> None:
+def _resubmit(flight: _Flight, e: Exception, submit: Callable[[_Flight], None]) -> None:
     """Submit a part that failed once more, unless another worker still has it.
 
     Raises:
@@ -134,7 +136,9 @@ def _again(flight: _Flight, e: Exception, submit: Any) -> None:
     submit(flight)
 
 
-def _hurry(flights: dict[int, _Flight], seconds: list[float], free: int, submit: Any) -> None:
+def _duplicate_slow_parts(
+    flights: dict[int, _Flight], seconds: list[float], free: int, submit: Callable[[_Flight], None]
+) -> None:
     """Submit parts that take much longer than the others once more, to workers that have nothing to do."""
     if not seconds:
         return

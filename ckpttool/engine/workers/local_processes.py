@@ -25,7 +25,18 @@ from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from ... import errors
-from .local_worker import FORK, RAISED, REQUEST, RETURNED, WAIT, header, main, message, read_message, template
+from .local_worker import (
+    FORK,
+    RAISED,
+    REQUEST,
+    RETURNED,
+    WAIT,
+    message,
+    message_header,
+    read_message,
+    serve_as_template,
+    serve_as_worker,
+)
 
 __all__ = ["LocalProcesses", "WorkerDied"]
 
@@ -78,6 +89,7 @@ class LocalProcesses(Executor):
         if answer != (RETURNED, "ready"):
             made.close()
             return
+        # workers that were copied from an earlier template do not know what this one has prepared
         with self._lock:
             earlier, self._template = self._template, made
             copies = [w.process for w in self._workers if isinstance(w.process, _Copy)]
@@ -88,7 +100,7 @@ class LocalProcesses(Executor):
             earlier.close()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The future of `fn(text)`, where `fn` is a function of a module and both texts are str.
+        """Return the future of `fn(text)`, where `fn` is a function of a module and both texts are str.
 
         The future fails with WorkerDied if the process ends, with the same class if `fn` raised an error of ckpttool,
         and with RuntimeError if it raised anything else.
@@ -121,7 +133,7 @@ class LocalProcesses(Executor):
             thread.join()
 
     def _serve(self) -> None:
-        """One thread: start a worker, and give it one request after another."""
+        """Start a worker, and give it one request after another; the loop of one thread."""
         worker: _Worker | None = None
         while (task := self._tasks.get()) is not None:
             future, name, text = task
@@ -143,7 +155,7 @@ class LocalProcesses(Executor):
                 if kind == RETURNED:
                     future.set_result(answer)
                 else:
-                    future.set_exception(_raised(answer))
+                    future.set_exception(_exception_of(answer))
         self._end(worker)
         with self._lock:
             self._serving -= 1
@@ -151,21 +163,26 @@ class LocalProcesses(Executor):
                 self._end_template()
 
     def _start(self) -> _Worker:
+        """Start a worker.
+
+        Raises:
+            WorkerDied: all of them were stopped.
+        """
         with self._lock:
             if self._cancelled:
                 raise WorkerDied("the workers were stopped")
-            worker = _Worker(self._spawned_or_copied)
+            worker = _Worker(self._spawn_or_copy)
             self._workers.add(worker)
         return worker
 
-    def _spawned_or_copied(self, theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
-        """A process that serves at a socket, and what it is to be sent first. Called with the lock."""
+    def _spawn_or_copy(self, theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
+        """Make a process that serves at a socket; returns it, and what it is to be sent first. Called with the lock."""
         if self._template is not None:
             try:
                 return self._template.copy(theirs, stderr), b""
             except (WorkerDied, OSError):
                 self._end_template()
-        return _spawned(main, theirs, stderr)
+        return _spawn(serve_as_worker, theirs, stderr)
 
     def _end_template(self) -> None:
         made, self._template = self._template, None
@@ -189,8 +206,8 @@ class _Process(Protocol):
     def kill(self) -> None: ...
 
 
-def _spawned(serve: Callable[..., None], theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
-    """A new interpreter that runs a function of `local_worker`, and what it is to be sent first."""
+def _spawn(serve: Callable[..., None], theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
+    """Start an interpreter that runs a function of `local_worker`; returns it, and what it is to be sent first."""
     path = "\0".join(map(str, sys.path)).encode("utf-8", "surrogateescape")
     process = subprocess.Popen(
         [
@@ -225,7 +242,7 @@ class _Worker:
         self.file = self.socket.makefile("rb")
 
     def call(self, name: str, text: str) -> tuple[bytes, str]:
-        """(RETURNED or RAISED, text) of one request.
+        """Send one request, and return (RETURNED or RAISED, text).
 
         Raises:
             WorkerDied: with how it ended, and what it wrote to standard error.
@@ -253,7 +270,7 @@ class _Worker:
         self.stderr.close()
 
     def _end(self) -> str:
-        """Close its socket, and kill it if it does not end then; how it ended, in words."""
+        """Close its socket, and kill it if it does not end then; returns how it ended, in words."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         try:
@@ -267,6 +284,7 @@ class _Worker:
         return f"was ended by {signal.Signals(-code).name}{hint}"
 
     def _last_words(self) -> str:
+        """Return the end of what it wrote to standard error, for a message."""
         size = os.fstat(self.stderr.fileno()).st_size
         text = os.pread(self.stderr.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip()
         return f": {text}" if text else ""
@@ -276,29 +294,29 @@ class _Template(_Worker):
     """A process that has prepared what workers need, and makes them."""
 
     def __init__(self) -> None:
-        super().__init__(partial(_spawned, template))
+        super().__init__(partial(_spawn, serve_as_template))
         self._lock = threading.Lock()
 
     def copy(self, theirs: socket.socket, stderr: BinaryIO) -> _Copy:
-        """A worker that serves at a socket.
+        """Make a worker that serves at a socket.
 
         Raises:
             WorkerDied, OSError: the template has ended, or could not make one.
         """
         with self._lock:
-            socket.send_fds(self.socket, [header(FORK, 0)], [theirs.fileno(), stderr.fileno()])
-            return _Copy(self, int(self._answer()))
+            socket.send_fds(self.socket, [message_header(FORK, 0)], [theirs.fileno(), stderr.fileno()])
+            return _Copy(self, int(self._read_answer()))
 
     def exit_code(self, pid: int) -> int:
-        """How a worker that has ended did so, as Popen.returncode."""
+        """Return how a worker that has ended did so, as Popen.returncode."""
         with self._lock:
             try:
-                self.socket.sendall(header(WAIT, pid))
-                return int(self._answer())
+                self.socket.sendall(message_header(WAIT, pid))
+                return int(self._read_answer())
             except (WorkerDied, OSError):
                 return -signal.SIGKILL  # what the kernel does to the workers of a template that has ended
 
-    def _answer(self) -> str:
+    def _read_answer(self) -> str:
         answer = read_message(self.file, RETURNED)
         if answer is None:
             raise WorkerDied("the process that makes workers has ended")
@@ -314,14 +332,14 @@ class _Copy:
         self._fd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """Its exit code, or None while it runs."""
+        """Return its exit code, or None while it runs."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code.
+        """Wait for its end, and return its exit code; `timeout` is in seconds.
 
         Raises:
             subprocess.TimeoutExpired: it still runs.
@@ -340,8 +358,8 @@ class _Copy:
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
 
-def _raised(answer: str) -> Exception:
-    """The exception that a worker describes."""
+def _exception_of(answer: str) -> Exception:
+    """Return the exception that a worker describes in its answer."""
     kind, text, trace = answer.split("\0", 2)
     if kind in errors.__all__ and isinstance(cls := getattr(errors, kind), type):
         return cls(text)  # type: ignore[no-any-return]

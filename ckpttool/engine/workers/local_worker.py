@@ -28,12 +28,12 @@ __all__ = [
     "REQUEST",
     "RETURNED",
     "WAIT",
-    "end_with",
-    "header",
-    "main",
+    "die_with_parent",
     "message",
+    "message_header",
     "read_message",
-    "template",
+    "serve_as_template",
+    "serve_as_worker",
 ]
 
 REQUEST, RETURNED, RAISED = b"Q", b"R", b"E"
@@ -44,18 +44,18 @@ _LONGEST = 1 << 32  # a longer message is not one of ours
 
 
 def message(kind: bytes, text: str) -> bytes:
-    """One message, as it is sent."""
+    """Encode a message, as it is sent."""
     data = text.encode("utf-8", "surrogatepass")
     return _HEADER.pack(kind, len(data)) + data
 
 
-def header(kind: bytes, number: int) -> bytes:
-    """A message to a template that has no text."""
+def message_header(kind: bytes, number: int) -> bytes:
+    """Encode a message to a template, which has a number instead of text."""
     return _HEADER.pack(kind, number)
 
 
 def read_message(file: BinaryIO, kinds: bytes) -> tuple[bytes, str] | None:
-    """The next (kind, text); None where the file ends, also in the middle of a message.
+    """Read the next (kind, text); None where the file ends, also in the middle of a message.
 
     Raises:
         ValueError: what came is not a message of one of these kinds.
@@ -70,25 +70,25 @@ def read_message(file: BinaryIO, kinds: bytes) -> tuple[bytes, str] | None:
     return None if len(data) < length else (kind, data.decode("utf-8", "surrogatepass"))
 
 
-def main(file: BinaryIO, parent: int) -> None:
+def serve_as_worker(file: BinaryIO, parent: int) -> None:
     """Serve until the other end of the pair is closed, or `parent`, the process that has it, ends."""
-    _begin(file, parent)
+    _set_up(file, parent)
     _serve(file)
 
 
-def template(file: BinaryIO, parent: int) -> None:
+def serve_as_template(file: BinaryIO, parent: int) -> None:
     """Answer one request, then make workers, until the other end of the pair is closed or `parent` ends.
 
     The answer is empty if workers cannot be copies, because there is another thread or a connection that all of them
     would use.
     """
-    _begin(file, parent)
+    _set_up(file, parent)
     name, argument = read_message(file, REQUEST), read_message(file, REQUEST)
     if name is None or argument is None:
         os._exit(0)
-    answer = _answer(name[1], argument[1])
+    answer = _call(name[1], argument[1])
     if answer.startswith(RETURNED):
-        answer = message(RETURNED, "ready" if _alone(file.fileno()) else "")
+        answer = message(RETURNED, "ready" if _is_alone(file.fileno()) else "")
     gc.freeze()  # a worker that collects garbage would copy the pages of all that it shares
     control = socket.socket(fileno=os.dup(file.fileno()))
     control.sendall(answer)
@@ -108,7 +108,7 @@ def template(file: BinaryIO, parent: int) -> None:
             control.close()
             file.close()
             made = open(theirs, "rb")  # noqa: SIM115
-            _begin(made, me)
+            _set_up(made, me)
             _serve(made)
         else:
             answer = message(RETURNED, str(pid))
@@ -117,27 +117,27 @@ def template(file: BinaryIO, parent: int) -> None:
         control.sendall(answer)
 
 
-def _alone(served: int) -> bool:
-    """Whether this process has one thread, and no socket but the one that it serves."""
+def _is_alone(served: int) -> bool:
+    """Decide whether this process has one thread, and no socket but the one that it serves."""
     with os.scandir("/proc/self/fd") as open_files:
         sockets = [e.name for e in open_files if os.readlink(e.path).startswith("socket:")]
     return sockets == [str(served)] and len(os.listdir("/proc/self/task")) == 1
 
 
-def _begin(file: BinaryIO, parent: int) -> None:
-    """What every process here does first."""
+def _set_up(file: BinaryIO, parent: int) -> None:
+    """Do what every process here does first: ignore Ctrl-C, collect no garbage, and end when `parent` ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
     gc.disable()  # as in the command: a large index is millions of objects that live until the end
-    end_with(parent)
+    die_with_parent(parent)
     os.set_inheritable(file.fileno(), False)
 
 
 def _serve(file: BinaryIO) -> None:
     """Answer requests until there are no more."""
     requests: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(file, requests), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(file, requests), daemon=True).start()
     while True:
-        answer = memoryview(_answer(*requests.get()))
+        answer = memoryview(_call(*requests.get()))
         try:
             while answer:
                 answer = answer[os.write(file.fileno(), answer) :]
@@ -145,8 +145,9 @@ def _serve(file: BinaryIO) -> None:
             os._exit(0)
 
 
-def _read(file: BinaryIO, requests: queue.SimpleQueue[tuple[str, str]]) -> None:
-    """Read in a thread of its own, so that the end of the parent also ends a worker that is busy."""
+def _read_requests(file: BinaryIO, requests: queue.SimpleQueue[tuple[str, str]]) -> None:
+    """Put requests into a queue, in a thread of its own, so that the end of the parent also ends a worker that is
+    busy."""
     try:
         while (name := read_message(file, REQUEST)) and (argument := read_message(file, REQUEST)):
             requests.put((name[1], argument[1]))
@@ -154,8 +155,8 @@ def _read(file: BinaryIO, requests: queue.SimpleQueue[tuple[str, str]]) -> None:
         os._exit(0)
 
 
-def _answer(name: str, argument: str) -> bytes:
-    """The message with what a function returned or raised."""
+def _call(name: str, argument: str) -> bytes:
+    """Call the function `module:name`, and return the message with what it returned or raised."""
     try:
         module, _, function = name.partition(":")
         return message(RETURNED, getattr(import_module(module), function)(argument))
@@ -165,7 +166,7 @@ def _answer(name: str, argument: str) -> bytes:
         return message(RAISED, "\0".join((type(e).__name__, str(e), "".join(traceback.format_exception(e)))))
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends."""
     import ctypes
 

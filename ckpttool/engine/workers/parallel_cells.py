@@ -18,10 +18,10 @@ from ...errors import RemoteError
 from ...index.draft import Draft, Written
 from ...storage.destination_protocol import ParallelDestination
 from ..copy.fill import Progress
-from .dispatch import run_all
+from .dispatch import run_parts
 from .executors import Workers
-from .part_fill import between
-from .parts import Part, least_bytes
+from .part_fill import bytes_between_chunks
+from .parts import Part, least_part_bytes
 
 __all__ = ["note_sent", "objects_of", "send_rest"]
 
@@ -63,7 +63,7 @@ def send_rest(
     """
     for i, f in enumerate(draft.files):
         if f.name not in sent:
-            pieces, f.size = between(draft, i, (), digests, lambda a, b: True)
+            pieces, f.size = bytes_between_chunks(draft, i, (), digests, lambda a, b: True)
             destination.write_file(f.name, b"".join(data for _, data in pieces))
     again = 0
     for _ in range(_ROUNDS):
@@ -98,14 +98,14 @@ def _send(
         return json.dumps({"cells": {**asked, "tree": tree, "cells": chosen}}, separators=(",", ":"))
 
     results: dict[int, dict[str, Any]] = {}
-    again = run_all(parts, results, request, workers, lambda done, total: progress("send", done, total))
+    again = run_parts(parts, results, request, workers, lambda done, total: progress("send", done, total))
     note_sent(sent, results)
     return again
 
 
 def _grouped(cells: Sequence[_Cell]) -> list[Part]:
     """Runs of cells, as parts."""
-    least = least_bytes(sum(cell[2] for cell in cells))
+    least = least_part_bytes(sum(cell[2] for cell in cells))
     out: list[Part] = []
     first = size = 0
     for k, cell in enumerate(cells):
@@ -135,7 +135,7 @@ def _missing(
         def needed(a: int, b: int, done: Mapping[int, str] = done) -> bool:
             return any(n not in done for n in range(a // cell_bytes, -(-b // cell_bytes)))
 
-        pieces, f.size = between(draft, i, written[i], digests, needed)
+        pieces, f.size = bytes_between_chunks(draft, i, written[i], digests, needed)
         todo = [n for n in range(max(1, -(-f.size // cell_bytes))) if n not in done]
         rows: list[list[tuple[int, int]]] = [[] for _ in todo]
         literals: list[list[tuple[int, str]]] = [[] for _ in todo]

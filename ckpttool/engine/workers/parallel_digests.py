@@ -15,18 +15,18 @@ from ..copy.stream import Block, Reader
 from ..copy.tensor_digests import tensor_digests
 from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions
 from . import part_worker
-from .dispatch import run_all
+from .dispatch import run_parts
 from .executors import Workers, WorkersSpec, default_count, workers_of
-from .part_requests import absolute, absolute_path, index_id
+from .part_requests import absolute_path, index_id, with_absolute_paths
 from .parts import cut_tensors
 
-__all__ = ["digests_of", "for_reading"]
+__all__ = ["digest_with_workers", "workers_for_reading"]
 
 
 @contextmanager
-def for_reading(spec: WorkersSpec, path: object, nbytes: int) -> Iterator[Workers | None]:
-    """The workers to read a checkpoint of so many bytes, which they open by its path; None where this process reads it
-    alone."""
+def workers_for_reading(spec: WorkersSpec, path: object, nbytes: int) -> Iterator[Workers | None]:
+    """Start the workers to read a checkpoint of so many bytes, which they open by its path; None where this process
+    reads it alone."""
     if spec in (1, "1") or (spec is None and default_count(nbytes) == 1) or not isinstance(path, (str, os.PathLike)):
         yield None
     else:
@@ -34,7 +34,7 @@ def for_reading(spec: WorkersSpec, path: object, nbytes: int) -> Iterator[Worker
             yield workers
 
 
-def digests_of(
+def digest_with_workers(
     opened: OpenCheckpoint,
     path: CheckpointPath,
     options: OpenOptions,
@@ -44,7 +44,7 @@ def digests_of(
     budget: IOBudget = DEFAULT_BUDGET,
     seen: Callable[[Block], None] | None = None,
 ) -> dict[str, str]:
-    """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs.
+    """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs.
 
     Args:
         seen: called with every block, if this process reads them.
@@ -61,7 +61,7 @@ def digests_of(
     same = {
         "open": {
             "path": absolute_path(os.fspath(path)),
-            "options": asdict(absolute(options)),
+            "options": asdict(with_absolute_paths(options)),
             "index": index_id(ckpt, opened.source),
         },
         "threads": budget.threads,
@@ -74,7 +74,7 @@ def digests_of(
     results: dict[int, dict[str, Any]] = {}
     if not opened.source.is_remote and len(parts) > 1:
         workers.prepare(part_worker.prepare, request(0))
-    run_all(parts, results, request, workers, lambda done, total: progress(what, done, total))
+    run_parts(parts, results, request, workers, lambda done, total: progress(what, done, total), part_worker.run)
     reader = Reader(opened.source, ckpt.files, ckpt.records, budget)
     out: dict[str, str] = {}
     for part in parts:

@@ -3,7 +3,12 @@
     cut the draft into parts; create the files
     have the parts filled by the workers of an executor (dispatch.py, part_worker.py)
     write what lies between the chunks of different workers: heads, tails, frames that need several CRCs
-    (parallel_cells.py in a store)
+
+In a store, what lies between chunks is part of cells that no part has sent:
+
+    cells = those of every object that no part has sent
+    have them sent (`part_fill.send_cells`), with the bytes between chunks, which are known by now
+    compare with what the store lists; what is missing or has been replaced is sent again
 
 A part that is filled twice gets the same bytes twice. What was filled stands in `parts/` of the destination's folder,
 durably; a store lists what was sent to it. When the coordinator dies, the same command goes on with what is missing,
@@ -14,10 +19,12 @@ from __future__ import annotations
 
 import json
 import os
-from base64 import b64decode
-from collections.abc import Iterable, Sequence
+from base64 import b64decode, b64encode
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...errors import RemoteError
 from ...index.draft import Draft, Written
 from ...storage.buffers import IOBudget
 from ...storage.destination_protocol import ParallelDestination, write_error
@@ -26,14 +33,15 @@ from ..copy.fill import Progress, note_lost
 from ..copy.stream import Reader
 from ..planning import Plan
 from . import part_worker
-from .cell_fill import why_not
-from .dispatch import run_all
+from .dispatch import run_parts
 from .executors import Workers
-from .parallel_cells import note_sent, objects_of, send_rest
-from .part_fill import between, framed_alone
-from .parts import cut
+from .part_fill import bytes_between_chunks, why_cells_need_one_process, worker_writes_frames
+from .parts import Part, cut_draft, least_part_bytes
 
 __all__ = ["fill_with_workers", "why_one_process"]
+
+_ROUNDS = 3
+_Cell = tuple[int, int, int, list[tuple[int, int]], list[tuple[int, str]]]  # (file, cell, ...) of part_fill.send_cells
 
 
 def fill_with_workers(
@@ -51,7 +59,7 @@ def fill_with_workers(
     were submitted "again", and the bytes that each machine filled, by name, in "nodes".
 
     Args:
-        job: `part_requests.job_of` this conversion.
+        job: `part_requests.describe_job` this conversion.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
@@ -59,7 +67,7 @@ def fill_with_workers(
     """
     draft, source = planned.draft, planned.opened.source
     cells = destination.part_bytes
-    parts = cut(draft, cells)
+    parts = cut_draft(draft, cells)
     names = list(draft.checkpoint.tensors)
     touched = [_files_of(draft, names[part.first : part.stop]) for part in parts]
     shared = set[str]().union(*touched) if cells else {f.name for f in draft.files}
@@ -69,7 +77,7 @@ def fill_with_workers(
 
     def request(number: int) -> str:
         part = parts[number]
-        mine = objects_of(tree, touched[number]) if cells else tree
+        mine = _select_objects(tree, touched[number]) if cells else tree
         return json.dumps(
             {"fill": {**asked, "tree": mine, "part": part, "there": part.stop <= destination.earlier.done}}
         )
@@ -77,7 +85,9 @@ def fill_with_workers(
     before = len(results)
     if not source.is_remote and (todo := [p.number for p in parts if p.number not in results])[1:]:
         workers.prepare(part_worker.prepare, request(todo[0]))
-    again = run_all(parts, results, request, workers, lambda done, total: progress("copy", done, total))
+    again = run_parts(
+        parts, results, request, workers, lambda done, total: progress("copy", done, total), part_worker.run
+    )
     destination.stop_sharing()
     ckpt = planned.opened.checkpoint
     reader = Reader(source, ckpt.files, ckpt.records, budget)
@@ -99,12 +109,12 @@ def fill_with_workers(
         digests[name] = digests[other]
     if cells:
         sent: dict[str, dict[int, str]] = {name: {} for name in shared}
-        note_sent(sent, results)
+        _add_sent_cells(sent, results)
         before = sum(found["kept"] == sum(map(len, found["cells"].values())) > 0 for found in results.values())
-        again += send_rest(draft, asked, crcs, digests, sent, destination, workers, progress)
+        again += _send_remaining_cells(draft, asked, crcs, digests, sent, destination, workers, progress)
     else:
         for i in range(len(draft.files)):
-            _finish(draft, i, crcs[i], fringes.get(i, ()), digests, destination)
+            _finish_file(draft, i, crcs[i], fringes.get(i, ()), digests, destination)
     nodes: dict[str, int] = {}
     for found in results.values():
         nodes[found["node"]] = nodes.get(found["node"], 0) + found["bytes"]
@@ -120,10 +130,10 @@ def fill_with_workers(
 
 
 def why_one_process(draft: Draft, job: dict[str, Any] | None, sharable: bool, in_store: bool) -> str | None:
-    """Why one process has to fill a draft; None if several can.
+    """Say why one process has to fill a draft; None if several can.
 
     Args:
-        job: `part_requests.job_of` the conversion.
+        job: `part_requests.describe_job` the conversion.
         sharable, in_store: whether its destination can be filled by several, and whether that is a store.
     """
     if not sharable:
@@ -132,17 +142,17 @@ def why_one_process(draft: Draft, job: dict[str, Any] | None, sharable: bool, in
         return "an archive is written front to back by one process"
     if job is None:
         return "a merged or salvaged checkpoint, and one whose server tells no versions, is written by one process"
-    return why_not(draft) if in_store else None
+    return why_cells_need_one_process(draft) if in_store else None
 
 
 def _files_of(draft: Draft, names: Sequence[str]) -> set[str]:
-    """The files that some tensors are written to."""
+    """Return the names of the files that some tensors are written to."""
     tensors = draft.checkpoint.tensors
     numbers = set[int]().union(*(tensors[n].chunks.file for n in names if n not in draft.aliases))
     return {draft.files[i].name for i in numbers}
 
 
-def _finish(
+def _finish_file(
     draft: Draft,
     i: int,
     written: Sequence[Written],
@@ -153,8 +163,8 @@ def _finish(
     """Write what no worker has written of a file, cut it to its length and make it durable."""
     f = draft.files[i]
     path = destination.path(f.name)
-    alone = framed_alone(draft, i)
-    pieces, f.size = between(draft, i, written, digests, lambda a, b: not alone)
+    alone = worker_writes_frames(draft, i)
+    pieces, f.size = bytes_between_chunks(draft, i, written, digests, lambda a, b: not alone)
     try:
         with open(path, "r+b", buffering=0) as out:
             fd = out.fileno()
@@ -166,3 +176,138 @@ def _finish(
             os.fsync(fd)
     except OSError as e:
         raise write_error(e, path) from e
+
+
+# --------------------------------------------------------------------------------------------------- objects of a store
+
+
+def _select_objects(tree: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return what `Destination.share` gave, for those of the objects that a worker needs."""
+    return {**tree, "objects": {name: found for name, found in tree["objects"].items() if name in names}}
+
+
+def _add_sent_cells(sent: Mapping[str, dict[int, str]], results: Mapping[int, Mapping[str, Any]]) -> None:
+    """Add what workers have sent to {file: {cell: ETag}}."""
+    for found in results.values():
+        for name, etags in found["cells"].items():
+            sent[name].update((int(n), etag) for n, etag in etags.items())
+
+
+def _send_remaining_cells(
+    draft: Draft,
+    asked: Mapping[str, Any],
+    written: Mapping[int, Sequence[Written]],
+    digests: dict[str, str],
+    sent: dict[str, dict[int, str]],
+    destination: ParallelDestination,
+    workers: Workers,
+    progress: Progress,
+) -> int:
+    """Send every cell that is not in `sent`, {file: {cell: ETag}}, and every file without chunks.
+
+    Returns how often something was sent again.
+
+    Args:
+        asked: what all requests have in common.
+        written: the chunks of every file, in order.
+
+    Raises:
+        CkpttoolError: what a worker raised. RemoteError: another run sends other parts of the same objects.
+    """
+    for i, f in enumerate(draft.files):
+        if f.name not in sent:
+            pieces, f.size = bytes_between_chunks(draft, i, (), digests, lambda a, b: True)
+            destination.append(f.name, b"".join(data for _, data in pieces))
+    # send what is missing, until the store lists every cell as it was sent
+    again = 0
+    for _ in range(_ROUNDS):
+        cells = _cells_to_send(draft, written, digests, sent, destination.part_bytes)
+        again += _send_cells_with_workers(draft, asked, cells, sent, workers, progress)
+        lost = destination.find_wrong_parts(sent, {f.name: f.size for f in draft.files})
+        if not lost:
+            return again
+        for name, number in lost:
+            sent[name].pop(number, None)
+        again += len(lost)
+    raise RemoteError(
+        f"{destination.location}: parts that were sent have been replaced or lost. Another run sends to the same place; "
+        "run the command again when it has ended."
+    )
+
+
+def _send_cells_with_workers(
+    draft: Draft,
+    asked: Mapping[str, Any],
+    cells: Sequence[_Cell],
+    sent: Mapping[str, dict[int, str]],
+    workers: Workers,
+    progress: Progress,
+) -> int:
+    """Have cells sent, and add them to `sent`; returns how often some were submitted again."""
+    parts = _group_cells(cells)
+
+    def request(number: int) -> str:
+        chosen = cells[parts[number].first : parts[number].stop]
+        tree = _select_objects(asked["tree"], {draft.files[cell[0]].name for cell in chosen})
+        return json.dumps({"cells": {**asked, "tree": tree, "cells": chosen}}, separators=(",", ":"))
+
+    results: dict[int, dict[str, Any]] = {}
+    again = run_parts(
+        parts, results, request, workers, lambda done, total: progress("send", done, total), part_worker.run
+    )
+    _add_sent_cells(sent, results)
+    return again
+
+
+def _group_cells(cells: Sequence[_Cell]) -> list[Part]:
+    """Cut cells into parts: runs of at least `least_part_bytes` bytes."""
+    least = least_part_bytes(sum(cell[2] for cell in cells))
+    out: list[Part] = []
+    first = size = 0
+    for k, cell in enumerate(cells):
+        size += cell[2]
+        if size >= least or k == len(cells) - 1:
+            out.append(Part(len(out), first, k + 1, size))
+            first, size = k + 1, 0
+    return out
+
+
+def _cells_to_send(
+    draft: Draft,
+    written: Mapping[int, Sequence[Written]],
+    digests: dict[str, str],
+    sent: Mapping[str, Mapping[int, str]],
+    cell_bytes: int,
+) -> list[_Cell]:
+    """List the cells that are not in `sent`, with what fills them; sets the sizes of the files."""
+    tensors = draft.checkpoint.tensors
+    index = {name: i for i, name in enumerate(tensors)}
+    out: list[_Cell] = []
+    for i, f in enumerate(draft.files):
+        if f.name not in sent:
+            continue
+        done = sent[f.name]
+
+        def needed(a: int, b: int, done: Mapping[int, str] = done) -> bool:
+            """Decide whether a cell that meets bytes [a, b) is still to be sent."""
+            return any(n not in done for n in range(a // cell_bytes, -(-b // cell_bytes)))
+
+        pieces, f.size = bytes_between_chunks(draft, i, written[i], digests, needed)
+        # for each cell that is left: the chunks that meet it, and its share of the bytes between chunks
+        todo = [n for n in range(max(1, -(-f.size // cell_bytes))) if n not in done]
+        rows: list[list[tuple[int, int]]] = [[] for _ in todo]
+        literals: list[list[tuple[int, str]]] = [[] for _ in todo]
+        for name, row, _crc in written[i]:
+            c = tensors[name].chunks
+            if c.length[row]:
+                a, b = c.offset[row], c.offset[row] + c.length[row]
+                for k in range(bisect_left(todo, a // cell_bytes), bisect_left(todo, -(-b // cell_bytes))):
+                    rows[k].append((index[name], row))
+        for at, data in pieces:
+            end = at + len(data)
+            for k in range(bisect_left(todo, at // cell_bytes), bisect_left(todo, -(-end // cell_bytes))):
+                a, b = max(at, todo[k] * cell_bytes), min(end, (todo[k] + 1) * cell_bytes)
+                literals[k].append((a, b64encode(data[a - at : b - at]).decode()))
+        for k, n in enumerate(todo):
+            out.append((i, n, min(cell_bytes, f.size - n * cell_bytes), rows[k], literals[k]))
+    return out

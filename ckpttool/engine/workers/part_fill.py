@@ -1,19 +1,25 @@
-"""Fill one part of a draft: its tensors' bytes, into files that the coordinator has created, or into parts of objects,
-and nothing besides.
+"""Fill one part of a draft, in a worker: its tensors' bytes, into files that the coordinator has created, or into cells
+of objects (storage/shared_objects.py).
 
 Of the bytes around a chunk a worker writes those that follow from the chunk alone (`DraftFile.frames_alone`: the items
 of DCP). What needs the CRCs of other parts, and heads and tails, is the coordinator's.
+
+Of an object, a part sends the cells that lie within its bytes. The others, which two parts meet in, or in which bytes
+lie that need the CRCs of other parts, are sent when all parts are done (`send_cells`): the rows of tensors that they
+need are read from the source once more, and the coordinator gives the bytes between chunks.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
-from ...index.checkpoint import TensorEntry
+from ...index.checkpoint import ITEMSIZE, TensorEntry
 from ...index.draft import Draft, Written
 from ...storage.buffers import IOBudget
 from ...storage.local_file import WriterPool
@@ -22,21 +28,24 @@ from ...storage.shared_objects import CellRange, SharedObjects
 from ...storage.shared_tree import SharedTree
 from ...storage.source import Source
 from ..copy.fill import ChunkRow, Scatter
-from ..copy.stream import Reader
+from ..copy.stream import Reader, StreamJob
+from ..handle import cut_to
 from .parts import Part
 
-__all__ = ["between", "fill_part", "framed_alone"]
+__all__ = ["bytes_between_chunks", "fill_part", "send_cells", "why_cells_need_one_process", "worker_writes_frames"]
 
 
-def framed_alone(draft: Draft, file: int) -> bool:
-    """Whether the worker that writes a chunk of a file writes the bytes around it, too."""
+def worker_writes_frames(draft: Draft, file: int) -> bool:
+    """Decide whether the worker that writes a chunk of a file writes the bytes around it, too."""
     return draft.files[file].frames_alone or (draft.before is None and draft.after is None)
 
 
-def between(
+def bytes_between_chunks(
     draft: Draft, file: int, written: Sequence[Written], digests: dict[str, str], needed: Callable[[int, int], bool]
 ) -> tuple[list[tuple[int, bytes]], int]:
-    """([(offset, bytes)] of what lies between the chunks of a file, in order, its bytes in all): head, frames, tail.
+    """Make what lies between the chunks of a file: head, frames, tail.
+
+    Returns ([(offset, bytes)] in order, the size of the file).
 
     Args:
         written: the chunks of the file, in order.
@@ -80,7 +89,7 @@ def fill_part(
     *,
     there: bool,
 ) -> dict[str, Any]:
-    """Fill a part and note that it is filled; what the coordinator has to know of it, as plain data.
+    """Fill a part and note that it is filled; returns what the coordinator has to know of it, as plain data.
 
     Args:
         there: an earlier run wrote these bytes; they are read from the source, digested, and not written again.
@@ -119,6 +128,8 @@ def fill_part(
 
 
 class _PartFilling(Scatter):
+    """One run of `fill_part`. What is appended goes to `outs` {file: its range}, of which a part writes one each."""
+
     def __init__(self, draft: Draft, tree: SharedTree | SharedObjects, budget: IOBudget, there: bool) -> None:
         super().__init__(draft)
         self.tree, self.there = tree, there
@@ -128,11 +139,11 @@ class _PartFilling(Scatter):
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
         if self.there:
             return
-        alone = framed_alone(self.draft, row.file)
+        alone = worker_writes_frames(self.draft, row.file)
         before = b""
         if self.draft.before and alone:
             before = self.draft.before(name, entry, row.row, ())
-        elif self.draft.before and isinstance(self.tree, SharedObjects) and self._whole_record(row.file):
+        elif self.draft.before and isinstance(self.tree, SharedObjects) and self._wrote_whole_record(row.file):
             before = self.draft.before(name, entry, row.row, self.crcs[row.file])
         start = row.offset - len(before)
         out = self.outs.get(row.file)
@@ -144,9 +155,10 @@ class _PartFilling(Scatter):
             out.skip_to(start)
         out.append(before)
 
-    def _whole_record(self, file: int) -> bool:
-        """Whether all chunks of the record that the last chunk of a file lies in were written here. A cell is sent
-        whole or not at all, so that it pays to know what lies between; into a file, the coordinator writes it later."""
+    def _wrote_whole_record(self, file: int) -> bool:
+        """Decide whether all chunks of the record that the last chunk of a file lies in were written here. A cell is
+        sent whole or not at all, so that it pays to know what lies between; into a file, the coordinator writes it
+        later."""
         record_at, written = self.draft.files[file].record_at, self.crcs.get(file)
         if record_at is None or not written:
             return False
@@ -160,11 +172,11 @@ class _PartFilling(Scatter):
             self.outs[row.file].append(data)
 
     def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        if not self.there and self.draft.after and framed_alone(self.draft, row.file):
+        if not self.there and self.draft.after and worker_writes_frames(self.draft, row.file):
             self.outs[row.file].append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
 
     def finish(self) -> dict[str, Any]:
-        """Make what was written durable; what was sent to a store."""
+        """Make what was written durable; returns what was sent to a store (`SharedObjects.sent`)."""
         for out in self.outs.values():
             out.flush()
         self.writer.drain()
@@ -178,3 +190,87 @@ class _PartFilling(Scatter):
         for out in self.outs.values():
             out.close()
         self.tree.close()
+
+
+# --------------------------------------------------------------------------------------- cells that no part fills alone
+
+
+def why_cells_need_one_process(draft: Draft) -> str | None:
+    """Say why rows of the tensors of a draft cannot be read alone, as `send_cells` does; None where they can."""
+    names = [n for n in draft.checkpoint.tensors if n not in draft.aliases]
+    if any(draft.sources[n].chunks.zstd for n in names):
+        return "a compressed source is sent by one process"
+    if any(draft.sources[n].shape != draft.checkpoint.tensors[n].shape for n in names):
+        return "tensors that get another shape are sent by one process"
+    return None
+
+
+def send_cells(
+    draft: Draft,
+    source: Source,
+    files: list[str],
+    cells: Sequence[Sequence[Any]],
+    objects: SharedObjects,
+    budget: IOBudget,
+) -> dict[str, Any]:
+    """Fill and send some cells; returns what was sent (`SharedObjects.sent`), as plain data.
+
+    Args:
+        cells: (file, cell, bytes of it, [(tensor, chunk)] that meet it, [(offset in the file, base64)] of what lies
+            between), where file, tensor and chunk are numbers.
+
+    Raises:
+        SourceChanged: the source was written to meanwhile. RemoteError: the store fails. NoSpace: the disk is full.
+    """
+    # the rows of all cells are one stream, in the order of the cells
+    tensors, names = draft.checkpoint.tensors, list(draft.checkpoint.tensors)
+    jobs: list[StreamJob] = []
+    starts: list[list[int]] = []  # for each cell, where the bytes of its jobs begin in the file
+    for _file, number, length, chunks, _between in cells:
+        begin = number * objects.part_bytes
+        starts.append([])
+        for i, row in chunks:
+            name = names[i]
+            entry, at = _rows_in_cell(tensors[name], draft.sources[name], row, begin, begin + length)
+            jobs.append(StreamJob(str(len(jobs)), entry, tensors[name].dtype))
+            starts[-1].append(at)
+    stream = Reader(source, files, (), budget).blocks(jobs)
+    try:
+        for (file, number, length, _chunks, between), of_cell in zip(cells, starts, strict=True):
+            begin, end = number * objects.part_bytes, number * objects.part_bytes + length
+            to = objects.of(draft.files[file].name)
+            to.begin(number)
+            for at, text in between:
+                to.write(at, b64decode(text))
+            for at in of_cell:
+                last = False
+                while not last:
+                    block = next(stream)
+                    a, b = max(begin, at), min(end, at + len(block.data))
+                    if a < b:
+                        to.write(a, block.data[a - at : b - at])
+                    at += len(block.data)
+                    last = block.last
+            if to.have != length:
+                raise AssertionError(f"cell {number} of {to.at.url} has {to.have} bytes of {length}")
+            to.end()
+        out = objects.finish_sending()
+    finally:
+        stream.close()
+        objects.close()
+    source.assert_unchanged()
+    return {**out, "node": os.uname().nodename}
+
+
+def _rows_in_cell(entry: TensorEntry, source: TensorEntry, row: int, begin: int, end: int) -> tuple[TensorEntry, int]:
+    """Return (the rows of a chunk that meet bytes [begin, end) of its file, as a tensor of the source; where they begin
+    in the file)."""
+    chunk = entry.chunks[row]
+    start, shape, offset = chunk.start, chunk.shape, chunk.extent.offset
+    if not shape:
+        return source, offset
+    size = prod(shape[1:]) * ITEMSIZE[entry.dtype]
+    first = max(0, begin - offset) // size
+    stop = min(shape[0], -(-(end - offset) // size))
+    box = (start[0] + first, *start[1:]), (stop - first, *shape[1:])
+    return replace(source, shape=box[1], chunks=cut_to(source, box)), offset + first * size

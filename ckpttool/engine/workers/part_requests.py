@@ -33,27 +33,38 @@ from ...storage.source import Source
 from ..opening import OpenOptions
 from ..planning import WriteRequest
 
-__all__ = ["absolute", "absolute_path", "answered", "encoded_error", "index_id", "job_of", "read_job"]
+__all__ = [
+    "absolute_path",
+    "describe_job",
+    "encode_error",
+    "index_id",
+    "parse_answer",
+    "read_job",
+    "with_absolute_paths",
+]
 
 
-def absolute(reading: OpenOptions) -> OpenOptions:
-    """The same options with absolute paths, so that they mean the same in another folder."""
+def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
+    """Return the same options with absolute paths, so that they mean the same in another folder."""
 
-    def of(path: str | os.PathLike[str] | None) -> str | None:
+    def absolute(path: str | os.PathLike[str] | None) -> str | None:
+        """Make the path of a file that there is absolute; anything else, such as a name on the Hub, stays."""
         text = None if path is None else os.fspath(path)
         return os.path.abspath(text) if text is not None and os.path.lexists(text) else text
 
     return replace(
         reading,
-        config=of(reading.config),
-        like=of(reading.like),
-        flat_layout=of(reading.flat_layout),
-        fill_from=of(reading.fill_from),
+        config=absolute(reading.config),
+        like=absolute(reading.like),
+        flat_layout=absolute(reading.flat_layout),
+        fill_from=absolute(reading.fill_from),
     )
 
 
-def job_of(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, plan: str) -> dict[str, Any] | None:
-    """What describes a conversion to a worker; None for one that a worker cannot plan by itself."""
+def describe_job(
+    src: object, dst: str, reading: OpenOptions, writing: WriteRequest, plan: str
+) -> dict[str, Any] | None:
+    """Return what describes a conversion to a worker; None for one that a worker cannot plan by itself."""
     if not isinstance(src, (str, os.PathLike)) or reading.merge is not None or reading.salvage:
         return None
     asked = {f.name: getattr(writing, f.name) for f in fields(writing)}
@@ -68,12 +79,12 @@ def job_of(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, p
 
 
 def absolute_path(path: str) -> str:
-    """The same path in any folder; a URL as it is."""
+    """Return a path that means the same in any folder; a URL as it is."""
     return path if urls.is_url(path) else os.path.abspath(path)
 
 
 def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteRequest]:
-    """(source, destination, how to read, what to write) of `job_of`."""
+    """Return (source, destination, how to read, what to write) of `describe_job`."""
     asked = dict(job["writing"])
     options = asked.pop("options")
     if options is not None:
@@ -84,7 +95,8 @@ def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteReques
 
 
 def index_id(ckpt: Checkpoint, source: Source) -> str:
-    """Digest of what an index says of a checkpoint, and of the identities of its files, without their device."""
+    """Return a digest of what an index says of a checkpoint, and of the identities of its files, without their
+    device."""
     identities = source.identities()
     files = [(name, identities.get(name, (0,))[1:]) for name in ckpt.files]
     h = blake3(json.dumps([ckpt.layout, files, ckpt.sizes], default=str).encode())
@@ -93,14 +105,14 @@ def index_id(ckpt: Checkpoint, source: Source) -> str:
     return h.hexdigest()
 
 
-def encoded_error(e: CkpttoolError) -> str:
-    """An answer that says why there is none."""
+def encode_error(e: CkpttoolError) -> str:
+    """Return an answer that says why there is none."""
     notes = list(getattr(e, "__notes__", ()))
     return json.dumps({"error": {"kind": errors.kind_of(e), "message": str(e), "notes": notes}})
 
 
-def answered(text: str) -> dict[str, Any]:
-    """The answer of a worker.
+def parse_answer(text: str) -> dict[str, Any]:
+    """Parse the answer of a worker.
 
     Raises:
         CkpttoolError: what the worker raised.

@@ -16,20 +16,19 @@ from ...storage.shared_tree import SharedTree
 from ..copy.tensor_digests import tensor_digests_and_crcs
 from ..opening import OpenCheckpoint, OpenOptions, open_with
 from ..planning import Plan, plan_id, plan_with
-from .cell_fill import send_cells
-from .part_fill import fill_part
-from .part_requests import encoded_error, index_id, read_job
+from .part_fill import fill_part, send_cells
+from .part_requests import encode_error, index_id, read_job
 from .parts import Part
 
-__all__ = ["Last", "forget", "run"]
+__all__ = ["SingleEntryCache", "close_caches", "prepare", "run"]
 
 
 T = TypeVar("T", bound=AbstractContextManager[Any])
 
 
-class Last(Generic[T]):
-    """What was made for the last question, open: a worker fills many parts of one plan. What was made before is closed
-    when nobody uses it: an engine may run several threads in a process, for several conversions."""
+class SingleEntryCache(Generic[T]):
+    """Keeps open what was made for the last question: a worker fills many parts of one plan. What was made before is
+    closed when nobody uses it: an engine may run several threads in a process, for several conversions."""
 
     def __init__(self, make: Callable[[str], T]) -> None:
         self.make: Callable[[str], T] = make
@@ -37,11 +36,11 @@ class Last(Generic[T]):
         self.lock = threading.Lock()
 
     @contextmanager
-    def of(self, question: str) -> Iterator[T]:
-        """The answer to a question, which stays open as long as it is used."""
+    def answer(self, question: str) -> Iterator[T]:
+        """Make, or find, what answers a question; it stays open as long as it is used."""
         with self.lock:
             if self.kept is None or question != self.kept.question:
-                self._let_go()
+                self._drop()
                 self.kept = _Kept(question, self.make(question))
             kept = self.kept
             kept.users += 1
@@ -54,11 +53,11 @@ class Last(Generic[T]):
                     kept.close()
 
     def close(self) -> None:
-        """Forget it."""
+        """Close what is kept, as soon as nobody uses it."""
         with self.lock:
-            self._let_go()
+            self._drop()
 
-    def _let_go(self) -> None:
+    def _drop(self) -> None:
         kept, self.kept = self.kept, None
         if kept is not None:
             kept.close()
@@ -77,7 +76,7 @@ class _Kept(Generic[T]):
                 pass
 
 
-def forget() -> None:
+def close_caches() -> None:
     """Close what is kept for the next request: for processes that do not end when the work is done."""
     _planned.close()
     _opened.close()
@@ -86,22 +85,22 @@ def forget() -> None:
 def prepare(request: str) -> str:
     """Plan or open what a request is about, for all workers that are made as copies of this process."""
     ((what, asked),) = json.loads(request).items()
-    with _planned.of(json.dumps(asked["job"])) if what == "fill" else _opened.of(json.dumps(asked["open"])):
+    with _planned.answer(json.dumps(asked["job"])) if what == "fill" else _opened.answer(json.dumps(asked["open"])):
         return ""
 
 
 def run(request: str) -> str:
-    """Do what is asked for; an error of ours is an answer, too."""
+    """Do what a request asks for, and return the answer; an error of ours is an answer, too."""
     ((what, asked),) = json.loads(request).items()
     try:
-        return json.dumps({"fill": _fill, "cells": _cells, "digest": _digest}[what](asked), separators=(",", ":"))
+        return json.dumps(_ACTIONS[what](asked), separators=(",", ":"))
     except CkpttoolError as e:
-        return encoded_error(e)
+        return encode_error(e)
 
 
-def _fill(asked: dict[str, Any]) -> dict[str, Any]:
-    """One part of a conversion."""
-    with _planned.of(json.dumps(asked["job"])) as planned:
+def _fill_part(asked: dict[str, Any]) -> dict[str, Any]:
+    """Fill one part of a conversion; returns what `fill_part` does."""
+    with _planned.answer(json.dumps(asked["job"])) as planned:
         ckpt = planned.opened.checkpoint
         return fill_part(
             planned.draft,
@@ -115,9 +114,9 @@ def _fill(asked: dict[str, Any]) -> dict[str, Any]:
         )
 
 
-def _cells(asked: dict[str, Any]) -> dict[str, Any]:
-    """Some cells of the objects of a conversion."""
-    with _planned.of(json.dumps(asked["job"])) as planned:
+def _send_cells(asked: dict[str, Any]) -> dict[str, Any]:
+    """Send some cells of the objects of a conversion; returns what `send_cells` does."""
+    with _planned.answer(json.dumps(asked["job"])) as planned:
         return send_cells(
             planned.draft,
             planned.opened.source,
@@ -128,9 +127,9 @@ def _cells(asked: dict[str, Any]) -> dict[str, Any]:
         )
 
 
-def _digest(asked: dict[str, Any]) -> dict[str, Any]:
-    """The digests of some tensors of a checkpoint."""
-    with _opened.of(json.dumps(asked["open"])) as opened:
+def _digest_tensors(asked: dict[str, Any]) -> dict[str, Any]:
+    """Digest some tensors of a checkpoint; returns what `tensor_digests_and_crcs` does."""
+    with _opened.answer(json.dumps(asked["open"])) as opened:
         ckpt = opened.checkpoint
         names = list(ckpt.tensors)[asked["first"] : asked["stop"]]
         return tensor_digests_and_crcs(
@@ -143,7 +142,7 @@ def _digest(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open(asked: str) -> OpenCheckpoint:
-    """An open checkpoint.
+    """Open the checkpoint that a request is about.
 
     Raises:
         CkpttoolError: this worker finds another one.
@@ -160,7 +159,7 @@ def _open(asked: str) -> OpenCheckpoint:
 
 
 def _plan(job: str) -> Plan:
-    """The plan of a conversion.
+    """Plan the conversion that a request is about.
 
     Raises:
         CkpttoolError: this worker plans something else.
@@ -178,4 +177,5 @@ def _plan(job: str) -> Plan:
     return planned
 
 
-_planned, _opened = Last(_plan), Last(_open)
+_planned, _opened = SingleEntryCache(_plan), SingleEntryCache(_open)
+_ACTIONS = {"fill": _fill_part, "cells": _send_cells, "digest": _digest_tensors}

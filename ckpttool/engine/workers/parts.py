@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ...index.checkpoint import TensorEntry
 from ...index.draft import Draft
 
-__all__ = ["Part", "cut", "cut_tensors", "least_bytes"]
+__all__ = ["Part", "cut_draft", "cut_tensors", "least_part_bytes"]
 
 _MOST_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
@@ -37,13 +37,16 @@ class Part(NamedTuple):
 
 
 def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[Part]:
-    """Runs of tensors to read, whatever files they lie in."""
+    """Cut tensors that are read into parts, whatever files they lie in."""
     return _cut(tensors, {}, 0)
 
 
-def cut(draft: Draft, cell_bytes: int = 0) -> list[Part]:
-    """The parts of a draft: of about 1 GiB, or a 64th of the whole, and of 8 MiB on average for each file that the next
-    part goes on with; for a store, whose objects have cells, of 2 to 8 cells there."""
+def cut_draft(draft: Draft, cell_bytes: int = 0) -> list[Part]:
+    """Cut a draft into parts. A part ends as soon as it has
+
+    1 GiB, or a 64th of the whole but at least 16 MiB
+    8 MiB on average for each file that the next part goes on with; 2 to 8 cells of `cell_bytes` in a store
+    """
     of_a_file = _LEAST_BYTES_OF_A_FILE
     if cell_bytes:
         fewest, most = (n * cell_bytes for n in _CELLS_OF_A_FILE)
@@ -51,13 +54,14 @@ def cut(draft: Draft, cell_bytes: int = 0) -> list[Part]:
     return _cut(draft.checkpoint.tensors, draft.aliases, of_a_file)
 
 
-def least_bytes(whole: int) -> int:
-    """What a part of so many bytes has at least, unless it is the last."""
+def least_part_bytes(whole: int) -> int:
+    """Return the least size, in bytes, of every part but the last, where there are `whole` bytes in all."""
     return min(_MOST_BYTES, max(_LEAST_BYTES, whole // _PARTS))
 
 
 def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_file: int) -> list[Part]:
-    least = least_bytes(sum(t.nbytes for n, t in tensors.items() if n not in aliases))
+    """Cut tensors into parts that have at least `of_a_file` bytes for each file that the next part goes on with."""
+    least = least_part_bytes(sum(t.nbytes for n, t in tensors.items() if n not in aliases))
     last: dict[int, int] = {}  # the tensor that ends a file
     for i, (name, t) in enumerate(tensors.items() if of_a_file else ()):
         if name not in aliases:

@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from ...engine.opening import OpenCheckpoint
-from ...engine.workers.local_worker import end_with
+from ...engine.workers.local_worker import die_with_parent
 from ...errors import CkpttoolError, CommandLine, DoesNotFit, as_flags, kind_of
 from ...live.collectives import gathered
 from ...live.load import load_opened
@@ -375,5 +375,5 @@ def _write(folder: str, name: str, text: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        end_with(int(sys.argv[2]))
+        die_with_parent(int(sys.argv[2]))
     main(sys.argv[1])
