@@ -19,7 +19,7 @@ from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from .conservation import other_values
-from .copy.averages import Averages, averages_of, said_of
+from .copy.averages import Averages, averages_of, describe_negative
 from .copy.fill import Progress, silent
 from .copy.stream import Block, Reader, StreamJob
 from .copy.tensor_digests import digests_in_values, reporting, tensor_digests
@@ -296,7 +296,9 @@ def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progre
     texts = []
     if averages.found:
         name, (_, first) = next(iter(averages.found.items()))
-        texts.append(said_of(averages.found, ckpt.tensors, masters.where_element(ckpt, ckpt.tensors[name], first)))
+        texts.append(
+            describe_negative(averages.found, ckpt.tensors, masters.where_element(ckpt, ckpt.tensors[name], first))
+        )
     if odd := masters.find_differing_masters(ckpt, opened.source, progress):
         texts.append(masters.describe_differences(ckpt, odd))
     if texts and not opened.allow_mixed_steps:

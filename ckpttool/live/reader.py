@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.copy.fill import Progress, silent
 from ..engine.copy.tensor_digests import tensor_digests
-from ..engine.copy.zstd_frames import Decoder
+from ..engine.copy.zstd_frames import ZstdDecoder
 from ..engine.opening import OpenCheckpoint
 from ..engine.recorded import other_digests
 from ..errors import Unsupported
@@ -289,7 +289,7 @@ class LiveReader:
             dtype = torch.uint8
         at = tuple(a - b for a, b in zip(w.start, chunk.start, strict=True))
         what = f'{os.path.join(self.source.root, file)} ("{w.name}")'
-        decoder = Decoder(self.source, file, chunk.extent, *chunk.zstd, what)
+        decoder = ZstdDecoder(self.source, file, chunk.extent, *chunk.zstd, what)
         buffer = torch.empty(min(self.tuning.stage_bytes, prod(chunk.shape) * ITEMSIZE[entry.dtype]), dtype=torch.uint8)
         left, taken = prod(w.shape), 0
         for start, shape in boxes.cut_into_slabs(chunk.shape, len(buffer) // ITEMSIZE[entry.dtype]):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from ckpttool.engine.copy.dtypes import cast, numpy_dtype
 from ckpttool.engine.copy.fill import fill
-from ckpttool.engine.copy.record_crcs import CrcVerifier, Mismatch
+from ckpttool.engine.copy.record_crcs import CrcMismatch, CrcVerifier
 from ckpttool.engine.copy.stream import Reader, StreamJob
 from ckpttool.engine.copy.tensor_digests import tensor_digests
 from ckpttool.engine.copy.zstd_frames import decompress_ends
@@ -396,7 +396,7 @@ def told(crcs: CrcVerifier, file: int, offset: int, data: memoryview) -> Any:
     """(record, the CRC32 it has) where these bytes complete one that is damaged, else None."""
     try:
         crcs.update(file, offset, data)
-    except Mismatch as e:
+    except CrcMismatch as e:
         return e.args
     return None
 

@@ -10,7 +10,7 @@ from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, TensorEntry
 from .dtypes import bits_dtype
 
-__all__ = ["EXPONENT", "Averages", "averages_of", "said_of"]
+__all__ = ["EXPONENT", "Averages", "averages_of", "describe_negative"]
 
 #: Slots of optimizers that are sums or averages of squares or of absolute values.
 _NOT_NEGATIVE = frozenset(
@@ -47,7 +47,8 @@ class Averages:
         self.found: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, dtype: str, first: int, data: memoryview[Any]) -> bool:
-        """Look at the bytes of a tensor from its element `first` on; whether one is below 0. NaN and -0 are not."""
+        """Look at the bytes of a tensor from its element `first` on; returns whether one is below 0. NaN and -0 are
+        not."""
         if name not in self.names or dtype not in EXPONENT:
             return False
         import numpy as np
@@ -66,12 +67,13 @@ class Averages:
 
 
 def averages_of(tensors: Mapping[str, TensorEntry]) -> frozenset[str]:
-    """The tensors of an optimizer that are sums or averages of squares or of absolute values."""
+    """Find the tensors of an optimizer that are sums or averages of squares or of absolute values."""
     return frozenset(n for n, t in tensors.items() if t.component == "optim" and str(t.path[-1]) in _NOT_NEGATIVE)
 
 
-def said_of(found: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorEntry], at: str = "") -> str:
-    """What elements below 0 mean, for people; `at` is where the first one is, if more is known of it than its index."""
+def describe_negative(found: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorEntry], at: str = "") -> str:
+    """Say what elements below 0 mean, for people; `at` is where the first one is, if more is known of it than its
+    index."""
     name, (n, first) = next(iter(found.items()))
     t = tensors[name]
     at = at or f"at {list(boxes.flat_to_boxes(t.shape, first, first + 1)[0][0])}"

@@ -15,7 +15,7 @@ from math import prod
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, TensorEntry
 
-__all__ = ["BlockPlan", "StreamJob", "plans"]
+__all__ = ["BlockPlan", "StreamJob", "plan_blocks"]
 
 
 class StreamJob:
@@ -46,8 +46,8 @@ class BlockPlan:
     last: bool
 
 
-def plans(jobs: Iterable[StreamJob], block_bytes: int) -> Iterator[BlockPlan]:
-    """The blocks of tensors, in order, none larger than `block_bytes` as it is read and as it is handed on."""
+def plan_blocks(jobs: Iterable[StreamJob], block_bytes: int) -> Iterator[BlockPlan]:
+    """Yield the blocks of tensors, in order, none larger than `block_bytes` as it is read and as it is handed on."""
     for job in jobs:
         e = job.entry
         item = ITEMSIZE[e.dtype]
@@ -56,25 +56,23 @@ def plans(jobs: Iterable[StreamJob], block_bytes: int) -> Iterator[BlockPlan]:
             yield BlockPlan(job, 0, 0, (0,) * len(e.shape), e.shape, [], False, True)
             continue
         rows = _flat_rows(e)
-        if rows is not None and (not job.boxed or len(rows) == 1):
-            if job.boxed:
-                for start, shape in boxes.cut_into_slabs(e.shape, most):
-                    first = boxes.flat_start(e.shape, start)
-                    n = prod(shape)
-                    yield BlockPlan(
-                        job, first, n, start, shape, [(rows[0][0], start, shape)], True, first + n == e.numel
-                    )
-                continue
+        if rows is None or (job.boxed and len(rows) > 1):
+            yield from _plan_slabs(job, most)
+        elif job.boxed:
+            for start, shape in boxes.cut_into_slabs(e.shape, most):
+                first = boxes.flat_start(e.shape, start)
+                n = prod(shape)
+                yield BlockPlan(job, first, n, start, shape, [(rows[0][0], start, shape)], True, first + n == e.numel)
+        else:
             for row, first, count in rows:
                 for a in range(first, first + count, most):
                     n = min(most, first + count - a)
                     yield BlockPlan(job, a, n, (a - first,), (), [(row, (), ())], True, a + n == e.numel)
-            continue
-        yield from _assembled(job, most)
 
 
 def _flat_rows(e: TensorEntry) -> list[tuple[int, int, int]] | None:
-    """(row, first element, count) in order, when every chunk is a flat, uncompressed, row-major range."""
+    """Return (row, first element, count) of each chunk, in order; None unless every chunk is a flat, uncompressed,
+    row-major range."""
     c = e.chunks
     if c.strides or c.zstd:
         return None
@@ -93,7 +91,8 @@ def _flat_rows(e: TensorEntry) -> list[tuple[int, int, int]] | None:
     return sorted(out, key=lambda r: r[1])
 
 
-def _assembled(job: StreamJob, most: int) -> Iterator[BlockPlan]:
+def _plan_slabs(job: StreamJob, most: int) -> Iterator[BlockPlan]:
+    """Yield slabs of at most `most` elements, each put together from the chunks that meet it."""
     e = job.entry
     chunks = [(k, c.start, c.shape) for k, c in enumerate(e.chunks) if prod(c.shape)]
     for start, shape in boxes.cut_into_slabs(e.shape, most):

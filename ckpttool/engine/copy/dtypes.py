@@ -21,7 +21,7 @@ class Lost(NamedTuple):
     cut: int = 0
 
     def plus(self, other: Lost) -> Lost:
-        """Both together."""
+        """Add the counts of another cast."""
         return Lost(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -51,16 +51,16 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
         for a in range(0, len(src), _PIECE):
             piece, part = src[a : a + _PIECE], dst[a : a + _PIECE]
             convert(piece, part)
-            if overflowed or _at_the_end(part, dtype, to):
-                lost = lost.plus(_counted(piece, part, to))
+            if overflowed or _may_have_lost(part, dtype, to):
+                lost = lost.plus(_count_lost(piece, part, to))
                 overflowed.clear()
                 _set_nans(piece, part, dtype, to)
     return lost
 
 
 def _converter(dtype: str, to: str) -> Callable[[Any, Any], None]:
-    """What writes elements of one dtype as those of another: of a byte each by a table, others by numpy, with the steps
-    that torch takes."""
+    """Return a function that writes elements of one dtype as those of another: of a byte each by a table, others by
+    numpy, with the steps that torch takes."""
     import numpy as np
 
     if dtype.startswith("float8"):
@@ -81,7 +81,7 @@ def _converter(dtype: str, to: str) -> Callable[[Any, Any], None]:
 
 @lru_cache(128)
 def _table(dtype: str, to: str) -> Any:
-    """The numbers of all 256 bytes of a dtype, in another."""
+    """Return the numbers of all 256 bytes of a dtype, in another."""
     import numpy as np
 
     codes = np.arange(256, dtype="u4")
@@ -115,8 +115,8 @@ def _set_nans(piece: Any, part: Any, dtype: str, to: str) -> None:
 
 
 def _to_exponents(piece: Any, part: Any) -> None:
-    """Numbers as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up where two are equally near,
-    but for 2**-127.
+    """Write numbers as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up where two are equally
+    near, but for 2**-127.
 
     Source: torch/headeronly/util/Float8_e8m0fnu.h, fp8e8m0fnu_from_fp32_value.
     """
@@ -132,9 +132,9 @@ def _to_exponents(piece: Any, part: Any) -> None:
 _ENDS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7E}
 
 
-def _at_the_end(part: Any, dtype: str, to: str) -> bool:
-    """Whether any element is infinite, NaN or the largest that there is. Casts between numpy's own dtypes are not
-    looked at: numpy itself reports that a number overflows."""
+def _may_have_lost(part: Any, dtype: str, to: str) -> bool:
+    """Decide whether any element is infinite, NaN or the largest that there is. Casts between numpy's own dtypes are
+    not looked at: numpy itself reports that a number overflows."""
     if to in _ENDS and not (to == "float16" and dtype in ("float64", "float32")):
         end, item = _ENDS[to], part.itemsize
         return bool(part.view(f"i{item}").max() >= end or part.view(f"u{item}").max() >= end + (1 << 8 * item - 1))
@@ -143,8 +143,8 @@ def _at_the_end(part: Any, dtype: str, to: str) -> bool:
     return to.endswith("fnuz") and bool(part.view("i1").min() == -128)
 
 
-def _counted(piece: Any, part: Any, to: str) -> Lost:
-    """What the elements of `part` lost of those of `piece`."""
+def _count_lost(piece: Any, part: Any, to: str) -> Lost:
+    """Count the numbers of `piece` that its cast `part` could not hold."""
     import numpy as np
 
     x, y = piece.astype("f8"), part.astype("f8")
@@ -154,12 +154,13 @@ def _counted(piece: Any, part: Any, to: str) -> Lost:
 
 
 def bits_dtype(item: int) -> str:
-    """The numpy dtype that moves elements of `item` bytes as they are, by machine words where there are such."""
+    """Return the numpy dtype that moves elements of `item` bytes as they are, by machine words where there are such."""
     return {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
 
 
 def numpy_dtype(dtype: str) -> Any:
-    """The numpy dtype of a torch one; ml_dtypes gives those that numpy does not have (complex32 since its 0.6)."""
+    """Return the numpy dtype of a torch one; ml_dtypes gives those that numpy does not have (complex32 since its
+    0.6)."""
     import numpy as np
 
     if dtype in ("bfloat16", "complex32") or dtype.startswith("float8"):
@@ -170,7 +171,7 @@ def numpy_dtype(dtype: str) -> Any:
 
 
 def numbers(data: Any, dtype: str) -> Any:
-    """The numbers in a buffer as a flat array; of pairs of float4, the one in the lower four bits first."""
+    """Return the numbers in a buffer as a flat array; of pairs of float4, the one in the lower four bits first."""
     import numpy as np
 
     if dtype != "float4_e2m1fn_x2":

@@ -37,7 +37,7 @@ from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.destination_protocol import Altered, Destination, DestinationFile
 from ...storage.local_file import WriterPool
 from ...storage.source import Source
-from .averages import Averages, said_of
+from .averages import Averages, describe_negative
 from .dtypes import NOTHING, Lost, bits_dtype
 from .stream import Block, Reader, StreamJob
 
@@ -55,7 +55,7 @@ _JOURNAL_BYTES = 1 << 30
 _JOURNAL_SECONDS = 5.0
 
 
-class _Coded(DestinationFile):
+class _CodedFile(DestinationFile):
     """A file whose bytes go through a sink on their way to the destination."""
 
     def __init__(self, raw: DestinationFile, sink: Sink) -> None:
@@ -146,7 +146,7 @@ _BECAME = {
 
 
 def lost_notes(lost: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What to say of `Draft.lost`: one sentence for each dtype and what became of the numbers."""
+    """Return what to say of `Draft.lost`: one sentence for each dtype and what became of the numbers."""
     out = []
     for kind, became in _BECAME.items():
         for dtype in dict.fromkeys(row["dtype"] for row in lost.values()):
@@ -176,52 +176,56 @@ class Scatter:
         self.needs_crcs = draft.after is not None or draft.tail is not None
         self.averages = Averages(draft.averages)
 
-    def done_with(self, name: str) -> None:
-        """The last block of a tensor was handed on."""
+    def end_tensor(self, name: str) -> None:
+        """Called when the last block of a tensor was handed on."""
 
     def write(self, row: ChunkRow, data: memoryview) -> None:
-        """The next bytes of a chunk."""
+        """Called with the next bytes of a chunk."""
         raise NotImplementedError
 
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        """Before the first bytes of a chunk."""
+        """Called before the first bytes of a chunk."""
         raise NotImplementedError
 
     def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        """After its last bytes, when it is in `crcs`."""
+        """Called after the last bytes of a chunk, when it is in `crcs`."""
         raise NotImplementedError
 
     def blocks(self, reader: Reader, names: Iterable[str], sources: Mapping[str, TensorEntry]) -> Iterator[Block]:
-        """Digest tensors and hand them on; each block, when that is done and it is released."""
+        """Digest tensors and hand them on; yields each block when that is done.
+
+        Raises:
+            Corrupt: an average of squares is below 0, or bytes do not have the CRC32 that the source carries.
+        """
         tensors = self.draft.checkpoint.tensors
         plan: list[ChunkRow] = []
         hasher: Any = None
         name = ""
-        jobs = [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _flat(tensors[n])) for n in names]
+        jobs = [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _has_flat_chunks(tensors[n])) for n in names]
         for block in reader.blocks(jobs, checked=False):
             if block.name != name or hasher is None:
                 name, hasher = block.name, blake3()
-                plan = _rows(tensors[name])
+                plan = _chunk_rows(tensors[name])
             if block.count and plan[-1].first is not None:
-                self._hand_on(name, tensors[name], plan, block, hasher)
+                self._copy_ranges(name, tensors[name], plan, block, hasher)
             else:
                 for piece, _ in block.pieces(0, len(block.data)):
                     hasher.update(piece)
-                self._scatter(name, tensors[name], plan, block)
+                self._copy_boxes(name, tensors[name], plan, block)
             if block.lost != NOTHING:
                 self.lost[name] = self.lost.get(name, NOTHING).plus(block.lost)
             if self.averages.add(name, tensors[name].dtype, block.first, block.data):
                 raise Corrupt(
-                    f"{said_of(self.averages.found, sources)}, or use {argument('allow_mixed_steps', True)} to copy it "
-                    "as it is."
+                    f"{describe_negative(self.averages.found, sources)}, or use {argument('allow_mixed_steps', True)} "
+                    "to copy it as it is."
                 )
             if block.last:
                 self.digests[name] = hasher.hexdigest()
                 hasher = None
-                self.done_with(name)
+                self.end_tensor(name)
             yield block
 
-    def _hand_on(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block, hasher: Any) -> None:
+    def _copy_ranges(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block, hasher: Any) -> None:
         """Digest a block and append it to the chunks, each of which is a flat range of the tensor, piece by piece.
 
         `plan` holds the chunks from the last to the first; those that are done are taken out.
@@ -245,16 +249,16 @@ class Scatter:
             at += n
             row.done += n
             if row.done == row.count:
-                self._end(name, entry, row)
+                self._end_chunk(name, entry, row)
                 plan.pop()
 
-    def _scatter(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block) -> None:
+    def _copy_boxes(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block) -> None:
         """Append what a slab holds of each chunk, a box of the tensor."""
         item = ITEMSIZE[entry.dtype]
         if block.count == 0:
             for r in reversed(plan):
                 self.begin(name, entry, r)
-                self._end(name, entry, r)
+                self._end_chunk(name, entry, r)
             return
         for r in reversed(plan):
             both = boxes.intersect((r.start, r.shape), (block.start, block.shape))
@@ -268,9 +272,10 @@ class Scatter:
                 r.crc = crc32(part, r.crc)
             r.done += prod(both[1])
             if r.done == r.count:
-                self._end(name, entry, r)
+                self._end_chunk(name, entry, r)
 
-    def _end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+    def _end_chunk(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        """Note the CRC32 of a chunk, and say that it is done."""
         self.crcs.setdefault(row.file, []).append((name, row.row, row.crc))
         self.end(name, entry, row)
 
@@ -306,20 +311,24 @@ class _Filling(Scatter):
         self.fresh_digests: dict[str, str] = {}
         self.noted, self.last_note = 0, time.monotonic()
 
-    def out(self, file: int) -> DestinationFile:
-        """The stream of a file, opened at its first byte."""
+    def open_out(self, file: int) -> DestinationFile:
+        """Return the stream of a file, opened at its first byte."""
         if file not in self.outs:
             f = self.draft.files[file]
             out = raw = self.destination.open_file(f.name, self.writer, self.again)
             if f.coded:
                 earlier = EarlierFile(self.earlier.sinks.get(file, {}), raw.read_earlier) if self.again else None
-                out = _Coded(raw, f.coded(raw.append, self.budget.threads, earlier))
+                out = _CodedFile(raw, f.coded(raw.append, self.budget.threads, earlier))
             self.outs[file] = out
             out.append(f.first_bytes())
         return self.outs[file]
 
     def run(self, progress: Progress) -> dict[str, str]:
-        """Do it all."""
+        """Copy all tensors and finish all files; returns {tensor: BLAKE3 hex digest}.
+
+        Raises:
+            Altered: what an interrupted run left is not what it had written.
+        """
         sources, done = self.draft.sources, self.earlier.done
         if done > len(self.names):
             raise Altered(self.destination.location)
@@ -337,7 +346,7 @@ class _Filling(Scatter):
             passed += block.source_bytes
             progress("copy", passed, total)
             if block.last:
-                self._note(block.name, passed)
+                self._note_if_due(block.name, passed)
         reader.finish()
         for name, other in self.draft.aliases.items():
             self.digests[name] = self.digests[other]
@@ -345,7 +354,8 @@ class _Filling(Scatter):
         return self.digests
 
     def _walk_again(self, names: list[str], progress: Progress) -> Reader | None:
-        """The tensors that an earlier run finished, once more; the reader, where it is one of the source."""
+        """Digest once more the tensors that an earlier run finished; returns the reader, where it is one of the
+        source."""
         tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
         names = [n for n in names if n not in self.draft.aliases]
         coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
@@ -374,29 +384,29 @@ class _Filling(Scatter):
                 reader.source.close()
         return None if here else reader
 
-    def _note(self, name: str, passed: int) -> None:
-        """A line in the journal after a tensor, where it is time for one."""
+    def _note_if_due(self, name: str, passed: int) -> None:
+        """Write a line in the journal after a tensor, where it is time for one; `passed` bytes were read by now."""
         now = time.monotonic()
         due = passed - self.noted >= _JOURNAL_BYTES or (
             passed > self.noted and now - self.last_note >= _JOURNAL_SECONDS
         )
-        coded = [o.sink for o in self.outs.values() if isinstance(o, _Coded)]
+        coded = [o.sink for o in self.outs.values() if isinstance(o, _CodedFile)]
         if due and self.destination.resumable and all(sink.resumable() for sink in coded):
             self._journal(self.names.index(name, self.earlier.done) + 1)
             self.noted, self.last_note = passed, now
 
-    def done_with(self, name: str) -> None:
+    def end_tensor(self, name: str) -> None:
         self.fresh_digests[name] = self.digests[name]
         if len(self.ended) >= self.destination.max_open_finished:
             self._finish(self.ended)
             self.ended.clear()
 
     def write(self, row: ChunkRow, data: memoryview) -> None:
-        out = self.out(row.file)
+        out = self.open_out(row.file)
         out.skip(data) if self.again else out.append(data)
 
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        out = self.out(row.file)
+        out = self.open_out(row.file)
         if self.draft.before:
             out.append(self.draft.before(name, entry, row.row, self.crcs[row.file]))
         if out.at != row.offset:
@@ -404,7 +414,7 @@ class _Filling(Scatter):
 
     def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
         if self.draft.after:
-            self.out(row.file).append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
+            self.open_out(row.file).append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
         self.left[row.file] -= 1
         if not self.left[row.file]:
             self.ended.append(row.file)
@@ -418,20 +428,21 @@ class _Filling(Scatter):
         if self.source.is_remote:
             entry["digests"] = self.fresh_digests
             entry["lost"] = {n: self.lost[n] for n in self.fresh_digests if n in self.lost}
-        if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _Coded)}:
+        if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _CodedFile)}:
             entry["sinks"] = sinks
         self.destination.append_journal(entry)
         self.fresh_digests = {}
 
     def _settle(self) -> None:
+        """Wait until all that was appended is written."""
         for out in self.outs.values():
             out.flush()
         self.writer.drain()
 
     def _finish(self, files: list[int]) -> None:
-        """Heads of files without chunks, tails, truncation, fsync; in the order given."""
+        """Finish files, in the order given: heads of files without chunks, tails, truncation, fsync."""
         for i in files:
-            f, out = self.draft.files[i], self.out(i)
+            f, out = self.draft.files[i], self.open_out(i)
             if self.again:
                 out.start_writing()
             if self.draft.tail:
@@ -465,14 +476,15 @@ class ChunkRow:
         self.done = self.crc = 0
 
 
-def _flat(entry: TensorEntry) -> bool:
+def _has_flat_chunks(entry: TensorEntry) -> bool:
+    """Decide whether every chunk is a range of the flattened tensor."""
     c = entry.chunks
     return c.rows_in_order() is not None or all(boxes.box_is_flat(entry.shape, k.start, k.shape) for k in c)
 
 
-def _rows(entry: TensorEntry) -> list[ChunkRow]:
-    """The chunks; in the order of the flattened tensor, the last first, where each is a range of that."""
-    flat = _flat(entry)
+def _chunk_rows(entry: TensorEntry) -> list[ChunkRow]:
+    """List the chunks to fill, the last first: in the order of the flattened tensor, where each is a range of that."""
+    flat = _has_flat_chunks(entry)
     rows = [ChunkRow(k, entry, box, flat) for k, box in enumerate(entry.chunks.boxes())]
     if entry.numel:
         rows = [r for r in rows if r.count]
@@ -480,7 +492,7 @@ def _rows(entry: TensorEntry) -> list[ChunkRow]:
 
 
 def _cut(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:
-    """The bytes of a box of a slab, row-major."""
+    """Return the bytes of a box of a slab, row-major."""
     at = tuple(a - b for a, b in zip(box[0], block.start, strict=True))
     if boxes.box_is_flat(block.shape, at, box[1]):
         a = boxes.flat_start(block.shape, at) * item

@@ -10,10 +10,10 @@ from operator import itemgetter
 from ...formats.crc import crc32, crc32_combine
 from ...index.checkpoint import Record
 
-__all__ = ["CrcVerifier", "Mismatch"]
+__all__ = ["CrcMismatch", "CrcVerifier"]
 
 
-class Mismatch(Exception):
+class CrcMismatch(Exception):
     """Bytes do not have the stored CRC32: (record, actual CRC32)."""
 
 
@@ -26,17 +26,17 @@ class CrcVerifier:
             by_file.setdefault(r.extent.file, []).append(r)
         self._records = {f: sorted(rs, key=lambda r: r.extent.offset) for f, rs in by_file.items()}
         self._starts = {f: [r.extent.offset for r in rs] for f, rs in self._records.items()}
-        self._seen: dict[
-            tuple[int, int], list[tuple[int, int, int]]
-        ] = {}  # (file, index) -> [(start, end, crc)], sorted
+        #: {(file, number of the record): [(start, end, crc)], sorted}
+        self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self._done: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
 
     def update(self, file: int, offset: int, data: memoryview) -> int | None:
-        """Add bytes that were read at an offset. Returns their CRC32 if a record contains them and they are new.
+        """Add bytes that were read at an offset of a file, given by its number; returns their CRC32 if a record
+        contains them and they are new.
 
         Raises:
-            Mismatch: a record is complete, and its CRC32 is not the stored one.
+            CrcMismatch: a record is complete, and its CRC32 is not the stored one.
         """
         starts = self._starts.get(file)
         if not starts or not len(data):
@@ -74,18 +74,18 @@ class CrcVerifier:
         del self._seen[key]
         self._done.add(key)
         if crc != record.crc32:
-            raise Mismatch(record, crc)
+            raise CrcMismatch(record, crc)
 
     def seen(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-        """(file, number of a record in it, (first byte, end, CRC32) of what was read) of records that were read in
-        part."""
+        """List (file, number of a record in it, [(first byte, end, CRC32)] of what was read) of records that were read
+        in part."""
         return [(file, i, list(parts)) for (file, i), parts in self._seen.items()]
 
     def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
         """Add what another verifier of the same records has seen of those that it has not finished.
 
         Raises:
-            Mismatch: a record is complete, and its CRC32 is not the stored one.
+            CrcMismatch: a record is complete, and its CRC32 is not the stored one.
         """
         for file, i, parts in seen:
             key = (file, i)
@@ -95,7 +95,7 @@ class CrcVerifier:
                 self._add(key, self._records[file][i], start, end, crc)
 
     def unfinished(self) -> Iterator[tuple[int, int, int]]:
-        """(file, offset, length) of the missing parts of records that were read in part."""
+        """Yield (file, offset, length) of the missing parts of records that were read in part."""
         for (file, i), seen in list(self._seen.items()):
             record = self._records[file][i]
             at = record.extent.offset

@@ -31,10 +31,10 @@ from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
 from ...storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ...storage.source import Source, read_error
-from .block_plans import BlockPlan, StreamJob, plans
+from .block_plans import BlockPlan, StreamJob, plan_blocks
 from .dtypes import NOTHING, Lost, bits_dtype, cast
-from .record_crcs import CrcVerifier, Mismatch
-from .zstd_frames import Decoder
+from .record_crcs import CrcMismatch, CrcVerifier
+from .zstd_frames import ZstdDecoder
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -72,7 +72,7 @@ class Block:
     lost: Lost = NOTHING  # what the cast of these elements could not hold
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[memoryview, int | None]]:
-        """data[begin:end] in pieces that stay in the cache, each with its CRC32 where the source carries one to
+        """Yield data[begin:end] in pieces that stay in the cache, each with its CRC32 where the source carries one to
         compare.
 
         Raises:
@@ -111,36 +111,33 @@ class Reader:
         self._gap = _FAR_GAP if source.is_remote else _GAP
         self._no_direct = False
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
-        self._decoders: dict[tuple[str, int], Decoder] = {}
+        self._decoders: dict[tuple[str, int], ZstdDecoder] = {}
         self._plain = type(source) is Source
         self._last_tiny: dict[int, int] = {}  # file -> offset of the last tiny piece
-        self._windows: dict[
-            int, tuple[int, bytes]
-        ] = {}  # file -> offset and bytes, where tiny pieces follow each other
+        #: {file: (offset, bytes)}, where tiny pieces follow each other
+        self._windows: dict[int, tuple[int, bytes]] = {}
 
     def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Generator[Block]:
-        """Blocks of the tensors, in order.
+        """Yield blocks of the tensors, in order.
 
         Args:
             first: blocks that lie before this element of the first tensor are not read, unless its chunks are
-            compressed.
+                compressed.
             checked: their bytes have been compared with the source's CRC32s; if False, the caller passes over
-            `Block.pieces` of
-                all of them, which does that while it digests and copies the same piece.
+                `Block.pieces` of all of them, which does that while it digests and copies the same piece.
 
         Raises:
             Corrupt: bytes are missing or do not match the CRC32 the source carries.
             SourceChanged: a file became shorter while it was read.
         """
         listed = list(jobs)
-        to_read = plans(listed, self.block_bytes)
+        to_read = plan_blocks(listed, self.block_bytes)
         if first and not listed[0].entry.chunks.zstd:
             to_read = (p for p in to_read if p.job is not listed[0] or p.first + p.count > first)
         batches = self._batches(to_read)
         waiting: deque[Future[list[Block]]] = deque()
-        threads = (
-            min(1, self._threads) if any(job.entry.chunks.zstd for job in listed) else self._threads
-        )  # a frame is decompressed in order only
+        compressed = any(job.entry.chunks.zstd for job in listed)  # a frame is decompressed in order only
+        threads = min(1, self._threads) if compressed else self._threads
         from ...storage.threads import make_executor
 
         with make_executor(threads, "ckpttool-read") as pool:
@@ -150,7 +147,7 @@ class Reader:
                         waiting.append(pool.submit(self._load_batch, batch))
                     if not waiting:
                         return
-                    yield from self._handed_on(waiting.popleft().result(), checked)
+                    yield from self._hand_on(waiting.popleft().result(), checked)
             finally:
                 for read in [w for w in waiting if not w.cancel()]:
                     if read.exception() is None:
@@ -158,8 +155,8 @@ class Reader:
                             block._lease.end()
 
     def _batches(self, plans: Iterator[BlockPlan]) -> Iterator[list[BlockPlan]]:
-        """Plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than they
-        do."""
+        """Yield plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than
+        they do."""
         batch: list[BlockPlan] = []
         total = 0
         for plan in plans:
@@ -177,14 +174,14 @@ class Reader:
             yield batch
 
     def _load_batch(self, batch: list[BlockPlan]) -> list[Block]:
-        """Blocks of one buffer. Neighbours in one file are read together, with the bytes between them (item
+        """Read the blocks of one buffer. Neighbours in one file are read together, with the bytes between them (item
         headers)."""
         if len(batch) == 1:
             return [self._load(batch[0])]
         buffer = self._pool.free.get()
         lease = Lease(self._pool, buffer, len(batch))
         out: list[Block] = []
-        wanted = [self._where(plan) for plan in batch]
+        wanted = [self._place_in_file(plan) for plan in batch]
         room = len(buffer) - sum(n for _, _, n in wanted)  # what may be spent on bytes between neighbours
         at = i = 0
         while i < len(batch):
@@ -226,8 +223,8 @@ class Reader:
         into[:] = window[offset - at : offset - at + n]
         return True
 
-    def _where(self, plan: BlockPlan) -> tuple[int, int, int]:
-        """(file, offset, bytes) of a plan that is one contiguous part of one chunk."""
+    def _place_in_file(self, plan: BlockPlan) -> tuple[int, int, int]:
+        """Return (file, offset, bytes) of a plan that is one contiguous part of one chunk."""
         e = plan.job.entry
         item = ITEMSIZE[e.dtype]
         row = plan.parts[0][0]
@@ -235,13 +232,14 @@ class Reader:
         return e.chunks.file[row], e.chunks.offset[row] + inside * item, plan.count * item
 
     def _load(self, plan: BlockPlan) -> Block:
+        """Read a block, put together and cast as planned."""
         e = plan.job.entry
         item = ITEMSIZE[e.dtype]
         n = plan.count * item
         crc, lost = None, NOTHING
         if plan.one:
             buffer = self._pool.free.get()
-            file, offset, _ = self._where(plan)
+            file, offset, _ = self._place_in_file(plan)
             data = self._pread_raw(self.files[file], file, offset, n, buffer)
             if plan.job.dtype == e.dtype:
                 where = (plan.first, plan.count, plan.start, plan.shape)
@@ -289,7 +287,7 @@ class Reader:
         spare = self._pool.free.get()
         try:
             if chunk.zstd is not None:
-                got = self._decoder(chunk).take(spare[:n])
+                got = self._decoder_of(chunk).take(spare[:n])
                 if boxes.flat_start(chunk.shape, inside) + prod(shape) == prod(chunk.shape):
                     self._decoders.pop((self.files[chunk.extent.file], chunk.extent.offset)).close()
             else:
@@ -334,23 +332,25 @@ class Reader:
             where = tuple(slice(a, b) if i == d else slice(None) for i in range(len(shape)))
             self._gather(file, base, first + a * strides[d], part, strides, place[where], item)
 
-    def _decoder(self, chunk: Chunk) -> Decoder:
+    def _decoder_of(self, chunk: Chunk) -> ZstdDecoder:
+        """Return the decoder of a compressed chunk, made for its first bytes."""
         name = self.files[chunk.extent.file]
         key = (name, chunk.extent.offset)
         if key not in self._decoders:
             what = f"{name} at byte {chunk.extent.offset}"
             assert chunk.zstd is not None
-            self._decoders[key] = Decoder(self.source, name, chunk.extent, *chunk.zstd, what)
+            self._decoders[key] = ZstdDecoder(self.source, name, chunk.extent, *chunk.zstd, what)
         return self._decoders[key]
 
     def _pread(self, file: int, offset: int, n: int, buffer: memoryview) -> tuple[memoryview, int | None]:
-        """Exactly n bytes of a file, somewhere in the buffer, checked against the source's CRC32s; and their own."""
+        """Read exactly n bytes of a file to somewhere in the buffer, and check them against the source's CRC32s;
+        returns (the bytes, their CRC32 where a record holds them)."""
         name = self.files[file]
         data = self._pread_raw(name, file, offset, n, buffer)
         return data, self.check(file, offset, data)
 
-    def _handed_on(self, batch: list[Block], checked: bool) -> Iterator[Block]:
-        """Blocks whose buffers go back to the pool when the next one is asked for, all of them when the caller
+    def _hand_on(self, batch: list[Block], checked: bool) -> Iterator[Block]:
+        """Yield blocks, whose buffers go back to the pool when the next one is asked for, all of them when the caller
         stops."""
         left = iter(batch)
         for block in left:
@@ -367,20 +367,20 @@ class Reader:
                 block._lease.end()
 
     def check(self, file: int, offset: int, data: memoryview) -> int | None:
-        """Compare bytes of a file with the source's CRC32s; their own, where a record holds them.
+        """Compare bytes of a file with the source's CRC32s; returns their own, where a record holds them.
 
         Raises:
             Corrupt: a record is complete now and does not have the CRC32 that the source carries.
         """
         try:
             return self.crcs.update(file, offset, data)
-        except Mismatch as e:
-            self._mismatch(*e.args)
-            return None
+        except CrcMismatch as e:
+            raise self._corrupt(*e.args) from None
 
-    def _mismatch(self, record: Record, crc: int) -> None:
+    def _corrupt(self, record: Record, crc: int) -> Corrupt:
+        """Return the error of a record whose bytes have another CRC32."""
         name = os.path.join(self.source.root, self.files[record.extent.file])
-        raise Corrupt(
+        return Corrupt(
             f"{name}: bytes {record.extent.offset}..{record.extent.offset + record.extent.length} have CRC32 "
             f"{crc:08x}, the file itself says {record.crc32:08x}. They were damaged after they were written; "
             "fetch the file again or take another copy."
@@ -389,6 +389,8 @@ class Reader:
     def _pread_raw(
         self, name: str, file: int, offset: int, n: int, buffer: memoryview, large: bool = True
     ) -> memoryview:
+        """Read exactly n bytes of a file to somewhere in the buffer, around the page cache where that is faster; with
+        `large` False, through it."""
         if n >= _SMALL and large and self.source.local:
             data = self._cached(name, file, offset, n, buffer)
             if data is None and _DIRECT and not self._no_direct:
@@ -399,7 +401,8 @@ class Reader:
         return buffer[:n]
 
     def _cached(self, name: str, file: int, offset: int, n: int, buffer: memoryview) -> memoryview | None:
-        """The bytes if they are in the page cache; a file whose bytes are not is not asked again for some time."""
+        """Return the bytes if they are in the page cache; a file whose bytes are not is not asked again for some
+        time."""
         if not _NOWAIT:
             return None
         if self._cold.get(file, 0) > 0:
@@ -415,6 +418,7 @@ class Reader:
         return None
 
     def _direct(self, name: str, offset: int, n: int, buffer: memoryview) -> memoryview | None:
+        """Read with O_DIRECT, in whole pages; None where that does not work."""
         a = offset - offset % ALIGN
         b = -(-(offset + n) // ALIGN) * ALIGN
         try:
@@ -437,8 +441,8 @@ class Reader:
         """
         try:
             self.crcs.absorb(seen)
-        except Mismatch as e:
-            self._mismatch(*e.args)
+        except CrcMismatch as e:
+            raise self._corrupt(*e.args) from None
 
     def finish(self) -> None:
         """Read what is left of records that were read in part, so that their CRC32s are checked too."""
@@ -450,7 +454,7 @@ class Reader:
 
 
 def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
-    """The row-major bytes of small tensors, whose records are checked to their ends before the bytes are used.
+    """Read {name: row-major bytes} of small tensors, whose records are checked to their ends before the bytes are used.
 
     Raises:
         Corrupt: bytes do not have the CRC32 that the source says.
@@ -466,7 +470,8 @@ def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, b
 def side_by_side(
     streams: Sequence[Iterator[Block]], s: TensorEntry, t: TensorEntry
 ) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """The next tensor of both streams, as (first element, bytes here, bytes there) of the same elements."""
+    """Yield the next tensor of both streams, as (first element, bytes here, bytes there) of the same elements; `s` and
+    `t` are the tensor in each."""
     items = (ITEMSIZE[s.dtype], ITEMSIZE[t.dtype])
     blocks = [next(stream) for stream in streams]
     at = 0

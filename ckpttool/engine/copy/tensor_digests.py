@@ -42,7 +42,7 @@ _REPORT: ContextVar[_Report | None] = ContextVar("report", default=None)
 
 @contextmanager
 def reporting(progress: Progress) -> Iterator[None]:
-    """In this block, `proof_digests` calls `progress` with ("prove", bytes done, bytes in all)."""
+    """Have `proof_digests` call `progress` with ("prove", bytes done, bytes in all) in this block."""
     token = _REPORT.set(_Report(progress))
     try:
         yield
@@ -60,8 +60,8 @@ def announce_proof(nbytes: int) -> None:
 def proof_digests(
     tensors: dict[str, TensorEntry], ckpt: Checkpoint, source: Source, dtypes: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """`tensor_digests` of what a layout has to read before it can say what its tensors are: segments without names,
-    copies that ranks have of one tensor. Progress goes to whoever asked for it with `reporting`."""
+    """Digest, as `tensor_digests` does, what a layout has to read before it can say what its tensors are: segments
+    without names, copies that ranks have of one tensor. Progress goes to whoever asked for it with `reporting`."""
     report = _REPORT.get() or _Report(silent)
     before = report.passed
 
@@ -83,12 +83,12 @@ def tensor_digests(
     budget: IOBudget = DEFAULT_BUDGET,
     seen: Callable[[Block], None] | None = None,
 ) -> dict[str, str]:
-    """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs on the way.
+    """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs on the way.
 
     `dtypes` names the dtype a tensor is digested in, where that is not its own. `seen` is called with every block.
     """
     reader = Reader(source, files, records, budget)
-    out = _digested(reader, tensors, progress, what, dtypes, seen)
+    out = _digest(reader, tensors, progress, what, dtypes, seen)
     reader.finish()
     return out
 
@@ -96,15 +96,15 @@ def tensor_digests(
 def tensor_digests_and_crcs(
     tensors: dict[str, TensorEntry], source: Source, files: list[str], records: Any, budget: IOBudget
 ) -> dict[str, Any]:
-    """{"digests": as `tensor_digests`, "seen": what was read of records that other tensors lie in, too, for
+    """Return {"digests": as `tensor_digests`, "seen": what was read of records that other tensors lie in, too, for
     `Reader.absorb`}."""
     reader = Reader(source, files, records, budget)
-    digests = _digested(reader, tensors, silent, "digest", None, None)
+    digests = _digest(reader, tensors, silent, "digest", None, None)
     source.assert_unchanged()
     return {"digests": digests, "seen": reader.crcs.seen()}
 
 
-def _digested(
+def _digest(
     reader: Reader,
     tensors: dict[str, TensorEntry],
     progress: Progress,
@@ -112,6 +112,7 @@ def _digested(
     dtypes: dict[str, str] | None,
     seen: Callable[[Block], None] | None,
 ) -> dict[str, str]:
+    """Digest tensors with a reader; what is still to be read of records is left to the caller."""
     total, passed = sum(t.nbytes for t in tensors.values()), 0
     out: dict[str, str] = {}
     hasher: Any = None
@@ -130,13 +131,14 @@ def _digested(
 
 
 def digests_in_values(values: Mapping[str, Value]) -> dict[str, str]:
-    """{name: digest} of arrays in values, which become tensors of these names where a layout writes them so."""
-    return {n: d for v in values.values() for n, d in _tensors_in(joined(v.path), v.data)}
+    """Return {name: digest} of arrays in values, which become tensors of these names where a layout writes them so."""
+    return {n: d for v in values.values() for n, d in _array_digests(joined(v.path), v.data)}
 
 
-def _tensors_in(name: str, x: Any) -> Iterator[tuple[str, str]]:
+def _array_digests(name: str, x: Any) -> Iterator[tuple[str, str]]:
+    """Yield (name, digest) of the arrays in a tree."""
     if isinstance(x, Inline):
         yield name, blake3(x.data).hexdigest()
     elif type(x) in (list, dict):
         for key, inner in x.items() if type(x) is dict else enumerate(x):
-            yield from _tensors_in(f"{name}.{key}", inner)
+            yield from _array_digests(f"{name}.{key}", inner)

@@ -35,7 +35,7 @@ _EXACT = frozenset((type(None), bool, int, str, bytes))
 
 
 def value_digest(value: Value) -> str:
-    """BLAKE3, in hex, of a value and its path.
+    """Digest a value and its path: BLAKE3, in hex.
 
     Raises:
         Unsupported: the value is of no kind that values.json can spell.
@@ -44,18 +44,18 @@ def value_digest(value: Value) -> str:
 
 
 def data_digest(value: Value) -> str:
-    """`value_digest` of the data alone, whatever their path."""
+    """Digest the data of a value alone, whatever its path: BLAKE3, in hex."""
     return value_digest(Value(("",), value.data))
 
 
 def taken_apart(held: Mapping[str, Value]) -> dict[str, Value]:
-    """Values as readers of state dicts take them apart; those of JSON files are whole trees."""
+    """Take values apart as readers of state dicts do; those of JSON files are whole trees."""
     return {joined(p): Value(p, x) for v in held.values() for p, x in flattened(v.data, v.path).items()}
 
 
 def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Values, with those lists taken apart that have elements among `names` and nothing for which readers take lists
-    apart.
+    """Return values, with those lists taken apart that have elements among `names` and nothing for which readers take
+    lists apart.
 
     A reader takes a list apart for the dicts and tensors in it. Where a layout could not hold those, the other elements
     are values of the state, and the reader finds one list.
@@ -72,17 +72,17 @@ def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Va
 
 
 def value_digests(held: Mapping[str, Value]) -> dict[str, str]:
-    """{name: `value_digest`} of values, taken apart."""
+    """Digest values, taken apart: {name: `value_digest`}."""
     return {name: value_digest(value) for name, value in taken_apart(held).items()}
 
 
 def recorded_values(held: Mapping[str, Value]) -> dict[str, str]:
-    """`value_digests` without arrays, which a reader may find as tensors."""
+    """Digest values as `value_digests` does, without arrays, which a reader may find as tensors."""
     return {n: value_digest(v) for n, v in taken_apart(held).items() if not isinstance(v.data, Inline)}
 
 
 def equal_values(a: Value, b: Value) -> bool:
-    """Whether two values have equal paths and equal data, of equal types."""
+    """Decide whether two values have equal paths and equal data, of equal types."""
     if a is b:
         return True
     if type(a.data) is type(b.data) and type(a.data) in _EXACT and a.path == b.path:
@@ -91,7 +91,7 @@ def equal_values(a: Value, b: Value) -> bool:
 
 
 def state_roots(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[str, str]:
-    """{"all": root over all tensors, "model": ..., ..., "values": root over all values, where there are any}.
+    """Return {"all": root over all tensors, "model": ..., ..., "values": root over all values, where there are any}.
 
     Args:
         digests: {tensor: BLAKE3 in hex} of all tensors of `ckpt`.

@@ -10,7 +10,7 @@ from ...formats.crc import crc32
 from ...index.checkpoint import Extent
 from ...storage.source import Source
 
-__all__ = ["Decoder", "decompress_ends"]
+__all__ = ["ZstdDecoder", "decompress_ends"]
 
 
 class _Raw(io.RawIOBase, IO[bytes]):
@@ -29,8 +29,9 @@ class _Raw(io.RawIOBase, IO[bytes]):
         return n
 
 
-class Decoder:
-    """The content of one zstd frame from byte `skip` on; `crc` is that of what is taken, where it is known."""
+class ZstdDecoder:
+    """The content of one zstd frame from byte `skip` on; `crc` is the CRC32 that it must have from there on, None where
+    it is not known, and `what` names it in errors."""
 
     crc = 0
 
@@ -48,7 +49,11 @@ class Decoder:
         self.crc = 0
 
     def take(self, into: memoryview) -> memoryview:
-        """Fill `into`."""
+        """Fill `into` with the next bytes, and return it.
+
+        Raises:
+            Corrupt: the frame is damaged, or ends too early.
+        """
         got = 0
         while got < len(into):
             try:
@@ -62,7 +67,11 @@ class Decoder:
         return into
 
     def close(self) -> None:
-        """Free the decompressor, after the last byte of the tensor."""
+        """Free the decompressor, after the last byte of the tensor.
+
+        Raises:
+            Corrupt: the bytes do not have the CRC32 that the file itself says.
+        """
         self.stream.close()  # type: ignore[no-untyped-call]
         if self.want is not None and self.crc != self.want:
             raise Corrupt(f"{self.what}: the bytes have CRC32 {self.crc:08x}, the file itself says {self.want:08x}.")
@@ -71,7 +80,7 @@ class Decoder:
 def decompress_ends(
     source: Source, name: str, offset: int, length: int, most: int, what: str
 ) -> tuple[bytes, bytes, int]:
-    """(first 64 KiB, last 64 KiB, bytes) of the content of a zstd frame, in constant memory.
+    """Decompress a zstd frame in constant memory; returns (first 64 KiB, last 64 KiB, size in bytes) of its content.
 
     Raises:
         Unsafe: it decompresses to more than `most` bytes.

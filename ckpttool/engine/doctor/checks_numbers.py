@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...index.checkpoint import Checkpoint, TensorEntry
-from ..copy.averages import EXPONENT, Averages, averages_of, said_of
+from ..copy.averages import EXPONENT, Averages, averages_of, describe_negative
 from ..copy.dtypes import bits_dtype
 from ..copy.stream import Block
 from ..transform import masters
@@ -89,7 +89,7 @@ class NumbersCheck:
             out.append(Finding(NAN, DAMAGE, None, tuple(bad), text))
         if below := self.averages.found:
             name, (_, first) = next(iter(below.items()))
-            text = said_of(below, tensors, masters.where_element(self.ckpt, tensors[name], first))
+            text = describe_negative(below, tensors, masters.where_element(self.ckpt, tensors[name], first))
             out.append(Finding(NEGATIVE_MOMENT, DAMAGE, None, tuple(below), text))
         constant = {
             n: s.bits for n, s in self.seen.items() if s.constant and n not in bad and _is_matrix(n, tensors[n])
