@@ -119,7 +119,7 @@ def known_orders(options: ReadOptions) -> Orders | None:
 
     def of_config(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         try:
-            return [model_names.in_module_order(model, model_names.config_of(given))]
+            return [model_names.sort_by_module_order(model, model_names.load_config(given))]
         except Unsupported:  # other names: the order of the state dict is what there is
             return [model]
 

@@ -62,7 +62,7 @@ def collect(
     out["order"] = list(ckpt.tensors)
     out["origin"] = [[list(a), list(b)] for a, b in sorted(ckpt.origin.items(), key=lambda kv: joined(kv[0]))]
     out["tied"] = tied_weights(ckpt.tensors)
-    out["config_files"] = {n: _config_file(data) for n, data in model_files.training_files(source, config).items()}
+    out["config_files"] = {n: _config_file(data) for n, data in model_files.read_training_files(source, config).items()}
     return out
 
 

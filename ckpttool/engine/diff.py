@@ -159,7 +159,7 @@ def diff(
         )
         out.only_in_a = [n for n in [*left.tensors, *left.values] if n not in right.tensors and n not in right.values]
         out.only_in_b = [n for n in [*right.tensors, *right.values] if n not in left.tensors and n not in left.values]
-        adapters = [lora.seen(ckpt) for ckpt in (left, right)]
+        adapters = [lora.find_lora(ckpt) for ckpt in (left, right)]
         out.adapter_a, out.adapter_b = (str(found) if found and found.alone else None for found in adapters)
         for n in left.values.keys() & right.values.keys():
             if not equal_values(left.values[n], right.values[n]):

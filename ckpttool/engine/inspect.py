@@ -149,7 +149,7 @@ def summarise(
 
 
 def _encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
-    found = encodings.of_checkpoint(ckpt, encodings.stated(ckpt, source))
+    found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, source))
     faults = [fault.text for fault in found.faults]
     return (
         {
@@ -165,11 +165,11 @@ def _encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
 
 
 def _adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
-    found = lora.seen(ckpt)
+    found = lora.find_lora(ckpt)
     if found is None:
         return None
     try:
-        beside = None if source is None else model_files.adapter(source, None, [])
+        beside = None if source is None else model_files.find_adapter_files(source, None, [])
     except CkpttoolError:  # damaged, or it cannot be listed; the weights are what is looked at
         beside = None
     config = {} if beside is None else beside[0]
@@ -365,7 +365,9 @@ def screen(s: Summary) -> RenderableType:
         e = s.encoding
         if e["weights"]:
             parts.append(
-                Text.assemble(("encoded ", "bold"), printable(encodings.line(e["weights"], e["of"], e["schemes"])))
+                Text.assemble(
+                    ("encoded ", "bold"), printable(encodings.describe_schemes(e["weights"], e["of"], e["schemes"]))
+                )
             )
         parts += [Text.assemble(("-", "yellow"), " ", printable(text)) for text in e["faults"]]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)

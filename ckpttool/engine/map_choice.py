@@ -60,7 +60,7 @@ def under_other_names(
         return ckpt, source
     known = ckpt.config if config is None else None
     if known is None:
-        known = model_files.beside(source, config, [])[0]
+        known = model_files.find_model_files(source, config, [])[0]
     found = _of_trainer(ckpt, known) if asked is None else maps.load(asked)
     if found is None:
         return ckpt, source

@@ -113,7 +113,7 @@ def open_merged(
         if request.adapter is not None:
             theirs = open_with(request.adapter, OpenOptions(only=options.only))
             opened.append(theirs)
-            if options.only is not None and lora.seen(theirs.checkpoint) is None:  # it may be in another component
+            if options.only is not None and lora.find_lora(theirs.checkpoint) is None:  # it may be in another component
                 theirs = open_with(request.adapter, OpenOptions())
                 opened.append(theirs)
         for part in opened:
@@ -132,7 +132,7 @@ def _merged(
     named = _base_names(base, given)
     chosen = _adapters(theirs, request, given)
     shapes = {n: base.checkpoint.tensors[there].shape for n, there in named.items()}
-    plan = lora.changes(
+    plan = lora.plan_changes(
         {a: {n: t.shape for n, t in found.tensors.items()} for a, found in chosen.items()},
         {a: found.config for a, found in chosen.items()},
         shapes,
@@ -246,14 +246,18 @@ def _base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
 def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dict[str, _Adapter]:
     """The adapters that were asked for, {name: adapter}, in that order; the only one where none was named."""
     ckpt = theirs.checkpoint
-    own = adapters.own_component(ckpt)
-    if not given and any(t.path[:2] == ("extra", "adapter") for t in ckpt.tensors.values()) and lora.seen(ckpt) is None:
+    own = adapters.adapter_as_model(ckpt)
+    if (
+        not given
+        and any(t.path[:2] == ("extra", "adapter") for t in ckpt.tensors.values())
+        and lora.find_lora(ckpt) is None
+    ):
         raise Unsupported(
             f"{_shown(theirs)} holds an adapter and weights that it is already merged into, as torchtune saves them. "
             "Write the weights with ckpttool convert, or merge the adapter into the base model that training began "
             f"with: ckpttool adapter merge BASE {_shown(theirs)} DST."
         )
-    seen = lora.seen(own)
+    seen = lora.find_lora(own)
     if not given and seen is not None and seen.alone:
         raise Unsupported(
             f"{_shown(theirs)} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter merge "
@@ -271,12 +275,12 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
             there = f"its adapters are {', '.join(seen.names)}" if seen and seen.names != ("",) else "none has a name"
             raise UsageError(f"{argument('adapter_name', wanted)}: {_shown(theirs)} has no such adapter; {there}.")
         several = seen is not None and len(seen.names) > 1
-        known = model_files.adapter(theirs.source, request.config, [], wanted, one_of_several=several)
+        known = model_files.find_adapter_files(theirs.source, request.config, [], wanted, one_of_several=several)
         config = None if known is None else known[0]
         if config is None and seen is None:
             raise Unsupported(f"{_shown(theirs)} has no adapter: no tensor has lora_* in its name.")
         if config is None and request.lora_alpha is None:
-            raise model_files.no_adapter_config(request.config, "adapter_config")
+            raise model_files.missing_adapter_config(request.config, "adapter_config")
         if config is not None and request.lora_alpha is not None:
             raise UsageError(
                 f"{argument('lora_alpha', request.lora_alpha)}: the adapter has an adapter_config.json, which says "
@@ -284,12 +288,12 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
             )
         if config is not None:
             lora.refuse_unmergeable(config, base_is_given=given)
-        reduced = adapters.alone(ckpt, config or {"peft_type": "LORA"}, wanted)
+        reduced = adapters.keep_adapter_only(ckpt, config or {"peft_type": "LORA"}, wanted)
         found = {t.local_name: t for t in reduced.tensors.values()}
         stored = _stored(ckpt, found)
         if config is None:
             assert request.lora_alpha is not None
-            config = lora.made_config(
+            config = lora.make_config(
                 {n: t.shape for n, t in found.items()},
                 lora_alpha=request.lora_alpha,
                 rslora=request.rslora,
@@ -376,7 +380,7 @@ def _tied_groups(
     equal = [names for names in same.values() if len(names) > 1]
     if changed := [names for names in equal if any(n in plan for n in names)]:
         model = (
-            model_files.beside(base.source, config, [])[0]
+            model_files.find_model_files(base.source, config, [])[0]
             if base.checkpoint.config is None or config
             else base.checkpoint.config
         )

@@ -239,8 +239,8 @@ def _prepare(
     """
     objects = composites(opened.checkpoint)
     parts = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
-    quantization = encodings.stated(opened.checkpoint, opened.source if opened.folder else None)
-    _refuse_dtype(writing.dtype, encodings.of_checkpoint(opened.checkpoint, quantization))
+    quantization = encodings.read_quantization_config(opened.checkpoint, opened.source if opened.folder else None)
+    _refuse_dtype(writing.dtype, encodings.find_in_checkpoint(opened.checkpoint, quantization))
     options = layouts.WriteOptions(
         config=model.config,
         like=model.like,
@@ -260,7 +260,7 @@ def _prepare(
     ckpt = target.prepare(opened.checkpoint, opened.source, options)
     account.add_step(f"as {target.name} keeps it", opened.checkpoint, ckpt)
     opened.checkpoint = ckpt
-    codes = encodings.of_checkpoint(ckpt, quantization)  # under the names that are written
+    codes = encodings.find_in_checkpoint(ckpt, quantization)  # under the names that are written
     holds = target.holds(writing.options)
     _refuse_dtypes(target, ckpt)
     _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
@@ -364,8 +364,8 @@ def _change(
     opened.checkpoint = ckpt
     cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
     if writing.vocab_size is not None and cut != {writing.vocab_size}:
-        codes = encodings.of_checkpoint(ckpt, None)
-        if said := next(filter(None, (codes.said_of(f"model.{n}") for n in vocabulary_of(ckpt))), ""):
+        codes = encodings.find_in_checkpoint(ckpt, None)
+        if said := next(filter(None, (codes.describe(f"model.{n}") for n in vocabulary_of(ckpt))), ""):
             raise Unsupported(
                 f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. "
                 "Dequantise the weights with the program that quantised them first."
@@ -527,7 +527,7 @@ def _refuse_dtype(dtype: str | None, found: Encodings) -> None:
     what = [f.text for f in found.faults]
     if found.weights:
         codes, first = next(iter(found.weights.items()))
-        what.insert(0, f'{found.described()}; first "{codes}" with "{first.scale}"')
+        what.insert(0, f'{found.summary()}; first "{codes}" with "{first.scale}"')
     raise Unsupported(
         f"{argument('dtype', dtype)}: {'; '.join(what)}. A cast would round codes and scales and multiply nothing, and "
         f"make a model of other weights. Without {argument('dtype')}, codes and scales are copied bit for bit; for "
@@ -545,7 +545,7 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
     """
     for name, t in draft.checkpoint.tensors.items():
         of = draft.sources.get(name)
-        if of is not None and of.dtype != t.dtype and (said := codes.said_of(joined(of.path))):
+        if of is not None and of.dtype != t.dtype and (said := codes.describe(joined(of.path))):
             raise Unsupported(
                 f"{said}, and {target.name} keeps it as {t.dtype}: its engine trains numbers, not codes. "
                 f"{encodings.ADVICE}"
@@ -647,7 +647,7 @@ def caster(
                     "only mean something together. Leave it out of the pattern."
                 )
             return stored
-        if said := codes.said_of(name):
+        if said := codes.describe(name):
             if any(fnmatch.fnmatchcase(name, pattern) and to != stored for pattern, to in rules):
                 raise Unsupported(
                     f"{argument('cast')}: {said}. A cast would change the codes or their scales, and not give the "

@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, joined
 
-__all__ = ["alone", "base_names", "outer_prefix", "own_component"]
+__all__ = ["adapter_as_model", "base_names", "keep_adapter_only", "outer_prefix"]
 
 #: What the tensors of a method are called, by peft_type: what all begin with, and the ends that are known.
 _METHODS = {
@@ -37,8 +37,8 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 _ROOT = "base_model.model."
 
 
-def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -> Checkpoint:
-    """The same checkpoint with nothing but its adapter, as adapter_config.json describes it.
+def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -> Checkpoint:
+    """Return the same checkpoint with nothing but its adapter, as adapter_config.json describes it.
 
     Args:
         wanted: the adapter's name, where there are several; "default" where None.
@@ -60,24 +60,26 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
             "the adapter has trainable_token_indices, and the files do not show how those are tied. Save it with "
             "PEFT's save_pretrained."
         )
-    ckpt = own_component(ckpt)
+    # which adapter, and which tensors are saved with it
+    ckpt = adapter_as_model(ckpt)
     names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
     if rows := [n for n in names if "token_adapter" in n.split(".")]:
         raise Unsupported(
             f'"{rows[0]}": some rows of an embedding are trained (trainable_token_indices), and the files do not show '
             "how those are tied. Save it with PEFT's save_pretrained."
         )
-    adapter = _which(names, prefix, known, wanted)
-    wrapped = any(n.endswith(".base_layer.weight") and not _embeds(n) for n in names)
+    adapter = _choose_adapter(names, prefix, known, wanted)
+    wrapped = any(n.endswith(".base_layer.weight") and not _is_adapted_embedding(n) for n in names)
     if adapter is None and not wrapped:  # what get_peft_model_state_dict gave: nothing but the adapter, as it is saved
         saved = {n: n for n in names}
     else:
-        saved = {n: s for n in names if (s := _saved(n, prefix, adapter)) is not None}
-        saved |= {n: n for n in _beside(names, saved, config, prefix)}
+        saved = {n: s for n in names if (s := _saved_name(n, prefix, adapter)) is not None}
+        saved |= {n: n for n in _base_tensors_saved_with(names, saved, config, prefix)}
     for name in saved:
-        own = _parts(name, prefix)
+        own = _split_name(name, prefix)
         if own is not None and not known.fullmatch(own[0][-1]):
             raise Unsupported(f'"{name}" fits no {kind} adapter that ckpttool knows. Save it with PEFT.')
+    # the names of the file
     if not any(s.startswith(_ROOT) for s in saved.values()):  # injected, not wrapped; the file is the same
         saved = {n: _ROOT + s for n, s in saved.items()}
     if len(set(saved.values())) != len(saved):
@@ -89,7 +91,7 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
     called = f' "{adapter}"' if adapter else ""
     left = len(ckpt.tensors) + len(ckpt.values) - len(renamed)
     note = f"the adapter{called} alone: {len(renamed)} tensors; {left:,} other entries are left behind"
-    others = {p[2] for n in names if (p := _parts(n, prefix)) is not None and p[2] not in (None, adapter)}
+    others = {p[2] for n in names if (p := _split_name(n, prefix)) is not None and p[2] not in (None, adapter)}
     if others:
         note += f", the adapters {', '.join(sorted(map(str, others)))} among them"
     return replace(
@@ -102,15 +104,15 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
 
 
 def outer_prefix(names: Iterable[str]) -> str:
-    """What stands before the names that PEFT gives: "net." of a Lightning module that keeps the wrapped model in
-    self.net."""
+    """Return what stands before the names that PEFT gives, "" where nothing does: "net." of a Lightning module that
+    keeps the wrapped model in self.net."""
     found = {n[: n.index(_ROOT)] for n in names if ".lora_" in n and (n.startswith(_ROOT) or f".{_ROOT}" in n)}
     return found.pop() if len(found) == 1 else ""
 
 
-def own_component(ckpt: Checkpoint) -> Checkpoint:
-    """The same checkpoint with the adapter that torchtune keeps beside the weights, into which it has merged it, as the
-    model; without what a trainer's module puts before PEFT's names.
+def adapter_as_model(ckpt: Checkpoint) -> Checkpoint:
+    """Return the same checkpoint with the adapter that torchtune keeps beside the weights, into which it has merged it,
+    as the model; without what a trainer's module puts before PEFT's names.
     """
     if prefix := outer_prefix(joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"):
         head = f"model.{prefix}"
@@ -139,8 +141,8 @@ def own_component(ckpt: Checkpoint) -> Checkpoint:
 
 
 def base_names(names: Mapping[str, str]) -> dict[str, str]:
-    """{name in the base model: in the checkpoint} of the weights that are not of an adapter, for names {FQN: in the
-    checkpoint} of a model that PEFT wrapped.
+    """Return {name in the base model: in the checkpoint} of the weights that are not of an adapter, for names {FQN: in
+    the checkpoint} of a model that PEFT wrapped.
 
     Raises:
         Unsupported: the weight of a module that has an adapter is not that of its base layer, so the adapter may be in
@@ -163,13 +165,13 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
     return out
 
 
-def _which(names: Iterable[str], prefix: str, known: re.Pattern[str], wanted: str | None) -> str | None:
-    """The name of the adapter; None where its tensors do not have it in their names.
+def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], wanted: str | None) -> str | None:
+    """Choose the adapter, and return its name; None where its tensors do not have it in their names.
 
     Raises:
         Unsupported: there is no adapter, or it is not clear which one. UsageError: none has the wanted name.
     """
-    parts = [_parts(n, prefix) for n in names]
+    parts = [_split_name(n, prefix) for n in names]
     found = {p[2] for p in parts if p is not None and known.fullmatch(p[0][-1])}
     if not found:
         raise Unsupported(
@@ -194,8 +196,9 @@ def _which(names: Iterable[str], prefix: str, known: re.Pattern[str], wanted: st
     )
 
 
-def _parts(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | None:
-    """(elements up to the one of the method, those behind the adapter's name, that name); None of another tensor."""
+def _split_name(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | None:
+    """Split a name into (elements up to the one of the method, those behind the adapter's name, that name); None of
+    another tensor."""
     path = name.split(".")
     at = next((i for i in range(len(path) - 1, -1, -1) if path[i].startswith(prefix)), None)
     if at is None or len(path) - at > 3:
@@ -206,10 +209,10 @@ def _parts(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | 
     return front, rest[1:], rest[0]
 
 
-def _saved(name: str, prefix: str, adapter: str | None) -> str | None:
-    """The name that PEFT saves a tensor of the adapter under; None where it is none. An adapter of None is the only
-    one, whose name the directories of trainers leave out."""
-    found = _parts(name, prefix)
+def _saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
+    """Return the name that PEFT saves a tensor of the adapter under; None for other tensors. An adapter of None is the
+    only one, whose name the directories of trainers leave out."""
+    found = _split_name(name, prefix)
     if found is not None:
         front, rest, owner = found
         if owner != adapter:
@@ -222,8 +225,8 @@ def _saved(name: str, prefix: str, adapter: str | None) -> str | None:
     return f"{m[1]}.{m[2]}" if m else None
 
 
-def _beside(names: list[str], saved: dict[str, str], config: dict[str, Any], prefix: str) -> list[str]:
-    """Tensors of the base model that are saved with the adapter, under their own names."""
+def _base_tensors_saved_with(names: list[str], saved: dict[str, str], config: dict[str, Any], prefix: str) -> list[str]:
+    """List the tensors of the base model that are saved with the adapter, under their own names."""
     there = set(names)
     out: list[str] = []
     if config.get("bias") == "all":
@@ -234,10 +237,10 @@ def _beside(names: list[str], saved: dict[str, str], config: dict[str, Any], pre
         out += [n for n in (f"{k}.base_layer.bias" for k in sorted(layers)) if n in there]
     targets = config.get("target_modules") or ()
     if targets != "all-linear" if isinstance(targets, str) else {*_EMBEDDINGS} & {*map(str, targets)}:
-        out += [n for n in names if _embeds(n)]
+        out += [n for n in names if _is_adapted_embedding(n)]
     return out
 
 
-def _embeds(name: str) -> bool:
-    """Whether a tensor is an embedding below the layer that adapts it."""
+def _is_adapted_embedding(name: str) -> bool:
+    """Decide whether a tensor is an embedding below the layer that adapts it."""
     return name.split(".")[-3:] in ([e, "base_layer", "weight"] for e in _EMBEDDINGS)

@@ -20,8 +20,8 @@ other, and a cast of either makes other weights. They are known by their names, 
     w            any          w.absmax            bitsandbytes, 4 bits, with w.quant_map, w.quant_state.*
 
 `w` is the name of a parameter, "model.layers.0.mlp.up_proj.weight", and `m` of its module. A pair counts if the scale
-has a shape that fits the codes. What config.json says (`stated`) decides where names alone do not: a plain float8
-weight, or a parameter that is called "scale", is no code.
+has a shape that fits the codes. What config.json says (`read_quantization_config`) decides where names alone do not: a
+plain float8 weight, or a parameter that is called "scale", is no code.
 
 Sources: compressed_tensors/compressors 0.20; transformers/quantizers and integrations 5.23 (finegrained_fp8, mxfp4,
 bitsandbytes, awq); modelopt/torch/export/quant_utils.py; mlx.core.quantize; DeepSeek-V3 inference/fp8_cast_bf16.py; OCP
@@ -48,11 +48,11 @@ __all__ = [
     "Encoded",
     "Encodings",
     "Fault",
-    "find",
-    "line",
-    "of_checkpoint",
-    "parameters",
-    "stated",
+    "describe_schemes",
+    "find_in_checkpoint",
+    "find_in_tensors",
+    "parameter_shapes",
+    "read_quantization_config",
 ]
 
 _Shape = tuple[int, ...]
@@ -74,13 +74,13 @@ class _Pair(NamedTuple):
 
     @property
     def leaf(self) -> str:
-        """What the name of the parameter has in the place of `scale`."""
+        """Return what the name of the parameter has in the place of `scale`."""
         return ".weight" if self.codes in (".weight", ".qweight") else ""
 
 
 _PAIRS = (
     _Pair("_scale_inv", "", _CODES),
-    _Pair("_scale", "_packed", frozenset(("int32", "uint8"))),
+    _Pair("_scale", "_match_packed_integers", frozenset(("int32", "uint8"))),
     _Pair("_scale", "", _CODES, sure=False),
     _Pair("_scales", "_blocks", frozenset(("uint8",)), sure=False),
     _Pair(".scales", ".qweight", frozenset(("int32",))),
@@ -173,15 +173,16 @@ class Encodings:
 
     @property
     def contradicted(self) -> bool:
-        """Whether the config says that the weights are codes, and none is."""
+        """Decide whether the config says that the weights are codes, and none is."""
         return self.method is not None and self.method not in _AT_LOAD and not self and self.of > 0
 
     @cached_property
     def _faulty(self) -> dict[str, str]:
+        """Map {tensor: what is wrong with its encoding}."""
         return {n: fault.text for fault in self.faults for n in fault.tensors}
 
-    def said_of(self, name: str) -> str:
-        """What a tensor is in an encoding; "" where it is in none."""
+    def describe(self, name: str) -> str:
+        """Say what a tensor is in an encoding; "" where it is in none."""
         of = self.belongs.get(name)
         if of is None:
             return f'"{name}" belongs to no whole encoding ({self._faulty[name]})' if name in self._faulty else ""
@@ -190,28 +191,28 @@ class Encodings:
         return f'"{name}" {"is codes" if name == of else f"belongs to the codes {of},"} in {self.weights[of].scheme}'
 
     def schemes(self) -> dict[str, int]:
-        """{scheme, with the ending of its scales' names: weights}."""
+        """Count the weights by scheme: {scheme, with the ending of its scales' names: weights}."""
         out: dict[str, int] = {}
         for found in self.weights.values():
             text = f"{found.scheme}, scales in {found.scale.rpartition('.')[2]}"
             out[text] = out.get(text, 0) + 1
         return out
 
-    def described(self) -> str:
-        """One line: how many weights are codes, and in which scheme."""
-        return line(len(self.weights), self.of, self.schemes())
+    def summary(self) -> str:
+        """Say in one line how many weights are codes, and in which scheme."""
+        return describe_schemes(len(self.weights), self.of, self.schemes())
 
 
-def line(weights: int, of: int, schemes: Mapping[str, int]) -> str:
-    """What to say of so many weights that are codes, of so many in all; `schemes` as `Encodings.schemes` has them."""
+def describe_schemes(weights: int, of: int, schemes: Mapping[str, int]) -> str:
+    """Say how many weights are codes, of how many in all; `schemes` as `Encodings.schemes` has them."""
     several = len(schemes) > 1
     listed = "; ".join(text + (f" ({n:,})" if several else "") for text, n in schemes.items())
     return f"{weights:,} of {of:,} weights are codes: {listed}"
 
 
-def stated(ckpt: Checkpoint, source: Source | None) -> Mapping[str, Any] | None:
-    """What the config beside a checkpoint says of its quantisation: the `quantization_config` of config.json, or
-    ModelOpt's hf_quant_config.json.
+def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Mapping[str, Any] | None:
+    """Read what the config beside a checkpoint says of its quantisation: the `quantization_config` of config.json, or
+    ModelOpt's hf_quant_config.json. None where there is none.
 
     Args:
         source: the folder that belongs to the checkpoint; None where it is a file among others.
@@ -234,33 +235,36 @@ def stated(ckpt: Checkpoint, source: Source | None) -> Mapping[str, Any] | None:
     return None
 
 
-def of_checkpoint(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> Encodings:
-    """The encoded weights of a checkpoint, by canonical name; parts of tensor subclasses and of optimizers are none.
+def find_in_checkpoint(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> Encodings:
+    """Find the encoded weights of a checkpoint, by canonical name; parts of tensor subclasses and of optimizers are
+    none.
 
     Args:
-        config: what `stated` gave.
+        config: what `read_quantization_config` gave.
     """
     inside = {joined(t.path) for c in composites(ckpt).values() for t in c.tensors.values()}
     tensors = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "optim" and n not in inside}
-    return find(tensors, config)
+    return find_in_tensors(tensors, config)
 
 
-def find(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Encodings:
-    """The encoded weights among tensors, {name: tensor}; linear in their number."""
+def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Encodings:
+    """Find the encoded weights among tensors, {name: tensor}; linear in their number. `config` is what
+    `read_quantization_config` gave."""
     config = config or {}
     method = str(config.get("quant_method") or "of no name") if config else None
     quantised = method is not None and method not in _AT_LOAD
-    said = _of_config(config)
+    said = _parse_quantization_config(config)
+    # pairs of codes and scales, with the tensors that belong to them
     weights: dict[str, Encoded] = {}
     belongs: dict[str, str] = {}
     misfits: dict[str, str] = {}
     unfit: set[str] = set()
     for name in (n for n in tensors if n.endswith(_SCALES)):
-        for pair, codes in _pairs_of(name, tensors):
-            found = _scheme(pair, codes, name, tensors, said)
+        for pair, codes in _candidate_pairs(name, tensors):
+            found = _match_scheme(pair, codes, name, tensors, said)
             if found is not None:
                 weights[codes] = Encoded(found[0], name, name[: -len(pair.scale)] + pair.leaf, found[1])
-                belongs |= dict.fromkeys(_companions(codes, name, pair, tensors), codes)
+                belongs |= dict.fromkeys(_tensors_of_codes(codes, name, pair, tensors), codes)
             elif pair.sure or quantised or (tensors[codes].dtype in _FLOAT8 and pair.scale == "_scale"):
                 shapes = f"{list(tensors[name].shape)} for codes of {list(tensors[codes].shape)}"
                 unfit |= {name, codes}
@@ -268,30 +272,35 @@ def find(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = 
             break
     if quantised:
         belongs |= {n: n for n in tensors if n.rpartition(".")[2] in _OF_CACHE and n not in belongs}
+    # what should belong to a pair and does not
     lonely: dict[tuple[str, bool], list[str]] = {}
     for name, t in tensors.items():
-        if name not in belongs and name not in unfit and (what := _lonely(name, t, tensors, quantised)):
+        if name not in belongs and name not in unfit and (what := _describe_lonely(name, t, tensors, quantised)):
             lonely.setdefault(what, []).append(name)
     faults = [
-        Fault(tuple(names), f'{_count(names)} {text}, first "{names[0]}"', sure)
+        Fault(tuple(names), f'{_count_tensors(names)} {text}, first "{names[0]}"', sure)
         for (text, sure), names in lonely.items()
     ]
     if misfits:
-        text = f"{_count(list(misfits))} scales that do not fit their codes, first {next(iter(misfits.values()))}"
+        text = (
+            f"{_count_tensors(list(misfits))} scales that do not fit their codes, first {next(iter(misfits.values()))}"
+        )
         faults.insert(0, Fault(tuple(sorted(unfit)), text, sure=False))
     scales = {*misfits, *(n for (text, _), names in lonely.items() if text.startswith("scales") for n in names)}
     of = sum(n not in scales and (n not in belongs or n in weights) for n in tensors)
     return Encodings(weights, belongs, faults, method, of)
 
 
-def _count(names: Sequence[str]) -> str:
-    """How a sentence about some tensors begins."""
+def _count_tensors(names: Sequence[str]) -> str:
+    """Return how a sentence about some tensors begins."""
     return "1 tensor holds" if len(names) == 1 else f"{len(names):,} tensors hold"
 
 
-def parameters(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> dict[str, _Shape] | None:
-    """{name: shape} of the parameters that some tensors stand for; None where the codes of one do not tell."""
-    found = find(tensors, config)
+def parameter_shapes(
+    tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None
+) -> dict[str, _Shape] | None:
+    """Return {name: shape} of the parameters that some tensors stand for; None where the codes of one do not tell."""
+    found = find_in_tensors(tensors, config)
     out: dict[str, _Shape] = {}
     for name, t in tensors.items():
         if name in found.weights:
@@ -304,8 +313,8 @@ def parameters(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | N
     return out
 
 
-def _pairs_of(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[_Pair, str]]:
-    """The codes that a tensor may be the scale of, by its name and their dtype."""
+def _candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[_Pair, str]]:
+    """Yield the codes that a tensor may be the scale of, by its name and their dtype."""
     for pair in _PAIRS:
         if name.endswith(pair.scale):
             codes = name[: -len(pair.scale)] + pair.codes
@@ -313,8 +322,8 @@ def _pairs_of(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[_
                 yield pair, codes
 
 
-def _companions(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> list[str]:
-    """The tensors that belong to some codes."""
+def _tensors_of_codes(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """List the tensors that belong to some codes: the codes, their scale, and what else there is of them."""
     stem, module = scale[: -len(pair.scale)], codes.rpartition(".")[0]
     others = [stem + end for end in _WITH_WEIGHT] + [f"{module}.{leaf}" for leaf in _WITH_MODULE]
     return [codes, scale, *(n for n in others if n in tensors)]
@@ -325,7 +334,7 @@ def _companions(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, Tenso
 _Scheme = tuple[str, _Shape | None]  # its name, and the shape of the parameter
 
 
-class _Stated(NamedTuple):
+class _StatedScheme(NamedTuple):
     """What a config says of all its weights: the sizes of blocks with a scale each, and bits of a number; None where it
     has no one answer."""
 
@@ -333,7 +342,8 @@ class _Stated(NamedTuple):
     bits: int | None
 
 
-def _of_config(config: Mapping[str, Any]) -> _Stated:
+def _parse_quantization_config(config: Mapping[str, Any]) -> _StatedScheme:
+    """Parse a quantization_config: of transformers, or with the groups of compressed-tensors."""
     groups = config.get("config_groups")
     listed = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     rows = [w for w in listed if isinstance(w, dict)]
@@ -344,11 +354,13 @@ def _of_config(config: Mapping[str, Any]) -> _Stated:
         if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
     }
     bits = {n for n in (config.get("bits"), *(w.get("num_bits") for w in rows)) if type(n) is int}
-    return _Stated(blocks.pop() if len(blocks) == 1 else None, bits.pop() if len(bits) == 1 else None)
+    return _StatedScheme(blocks.pop() if len(blocks) == 1 else None, bits.pop() if len(bits) == 1 else None)
 
 
-def _scheme(pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEntry], said: _Stated) -> _Scheme | None:
-    """What codes and a scale are together; None where the scale's shape or dtype does not fit."""
+def _match_scheme(
+    pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEntry], said: _StatedScheme
+) -> _Scheme | None:
+    """Find out what codes and a scale are together; None where the scale's shape or dtype does not fit."""
     c, s = tensors[codes], tensors[scale]
     if pair.scale == ".absmax":
         kind = next((k for k in ("nf4", "fp4") if f"{codes}.quant_state.bitsandbytes__{k}" in tensors), "4 bits")
@@ -360,13 +372,13 @@ def _scheme(pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEnt
         # transformers' parameter is transposed
         return ("mxfp4 (groups of 32)", (*c.shape[:-3], c.shape[-2] * 32, c.shape[-3])) if fits else None
     if c.dtype == "uint32":
-        return _of_mlx(c.shape, s.shape, said)
+        return _match_mlx(c.shape, s.shape, said)
     if c.dtype == "int32":
-        return _packed(pair, c.shape, s, said)
-    if c.dtype in _TWO_IN_A_BYTE and (fp4 := _fp4(c, s)) is not None:
+        return _match_packed_integers(pair, c.shape, s, said)
+    if c.dtype in _TWO_IN_A_BYTE and (fp4 := _match_fp4(c, s)) is not None:
         return fp4, (*c.shape[:-1], 2 * c.shape[-1])
-    how = _granularity(c.shape, s.shape, said.block)
-    if how is None or s.dtype not in _WIDE | _EXPONENTS or (pair.codes == "_packed"):
+    how = _scale_granularity(c.shape, s.shape, said.block)
+    if how is None or s.dtype not in _WIDE | _EXPONENTS or (pair.codes == "_match_packed_integers"):
         return None
     if c.dtype in _FLOAT8:
         return f"{'mxfp8' if s.dtype in _EXPONENTS and how == 'groups of 32' else 'fp8'} ({c.dtype}, {how})", c.shape
@@ -375,13 +387,13 @@ def _scheme(pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEnt
     return (f"packed codes ({c.dtype}, {how})", None) if how == "one scale each" or c.dtype != "uint8" else None
 
 
-def _packed(pair: _Pair, codes: _Shape, s: TensorEntry, said: _Stated) -> _Scheme | None:
-    """Integers in int32. GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups,
+def _match_packed_integers(pair: _Pair, codes: _Shape, s: TensorEntry, said: _StatedScheme) -> _Scheme | None:
+    """Match integers in int32. GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups,
     columns]."""
     text = f"int{said.bits} packed in int32" if said.bits is not None else "integers packed in int32"
     if s.dtype not in _WIDE or not codes or not codes[-1]:
         return None
-    if pair.codes == "_packed":
+    if pair.codes == "_match_packed_integers":
         fits = prod(s.shape) == 1 or (s.shape[:-1] == codes[:-1] and 0 < s.shape[-1] <= 16 * codes[-1])
         return (text, None) if fits else None
     if len(codes) != 2 or len(s.shape) != 2:
@@ -390,8 +402,8 @@ def _packed(pair: _Pair, codes: _Shape, s: TensorEntry, said: _Stated) -> _Schem
     return (f"{kinds[s.shape[1]]} ({text})", None) if s.shape[1] in kinds else None
 
 
-def _of_mlx(codes: _Shape, scales: _Shape, said: _Stated) -> _Scheme | None:
-    """MLX's weights: a scale for each group of 32, 64 or 128 numbers in a row. Their shape needs the bits of the
+def _match_mlx(codes: _Shape, scales: _Shape, said: _StatedScheme) -> _Scheme | None:
+    """Match MLX's weights: a scale for each group of 32, 64 or 128 numbers in a row. Their shape needs the bits of the
     config."""
     if len(codes) < 2 or scales[:-1] != codes[:-1]:
         return None
@@ -400,8 +412,9 @@ def _of_mlx(codes: _Shape, scales: _Shape, said: _Stated) -> _Scheme | None:
     return f"mlx ({said.bits} bits)", (*codes[:-1], codes[-1] * 32 // said.bits) if said.bits > 0 else None
 
 
-def _fp4(c: TensorEntry, s: TensorEntry) -> str | None:
-    """The name of fp4 with two codes in a byte, whose scales are for groups of 16 or 32 codes."""
+def _match_fp4(c: TensorEntry, s: TensorEntry) -> str | None:
+    """Name fp4 with two codes in a byte, whose scales are for groups of 16 or 32 codes; None where the shapes are
+    others."""
     if not c.shape or not s.shape or s.shape[:-1] != c.shape[:-1]:
         return None
     for kind, dtypes, group in (("nvfp4", _FLOAT8, 16), ("mxfp4", _EXPONENTS, 32)):
@@ -410,8 +423,8 @@ def _fp4(c: TensorEntry, s: TensorEntry) -> str | None:
     return None
 
 
-def _granularity(shape: _Shape, scale: _Shape, block: _Shape | None) -> str | None:
-    """Which codes share a scale; None where the shapes do not fit. `block` is what the config says of the last two
+def _scale_granularity(shape: _Shape, scale: _Shape, block: _Shape | None) -> str | None:
+    """Say which codes share a scale; None where the shapes do not fit. `block` is what the config says of the last two
     dimensions."""
     alike = len(scale) == len(shape) >= 2
     if (
@@ -426,14 +439,14 @@ def _granularity(shape: _Shape, scale: _Shape, block: _Shape | None) -> str | No
         return "one scale a row"
     if block is not None or not alike or scale[:-2] != shape[:-2]:
         return None
-    rows, columns = (_size_of(n, k) for n, k in zip(shape[-2:], scale[-2:], strict=True))
+    rows, columns = (_codes_per_scale(n, k) for n, k in zip(shape[-2:], scale[-2:], strict=True))
     if not rows or not columns:
         return None
     return f"groups of {columns}" if rows == 1 else f"blocks of {rows}x{columns}"
 
 
-def _size_of(n: int, scales: int) -> int:
-    """How many of `n` codes in a row share one of so many scales; 0 where no usual number does."""
+def _codes_per_scale(n: int, scales: int) -> int:
+    """Find how many of `n` codes in a row share one of so many scales; 0 where no usual number does."""
     if n == scales:
         return 1
     usual = next((b for b in (128, 32, 16, 64, 256, 512, 1024) if scales == -(-n // b)), 0)
@@ -443,9 +456,11 @@ def _size_of(n: int, scales: int) -> int:
 # ---------------------------------------------------------------------------------------------------------- faults
 
 
-def _lonely(name: str, t: TensorEntry, tensors: Mapping[str, TensorEntry], quantised: bool) -> tuple[str, bool] | None:
-    """(what a tensor is that should belong to a whole encoding and does not, whether its name alone says so); None
-    where it need not."""
+def _describe_lonely(
+    name: str, t: TensorEntry, tensors: Mapping[str, TensorEntry], quantised: bool
+) -> tuple[str, bool] | None:
+    """Return (what a tensor is that should belong to a whole encoding and does not, whether its name alone says so);
+    None where it need not."""
     leaf = name.rpartition(".")[2]
     if not leaf.startswith(("weight", "qweight")) and not leaf.endswith("_scale_inv"):
         return None
@@ -461,8 +476,6 @@ def _lonely(name: str, t: TensorEntry, tensors: Mapping[str, TensorEntry], quant
             True,
         )
     of_weight = leaf.startswith("weight_") and leaf.removeprefix("weight") in (*_WITH_WEIGHT, "_scale")
-    return (
-        ("scales without codes", stem != name)
-        if stem != name or (quantised and of_weight and t.dtype in _WIDE)
-        else None
-    )
+    if stem != name or (quantised and of_weight and t.dtype in _WIDE):
+        return "scales without codes", stem != name
+    return None

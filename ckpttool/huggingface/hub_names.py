@@ -26,7 +26,7 @@ from ..errors import Corrupt, Unsafe, Unsupported
 from ..extras import need
 from ..formats.sandbox import in_child
 
-__all__ = ["PLAIN", "Relation", "Verdict", "contradiction", "meta_model", "relate"]
+__all__ = ["PLAIN", "Relation", "Verdict", "find_contradiction", "meta_model", "relate"]
 
 #: model_type of architectures whose parameters have the same names in memory and on the Hub.
 PLAIN = frozenset(
@@ -80,7 +80,7 @@ class Verdict(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Whether every weight would be loaded, and no other one is needed."""
+        """Decide whether every weight would be loaded, and no other one is needed."""
         return not (self.missing or self.unexpected or self.shapes)
 
 
@@ -97,8 +97,8 @@ class Relation(NamedTuple):
 
 
 def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, judge: bool = False) -> Relation:
-    """How the parameters of a model, {name: shape} in memory, stand on the Hub; None takes the model's own list. With
-    `judge`, whether the model of `config` loads them.
+    """Find out how the parameters of a model, {name: shape} in memory, stand on the Hub; None takes the model's own
+    list. With `judge`, whether the model of `config` loads them.
 
     Raises:
         MissingPackage: transformers is not installed.
@@ -112,7 +112,7 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
         raise Unsupported(f"config.json describes {layers:,} layers{weights}; it is that of another model.")
     question = json.dumps({"config": config, "tensors": tensors, "judge": judge}).encode()
     try:
-        answer = json.loads(_asked(question))
+        answer = json.loads(_ask_child(question))
     except (Corrupt, Unsafe) as e:
         raise Unsupported(
             f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {str(e)[:300]}"
@@ -123,9 +123,9 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
     return Relation(views, shapes, answer["tied"], answer["together"], verdict)
 
 
-def contradiction(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What shows, without asking transformers, that some weights are not of the model of a config; None where nothing
-    does. It looks at the embedding and the number of layers, in architectures of PLAIN."""
+def find_contradiction(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Say what shows, without asking transformers, that some weights are not of the model of a config; None where
+    nothing does. It looks at the embedding and the number of layers, in architectures of PLAIN."""
     kind = config.get("model_type")
     if kind not in PLAIN:
         return None
@@ -145,13 +145,14 @@ def contradiction(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
 
 
 @lru_cache(16)
-def _asked(question: bytes) -> bytes:
-    """Seconds each: a conversion asks the same for its source, its draft and the result."""
+def _ask_child(question: bytes) -> bytes:
+    """Ask the child, and return its answer. That takes seconds, and a conversion asks the same for its source, its
+    draft and the result."""
     return in_child("ckpttool.huggingface.hub_names:_answer", "transformers", 0, question)
 
 
 def meta_model(config_dict: dict[str, Any]) -> Any:
-    """The model of a config on the meta device, for a child process: names and shapes, no weights, no code beside
+    """Build the model of a config on the meta device, for a child process: names and shapes, no weights, no code beside
     them."""
     import torch
     import transformers
@@ -172,7 +173,7 @@ def meta_model(config_dict: dict[str, Any]) -> Any:
 
 
 def _answer(_: str) -> bytes:
-    """In the child: the question is on stdin."""
+    """Answer the question on stdin, in the child."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -183,7 +184,7 @@ def _answer(_: str) -> bytes:
     state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
     by_storage = {v.untyped_storage()._cdata: k for k, v in state.items()}
     try:
-        verdict = _judged(model, state) if question["judge"] else None
+        verdict = _judge(model, state) if question["judge"] else None
     except Exception:  # no verdict then; what transformers cannot load this way it may load from files
         verdict = None
     saved = revert_weight_conversion(model, dict(state))
@@ -211,21 +212,27 @@ def _answer(_: str) -> bytes:
     ).encode()
 
 
-def _judged(model: Any, state: dict[str, Any]) -> Verdict:
-    """In the child: what becomes of a state, {name in memory: meta tensor}, on its way to the Hub and back."""
-    found = _loaded(model, state)
+def _judge(model: Any, state: dict[str, Any]) -> Verdict:
+    """Find out, in the child, what becomes of a state, {name in memory: meta tensor}, on its way to the Hub and back:
+    as it is, or without a prefix."""
+    found = _load_back(model, state)
     if found.good:
         return found
     parts = next((n.split(".") for n in state if n in found.unexpected), next(iter(state)).split("."))
     for k in range(1, len(parts)):
         prefix = ".".join(parts[:k]) + "."
         short = {n.removeprefix(prefix): t for n, t in state.items()}
-        if len(short) == len(state) and _loaded(model, short).good:
+        if len(short) == len(state) and _load_back(model, short).good:
             return found._replace(strip=prefix)
     return found
 
 
-def _loaded(model: Any, state: dict[str, Any]) -> Verdict:
+def _load_back(model: Any, state: dict[str, Any]) -> Verdict:
+    """Have `from_pretrained` load a state as it would be saved, on the meta device; returns what it says.
+
+    Raises:
+        NotImplementedError: this torch cannot do that with meta tensors.
+    """
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils import logging
 

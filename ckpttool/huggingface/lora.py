@@ -27,13 +27,13 @@ __all__ = [
     "AdapterShape",
     "Change",
     "Update",
-    "changes",
-    "encoded",
-    "made_config",
-    "of_tensors",
+    "encode_config",
+    "find_lora",
+    "find_lora_in_shapes",
+    "make_config",
+    "plan_changes",
     "refuse_unmergeable",
     "scaling",
-    "seen",
 ]
 
 ROOT = "base_model.model."
@@ -122,13 +122,13 @@ class AdapterShape(NamedTuple):
         return f"r={ranks}, {self.modules} module{'s' if self.modules != 1 else ''}{of}"
 
 
-def seen(ckpt: Checkpoint) -> AdapterShape | None:
-    """The LoRA among the weights of a checkpoint; None where there is none."""
-    return of_tensors({joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"})
+def find_lora(ckpt: Checkpoint) -> AdapterShape | None:
+    """Find the LoRA among the weights of a checkpoint; None where there is none."""
+    return find_lora_in_shapes({joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"})
 
 
-def of_tensors(shapes: Shapes) -> AdapterShape | None:
-    """The LoRA among the weights of a model, by their names; None where there is none."""
+def find_lora_in_shapes(shapes: Shapes) -> AdapterShape | None:
+    """Find the LoRA among the weights of a model, by their names; None where there is none."""
     ranks: Counter[int] = Counter()
     modules: set[str] = set()
     names: set[str] = set()
@@ -156,19 +156,22 @@ def of_tensors(shapes: Shapes) -> AdapterShape | None:
 # adapter_config.json
 
 
-def made_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: str | None) -> dict[str, Any]:
-    """adapter_config.json of an adapter whose names and shapes, as PEFT saves them, are known, and whose alpha was
-    given.
+def make_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: str | None) -> dict[str, Any]:
+    """Make the adapter_config.json of an adapter whose names and shapes, as PEFT saves them, are known, and whose alpha
+    was given.
 
     What neither says is as PEFT's defaults: no dropout, no bias of the base model trained.
+
+    Raises:
+        Unsupported: it has no lora_A, or a tensor of a kind that is not known.
     """
-    modules = {n: kinds for n, kinds in _modules(saved).items()}
+    modules = _group_by_module(saved)
     rank_of = {m: saved[kinds["a"]][0] for m, kinds in modules.items() if "a" in kinds}
     if not rank_of:
         raise Unsupported("the adapter has no lora_A, so its rank is not known. Save it with PEFT's save_pretrained.")
     usual = Counter(rank_of.values()).most_common(1)[0][0]
     of_adapter = {n for kinds in modules.values() for n in kinds.values()}
-    whole = sorted({_bare(n).rpartition(".")[0] for n in saved if n not in of_adapter})
+    whole = sorted({_base_name(n).rpartition(".")[0] for n in saved if n not in of_adapter})
     return {
         "base_model_name_or_path": base_model,
         "bias": "none",
@@ -188,8 +191,8 @@ def made_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: s
     }
 
 
-def encoded(config: Mapping[str, Any]) -> bytes:
-    """The bytes of adapter_config.json, laid out as PEFT does."""
+def encode_config(config: Mapping[str, Any]) -> bytes:
+    """Encode adapter_config.json, laid out as PEFT does."""
     return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
@@ -225,13 +228,16 @@ _PEFT = "Merge it with PEFT's merge_and_unload."
 
 
 def scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) with use_rslora, of one module.
+    """Return the factor of a module's product B @ A: alpha / r, or alpha / sqrt(r) with use_rslora.
+
+    Args:
+        rank: that of its matrices.
 
     Raises:
         Corrupt: the file has another rank than its matrices, or no alpha.
     """
-    r = _by_pattern(config, "rank_pattern", module, config.get("r"))
-    alpha = _by_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))
+    r = _pattern_value(config, "rank_pattern", module, config.get("r"))
+    alpha = _pattern_value(config, "alpha_pattern", module, config.get("lora_alpha"))
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise Corrupt(
             f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It does not belong to this "
@@ -245,13 +251,17 @@ def scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
-def _by_pattern(config: Mapping[str, Any], field: str, module: str, usual: Any) -> Any:
-    """The value of the first pattern that matches the module to its end; the usual one where none does."""
+def _pattern_value(config: Mapping[str, Any], field: str, module: str, usual: Any) -> Any:
+    """Return the value of the first pattern that matches the module to its end; `usual` where none does.
+
+    Raises:
+        Corrupt, Unsupported: a pattern is none, or could take forever.
+    """
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict):
         raise Corrupt(f"{field} in adapter_config.json is not an object.")
     for pattern, value in patterns.items():
-        if _matches(field, pattern, module):
+        if _pattern_matches(field, pattern, module):
             return value
     return patterns.get(module, usual)
 
@@ -261,7 +271,12 @@ def _by_pattern(config: Mapping[str, Any], field: str, module: str, usual: Any) 
 _QUANTIFIED_GROUP = re.compile(r"\)\s*[*+?{]")
 
 
-def _matches(field: str, pattern: str, module: str) -> bool:
+def _pattern_matches(field: str, pattern: str, module: str) -> bool:
+    """Decide whether a pattern of a field of adapter_config.json matches a module, as PEFT does.
+
+    Raises:
+        Corrupt, Unsupported: it is no pattern, or could take forever.
+    """
     if re.fullmatch(r"[\w.-]*", pattern):  # a name, whose dots match any character
         return re.search(rf"(?:^|\.)(?:{pattern})$", module) is not None
     steps = len(module) ** (len(re.findall(r"[*+{]", pattern)) + 1)
@@ -308,15 +323,15 @@ class Change:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the adapter has a copy of the whole module (modules_to_save), which is tied to nothing."""
+        """Decide whether the adapter has a copy of the whole module (modules_to_save), which is tied to nothing."""
         return self.start is not None and "base_layer" not in self.start[1].split(".")
 
 
-def changes(
+def plan_changes(
     adapters: Mapping[str, Shapes], configs: Mapping[str, Mapping[str, Any]], base: Shapes
 ) -> dict[str, Change]:
-    """{tensor of the base model: what becomes of it}, for adapters {name: tensors as PEFT saves them} merged in this
-    order.
+    """Plan a merge: {tensor of the base model: what becomes of it}, for adapters {name: tensors as PEFT saves them}
+    merged in this order.
 
     Raises:
         Unsupported: an adapter changes what is not a weight of a linear layer or an embedding, or what the base model
@@ -327,19 +342,19 @@ def changes(
     updates: dict[str, list[Update]] = {}
     biases: dict[str, list[tuple[str, str, float]]] = {}
     for adapter, saved in adapters.items():
-        config, modules = configs[adapter], _modules(saved)
+        config, modules = configs[adapter], _group_by_module(saved)
         for module, kinds in modules.items():
-            update = _update(adapter, module, kinds, saved, config, base)
+            update = _make_update(adapter, module, kinds, saved, config, base)
             updates.setdefault(f"{module}.weight", []).append(update)
             if "bias" in kinds:
-                biases.setdefault(_there(f"{module}.bias", kinds["bias"], base), []).append(
+                biases.setdefault(_require_target(f"{module}.bias", kinds["bias"], base), []).append(
                     (adapter, kinds["bias"], update.scaling)
                 )
         of_adapter = {n for kinds in modules.values() for n in kinds.values()}
         for name, shape in saved.items():
             if name in of_adapter:
                 continue
-            target = _there(_bare(name), name, base)
+            target = _require_target(_base_name(name), name, base)
             if base[target] != shape:
                 raise Corrupt(
                     f'"{name}" of the adapter is {list(shape)}, but "{target}" of the base model is '
@@ -359,8 +374,8 @@ def changes(
     }
 
 
-def _modules(saved: Iterable[str]) -> dict[str, dict[str, str]]:
-    """{module: {kind of tensor: its name}} of the LoRA in an adapter.
+def _group_by_module(saved: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Group the LoRA in an adapter: {module: {kind of tensor, as in `_KINDS`: its name}}.
 
     Raises:
         Unsupported: a tensor is of a kind that is not known.
@@ -376,16 +391,21 @@ def _modules(saved: Iterable[str]) -> dict[str, dict[str, str]]:
         kind = _KINDS.get(".".join(parts[at:]))
         if kind is None:
             raise Unsupported(f'"{name}" is not a tensor of LoRA that ckpttool knows. {_PEFT}')
-        out.setdefault(_bare(".".join(parts[:at])), {})[kind] = name
+        out.setdefault(_base_name(".".join(parts[:at])), {})[kind] = name
     return out
 
 
-def _bare(name: str) -> str:
-    """The name in the base model of what PEFT has wrapped."""
+def _base_name(name: str) -> str:
+    """Return the name in the base model of what PEFT has wrapped."""
     return ".".join(p for p in name.removeprefix(ROOT).split(".") if p != "base_layer")
 
 
-def _there(target: str, name: str, base: Shapes) -> str:
+def _require_target(target: str, name: str, base: Shapes) -> str:
+    """Return `target`, the tensor that `name` of the adapter belongs to.
+
+    Raises:
+        Unsupported: the base model does not have it.
+    """
     if target in base:
         return target
     raise Unsupported(
@@ -395,13 +415,18 @@ def _there(target: str, name: str, base: Shapes) -> str:
     )
 
 
-def _update(
+def _make_update(
     adapter: str, module: str, kinds: Mapping[str, str], saved: Shapes, config: Mapping[str, Any], base: Shapes
 ) -> Update:
+    """Make the update of one module from the names of its tensors, `kinds`, after comparing all shapes.
+
+    Raises:
+        Corrupt, Unsupported: as `plan_changes`.
+    """
     if not {"a", "b"} <= kinds.keys():
         raise Corrupt(f'"{module}": the adapter has only {", ".join(sorted(kinds.values()))}. The file is incomplete.')
     a, b = saved[kinds["a"]], saved[kinds["b"]]
-    target = base[_there(f"{module}.weight", kinds["a"], base)]
+    target = base[_require_target(f"{module}.weight", kinds["a"], base)]
     if len(a) != 2 or len(b) != 2 or len(target) != 2:
         raise Unsupported(
             f'"{kinds["a"]}" is {list(a)}: ckpttool merges adapters of linear layers and embeddings, whose matrices '
@@ -443,14 +468,14 @@ def _update(
 
 
 def _is_conv1d(module: str, config: Mapping[str, Any], saved: Shapes, base: Shapes) -> bool:
-    """Whether a square weight is that of a Conv1D (GPT-2), which stores it transposed: by the other weights that are
-    adapted, as PEFT's fan_in_fan_out is only what the last one wanted.
+    """Decide whether a square weight is that of a Conv1D (GPT-2), which stores it transposed: by the other weights that
+    are adapted, as PEFT's fan_in_fan_out is only what the last one wanted.
 
     Raises:
         Unsupported: some are and some are not, and nothing tells of this one.
     """
     found: dict[str, bool] = {}
-    for other, kinds in _modules(saved).items():
+    for other, kinds in _group_by_module(saved).items():
         if kinds.get("a", "").endswith("lora_A.weight") and "b" in kinds and f"{other}.weight" in base:
             product = (saved[kinds["b"]][0], saved[kinds["a"]][-1])
             if product[0] != product[1]:

@@ -18,15 +18,15 @@ from ..storage.source import Source
 __all__ = [
     "ADAPTER_CONFIG",
     "PACKED",
-    "Beside",
-    "adapter",
-    "beside",
-    "fetched",
-    "no_adapter_config",
-    "of_model",
+    "ModelFiles",
+    "fetch_from_hub",
+    "find_adapter_files",
+    "find_model_files",
+    "is_known_file",
+    "missing_adapter_config",
     "read_config",
-    "training_files",
-    "understood",
+    "read_model_files",
+    "read_training_files",
 ]
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -64,7 +64,7 @@ _MOST_TRAINING_BYTES = 4 << 20
 
 
 def read_config(source: Source) -> dict[str, Any]:
-    """config.json of a folder.
+    """Read config.json of a folder.
 
     Raises:
         Corrupt, Unsafe: it is not a JSON object.
@@ -75,12 +75,13 @@ def read_config(source: Source) -> dict[str, Any]:
     return data
 
 
-def understood(name: str) -> bool:
-    """Whether a file of that name is the model's config or tokenizer, or a configuration of the trainer."""
+def is_known_file(name: str) -> bool:
+    """Decide whether a file of that name is the model's config or tokenizer, or a configuration of the trainer."""
     return _MODEL.fullmatch(name) is not None or _TRAINING.fullmatch(name) is not None
 
 
-def _of_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+def _read_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """Read (config.json, files to copy) of a folder; `notes` is extended by what is not copied."""
     names = [n for n in source.list() if _MODEL.fullmatch(n) and source.exists(n)]
     found = read_config(source) if "config.json" in names else None
     files = {n: source.read_all(n, _MOST_BYTES) for n in names}
@@ -90,8 +91,8 @@ def _of_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None,
     return found, {n: files[n] for n in names if n not in packed}
 
 
-def fetched(model: str, patterns: list[str]) -> str:
-    """The folder into which these files of a model on the Hub were fetched.
+def fetch_from_hub(model: str, patterns: list[str]) -> str:
+    """Fetch the files of a model on the Hub that match patterns; returns their folder.
 
     Raises:
         Unsupported: there is no such model, or the name is a path. RemoteError: the Hub did not answer.
@@ -118,8 +119,8 @@ def fetched(model: str, patterns: list[str]) -> str:
         ) from None
 
 
-def of_model(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """(config.json, files to copy) of a folder or a model id; `notes` is extended.
+def read_model_files(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """Read (config.json, files to copy) of a folder or a model id; `notes` is extended.
 
     Raises:
         Unsupported: it is neither. RemoteError: the Hub did not answer.
@@ -128,12 +129,12 @@ def of_model(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any
         if os.path.isfile(config):
             config = os.path.dirname(os.path.abspath(config))
         else:
-            config = fetched(config, ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"])
+            config = fetch_from_hub(config, ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"])
     with Source(config) as source:
-        return _of_folder(source, [] if notes is None else notes)
+        return _read_folder(source, [] if notes is None else notes)
 
 
-class Beside(NamedTuple):
+class ModelFiles(NamedTuple):
     """config.json and files to copy; `where` is their folder, from that of the source, and None where it was given or
     there is none."""
 
@@ -142,17 +143,18 @@ class Beside(NamedTuple):
     where: str | None
 
 
-def beside(source: Source, given: str | None, notes: list[str]) -> Beside:
-    """What belongs to the model given, or was found with the source or beside it."""
+def find_model_files(source: Source, given: str | None, notes: list[str]) -> ModelFiles:
+    """Find the config and tokenizer of the model given, or else those in the source or beside it; `notes` is
+    extended."""
     if given is not None:
-        return Beside(*of_model(given, notes), None)
+        return ModelFiles(*read_model_files(given, notes), None)
     for below in _FOLDERS if source.local_folder else ("",):
         new_notes: list[str] = []
         try:
             if not below:
-                config, files = _of_folder(source, new_notes)
+                config, files = _read_folder(source, new_notes)
             elif os.path.isfile(os.path.join(source.root, below, "config.json")):
-                config, files = of_model(os.path.join(source.root, below), new_notes)
+                config, files = read_model_files(os.path.join(source.root, below), new_notes)
             else:
                 continue
         except (Corrupt, Unsafe) as e:
@@ -162,22 +164,23 @@ def beside(source: Source, given: str | None, notes: list[str]) -> Beside:
             where = os.path.relpath(os.path.join(source.root, below), source.root)
             notes.append(f"config and tokenizer files taken from {where!r} beside the source")
             notes += new_notes
-            return Beside(config, files, where)
+            return ModelFiles(config, files, where)
     notes.append(
         "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
         "memory, and tied weights twice unless they share bytes in the source; give "
         f"{argument('config')} a folder or a model id"
     )
-    return Beside(None, {}, None)
+    return ModelFiles(None, {}, None)
 
 
-def adapter(
+def find_adapter_files(
     source: Source, given: str | None, notes: list[str], name: str | None = None, *, one_of_several: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """(adapter_config.json, files to copy, that one among them) of an adapter: of the folder given, of the source's
-    own, of model/ in it, where NeMo AutoModel saves an adapter, or of the one above it, and first of the folder in it
-    that has the adapter's name, if that is known. The config of the base model is not among them. None where there is
-    no adapter_config.json.
+    """Find (adapter_config.json, files to copy, that one among them) of an adapter; None where there is none.
+
+    Looked for in the folder `given`, or else in the source's own, in model/ in it, where NeMo AutoModel saves an
+    adapter, and in the one above it; in each, first in the folder that has the adapter's name, if that is known. The
+    config of the base model is not among the files.
 
     Of several adapters, one that is not called default has its file in a folder of its own, as PEFT saves them; only a
     folder that was given may have it otherwise.
@@ -185,17 +188,15 @@ def adapter(
     files: dict[str, bytes] = {}
     if given is not None:
         own = os.path.join(given, name or "")
-        files = of_model(own if name and os.path.isdir(own) else given, notes)[1]
+        files = read_model_files(own if name and os.path.isdir(own) else given, notes)[1]
     else:
+        folders: list[str] = []
         for below in ("", "model", "..") if source.local_folder else ("", "model"):
-            folders = [os.path.join(below, name)] if name else []
+            folders += [os.path.join(below, name)] if name else []
             folders += [] if one_of_several and name not in (None, "default") else [below]
-            for folder in folders:
-                files = _with_adapter(source, folder, notes)
-                if files:
-                    notes.append(f"{ADAPTER_CONFIG} and tokenizer files taken from {folder or '.'!r} beside the source")
-                    break
-            if files:
+        for folder in folders:
+            if files := _read_adapter_folder(source, folder, notes):
+                notes.append(f"{ADAPTER_CONFIG} and tokenizer files taken from {folder or '.'!r} beside the source")
                 break
     if ADAPTER_CONFIG not in files:
         return None
@@ -205,21 +206,22 @@ def adapter(
     return parsed, {n: files[n] for n in files if n not in ("config.json", "generation_config.json")}
 
 
-def _with_adapter(source: Source, folder: str, notes: list[str]) -> dict[str, bytes]:
-    """The files of a folder of the source, or of one around it, if an adapter_config.json is among them."""
+def _read_adapter_folder(source: Source, folder: str, notes: list[str]) -> dict[str, bytes]:
+    """Read the files of a folder of the source, or of one around it, if an adapter_config.json is among them; else
+    {}."""
     if not folder:
-        return _of_folder(source, notes)[1] if source.exists(ADAPTER_CONFIG) else {}
+        return _read_folder(source, notes)[1] if source.exists(ADAPTER_CONFIG) else {}
     if not folder.startswith(".."):
-        return _of_folder(source.below(folder), notes)[1] if source.exists(f"{folder}/{ADAPTER_CONFIG}") else {}
+        return _read_folder(source.below(folder), notes)[1] if source.exists(f"{folder}/{ADAPTER_CONFIG}") else {}
     path = os.path.join(source.root, folder)
     if not os.path.isdir(path):
         return {}
     with Source(path) as other:
-        return _of_folder(other, notes)[1] if other.exists(ADAPTER_CONFIG) else {}
+        return _read_folder(other, notes)[1] if other.exists(ADAPTER_CONFIG) else {}
 
 
-def no_adapter_config(given: str | None, option: str = "config") -> Unsupported:
-    """The error where adapter_config.json is needed and there is none."""
+def missing_adapter_config(given: str | None, option: str = "config") -> Unsupported:
+    """Return the error where adapter_config.json is needed and there is none."""
     where = f"{argument(option, given)} has" if given is not None else "beside the source there is"
     return Unsupported(
         f"{where} no {ADAPTER_CONFIG}, which says by how much the adapter is scaled. Give {argument(option)} the "
@@ -229,10 +231,10 @@ def no_adapter_config(given: str | None, option: str = "config") -> Unsupported:
     )
 
 
-def training_files(source: Source, given: str | None) -> dict[str, bytes]:
-    """The configuration that a checkpoint was made with: files of the model, and those of the trainer in the folder of
-    the checkpoint and in the one above it, by name; the nearest counts."""
-    out = dict(beside(source, given, [])[1])
+def read_training_files(source: Source, given: str | None) -> dict[str, bytes]:
+    """Read the configuration that a checkpoint was made with: files of the model, and those of the trainer in the
+    folder of the checkpoint and in the one above it, by name; the nearest counts."""
+    out = dict(find_model_files(source, given, [])[1])
     for folder in ("", "..") if source.local_folder else ("",):
         where = Source(os.path.join(source.root, folder)) if folder else source
         for name in where.list():

@@ -20,7 +20,7 @@ from ..storage.source import Source
 from . import model_files
 from .hub_names import meta_model
 
-__all__ = ["ModelNames", "config_of", "in_module_order", "names_of"]
+__all__ = ["ModelNames", "load_config", "read_model_names", "sort_by_module_order"]
 
 Shape = tuple[int, ...]
 
@@ -35,14 +35,14 @@ class ModelNames(NamedTuple):
     blocks: tuple[str, ...]
 
 
-def config_of(given: str) -> dict[str, Any]:
-    """The config.json that --config names: in a folder, a file, or of a model id.
+def load_config(given: str) -> dict[str, Any]:
+    """Load the config.json that --config names: in a folder, a file, or of a model id.
 
     Raises:
         Unsupported: there is none. RemoteError: the Hub did not answer.
     """
     if not os.path.isdir(given) and not os.path.isfile(given):
-        given = model_files.fetched(given, ["config.json"])
+        given = model_files.fetch_from_hub(given, ["config.json"])
     folder, name = os.path.split(given) if os.path.isfile(given) else (given, "config.json")
     with Source(folder or ".") as there:
         found = parse(there.read_all(name, 16 << 20), f"{folder}/{name}")
@@ -51,8 +51,8 @@ def config_of(given: str) -> dict[str, Any]:
     return found
 
 
-def names_of(config: Mapping[str, Any]) -> ModelNames:
-    """Names and shapes of a Hugging Face model, from the model on the meta device, in a child process.
+def read_model_names(config: Mapping[str, Any]) -> ModelNames:
+    """Read the names and shapes of a Hugging Face model, from the model on the meta device, in a child process.
 
     Raises:
         MissingPackage: transformers is not installed. Unsupported: it does not know the architecture.
@@ -61,7 +61,7 @@ def names_of(config: Mapping[str, Any]) -> ModelNames:
         f"asking for the parameters of model_type {config.get('model_type')!r} in their order", "torch", "transformers"
     )
     try:
-        answer = json.loads(_asked(json.dumps(config).encode()))
+        answer = json.loads(_ask_child(json.dumps(config).encode()))
     except Corrupt as e:
         raise Unsupported(f"transformers cannot build model_type {config.get('model_type')!r}: {e}") from None
     return ModelNames(
@@ -75,17 +75,18 @@ def names_of(config: Mapping[str, Any]) -> ModelNames:
 T = TypeVar("T")
 
 
-def in_module_order(tensors: Mapping[str, T], config: Mapping[str, Any]) -> dict[str, T]:
-    """Tensors of a model, or of PEFT's adapter for it, {FQN: anything}, in the order of the model's
+def sort_by_module_order(tensors: Mapping[str, T], config: Mapping[str, Any]) -> dict[str, T]:
+    """Return the tensors of a model, or of PEFT's adapter for it, {FQN: anything}, in the order of the model's
     `named_parameters()`.
 
     Raises:
         MissingPackage: transformers is not installed. Unsupported: the config is that of another model.
     """
-    order = {name: i for i, name in enumerate(names_of(config).shapes)}
+    order = {name: i for i, name in enumerate(read_model_names(config).shapes)}
     modules = {name.rpartition(".")[0]: i for name, i in order.items()}
 
     def place(name: str) -> tuple[int, str]:
+        """Return where a tensor comes: by its parameter, or by the module whose adapter it is of."""
         if name in order:
             return order[name], ""
         inner = name.removeprefix("base_model.model.")
@@ -106,13 +107,13 @@ def in_module_order(tensors: Mapping[str, T], config: Mapping[str, Any]) -> dict
 
 
 @lru_cache(4)
-def _asked(config: bytes) -> bytes:
-    """Seconds each."""
+def _ask_child(config: bytes) -> bytes:
+    """Ask the child, and return its answer; that takes seconds."""
     return in_child("ckpttool.huggingface.model_names:_answer", "transformers", 0, config)
 
 
 def _answer(_: str) -> bytes:
-    """In the child: the config is on stdin."""
+    """Answer for the config on stdin, in the child."""
     model = meta_model(json.loads(sys.stdin.buffer.read()))
     model.tie_weights()
     first: dict[int, str] = {}

@@ -222,9 +222,9 @@ class LiveReader:
             Unsupported: with the first tensor.
         """
         cast = [w for w in wanted if str(w.target.dtype) != f"torch.{self.ckpt.tensors[w.name].dtype}"]
-        codes = encodings.of_checkpoint(self.ckpt, self.ckpt.config) if cast else encodings.Encodings()
+        codes = encodings.find_in_checkpoint(self.ckpt, self.ckpt.config) if cast else encodings.Encodings()
         for w in cast:
-            if said := codes.said_of(w.name):
+            if said := codes.describe(w.name):
                 raise Unsupported(
                     f"{self.path}: {said}, and {str(w.target.dtype).removeprefix('torch.')} in the job: a cast would "
                     "not give the numbers of the weight. Load weights that the program that quantised them has "

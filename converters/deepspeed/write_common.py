@@ -103,8 +103,8 @@ class Plan:
     ) -> None:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
         self.ckpt, self.rounded = ckpt, ckpt.rounded
-        codes = encodings.find(state.tensors)
-        if said := next(filter(None, (codes.said_of(n) for g in state.groups for n in g.params)), ""):
+        codes = encodings.find_in_tensors(state.tensors)
+        if said := next(filter(None, (codes.describe(n) for g in state.groups for n in g.params)), ""):
             raise Unsupported(f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.ADVICE}")
         if not any(g.params for g in state.groups):
             raise Unsupported(

@@ -113,7 +113,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
     parts, world = parts_of(
         files, source, groups_of(source.list()), lost if options.salvage else None, options.allow_equal_ranks
     )
-    config = model_names.config_of(options.config) if options.config is not None else _own_config(source)
+    config = model_names.load_config(options.config) if options.config is not None else _own_config(source)
     model: dict[str, Any] = {}
     known = ModelInfo(None, {}, {}, RankSlices([], {}))
     if parts["model"] and "shard_metadata" in parts["model"][0].tree:

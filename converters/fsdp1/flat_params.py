@@ -274,7 +274,7 @@ def model_names_of(
         buffers = frozenset(n for n, (_, dtype) in like.shapes.items() if "float" not in dtype)
         return ModelNames({n: s for n, (s, _) in like.shapes.items()}, like.tied, buffers, ()), argument("like")
     if config is not None:
-        return model_names.names_of(config), "the config"
+        return model_names.read_model_names(config), "the config"
     for ranks in optim:
         shapes = {}
         for name, slots in ranks[0].tree.get("state", {}).items():

@@ -327,14 +327,14 @@ def _guesses(
         wraps.append(flat_layout.matching(paths, options.wrap))
     else:
         if config is not None:
-            wraps.append([b for b in model_names.names_of(config).blocks if b in paths])
+            wraps.append([b for b in model_names.read_model_names(config).blocks if b in paths])
         wraps.append(flat_layout.matching(paths, flat_layout.blocks(names)))
         wraps.append([])
     wanted = {n for group in expected for n in group}
     tied = dict(options.like.tied) if options.like else {}
     tied = {**known.tied, **tied}
     if config is not None:
-        tied = {**model_names.names_of(config).tied, **tied}
+        tied = {**model_names.read_model_names(config).tied, **tied}
     for modules in wraps:
         inside = flat_layout.assigned(names, modules)
         for aligns in ((0,), *((a,) for a in (4, 8, 2, 16))):

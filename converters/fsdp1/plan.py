@@ -132,8 +132,8 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
     if options.like is not None and options.like.shapes:
         order, where = list(options.like.shapes), argument("like")
     elif options.config is not None or (own == sorted(own) and ckpt.config is not None):
-        config = model_names.config_of(options.config) if options.config is not None else ckpt.config
-        order, where = (list(model_names.names_of(config).shapes), "the config") if config else (None, "")
+        config = model_names.load_config(options.config) if options.config is not None else ckpt.config
+        order, where = (list(model_names.read_model_names(config).shapes), "the config") if config else (None, "")
     if order is not None:
         flat_layout.refuse_alphabet(order, where)
         if missing := [n for n in own if n not in set(order)]:
@@ -159,9 +159,9 @@ def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: l
         return found
     patterns = flat_layout.blocks(names)
     if options.config is not None:
-        config = model_names.config_of(options.config)
+        config = model_names.load_config(options.config)
         inside = set(paths)
-        if found := [b for b in model_names.names_of(config).blocks if b in inside]:
+        if found := [b for b in model_names.read_model_names(config).blocks if b in inside]:
             notes.append(f"wrapped modules, by the config: {flat_layout.listed(found)}, and the root")
             return found
     found = flat_layout.matching(paths, patterns)
@@ -204,8 +204,8 @@ def _flats(
         kinds = {options.cast(f"model.{n}", state.tensors[n].dtype): n for n in owners}
         if len(kinds) > 1:
             (a, one), (b, two) = list(kinds.items())[:2]
-            codes = encodings.find(state.tensors)
-            if said := codes.said_of(one) or codes.said_of(two):
+            codes = encodings.find_in_tensors(state.tensors)
+            if said := codes.describe(one) or codes.describe(two):
                 raise Unsupported(f"{said}, and FSDP1 flattens numbers that it trains, not codes. {encodings.ADVICE}")
             raise Unsupported(
                 f'"{one}" is {a} and "{two}" is {b}, and FSDP1 flattens parameters of one dtype only; both lie in '

@@ -122,7 +122,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     state = training_state.read(source, len(files)) if training_state.FOLDER in names else None
     config = model_files.read_config(source) if file is None and "config.json" in names else None
     if options.config is not None:
-        config = model_files.of_model(options.config)[0] or config
+        config = model_files.read_model_files(options.config)[0] or config
     if not tensors:
         raise Corrupt(f"{source.root}: its safetensors files hold no tensor.")
     if shards and config is not None:

@@ -32,10 +32,10 @@ def adapter_config(
     own = options.of(HfOptions)
     name = own.adapter_name
     given, asked = (own.adapter_config, "adapter_config") if own.adapter_config else (options.config, "config")
-    found = model_files.adapter(source, given, notes, name, one_of_several=one_of_several)
+    found = model_files.find_adapter_files(source, given, notes, name, one_of_several=one_of_several)
     if own.lora_alpha is None:
         if found is None:
-            raise model_files.no_adapter_config(given, asked)
+            raise model_files.missing_adapter_config(given, asked)
         return found
     if found is not None:
         raise UsageError(
@@ -47,7 +47,7 @@ def adapter_config(
 
 
 def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """A folder that PEFT loads, of a checkpoint that holds an adapter and nothing else (adapters.alone)."""
+    """A folder that PEFT loads, of a checkpoint that holds an adapter and nothing else (adapters.keep_adapter_only)."""
     notes: list[str] = []
     stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
@@ -60,13 +60,13 @@ def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     else:
         own = options.of(HfOptions)
         assert own.lora_alpha is not None
-        made = lora.made_config(
+        made = lora.make_config(
             {k: t.shape for k, t in stored.items()},
             lora_alpha=own.lora_alpha,
             rslora=own.rslora,
             base_model=own.base_model,
         )
-        extra = {_ADAPTER_CONFIG: lora.encoded(made)}
+        extra = {_ADAPTER_CONFIG: lora.encode_config(made)}
         notes.append(
             f"made adapter_config.json: r {made['r']}, lora_alpha {made['lora_alpha']}, {len(made['target_modules'])} "
             "target modules, and otherwise PEFT's defaults (no dropout, no trained biases of the base model)"
@@ -83,7 +83,7 @@ def refuse_adapter(ckpt: Checkpoint, notes: list[str]) -> None:
     Raises:
         Unsupported: with the commands that write it, or merge it.
     """
-    found = lora.seen(ckpt)
+    found = lora.find_lora(ckpt)
     if found is not None and not found.alone:
         notes.append(
             f"the weights have the names of a model that PEFT wrapped ({found}), which from_pretrained does not load: "

@@ -30,7 +30,11 @@ _EMBEDDINGS = (
 def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
     """The same tensors under their names in memory, tied ones under both; codes keep their names, which those of their
     scales go with."""
-    relation = None if encodings.find(tensors, config.get("quantization_config")) else _relation(config, tensors, notes)
+    relation = (
+        None
+        if encodings.find_in_tensors(tensors, config.get("quantization_config"))
+        else _relation(config, tensors, notes)
+    )
     if (
         relation is not None
         and set(relation.views) - set(relation.tied) <= set(tensors)

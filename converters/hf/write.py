@@ -47,9 +47,11 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
         )
         ckpt.notes = [*ckpt.notes, note]
     if own.adapter:
-        seen = lora.seen(ckpt)
+        seen = lora.find_lora(ckpt)
         config = adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
-        ckpt = adapters.alone(ckpt, {"peft_type": "LORA"} if config is None else config[0], own.adapter_name)
+        ckpt = adapters.keep_adapter_only(
+            ckpt, {"peft_type": "LORA"} if config is None else config[0], own.adapter_name
+        )
     return ckpt
 
 
@@ -59,7 +61,7 @@ def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> s
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if options.of(HfOptions).allow_name_mismatch or len({name.partition(".")[0] for name in model}) != 1:
         return None
-    config = model_files.beside(source, options.config, [])[0]
+    config = model_files.find_model_files(source, options.config, [])[0]
     relation = None if config is None else _relation(config, model, [])
     strip = relation.verdict.strip if relation and relation.verdict and not relation.verdict.good else None
     return strip if strip and all(name.startswith(strip) for name in model) else None
@@ -76,7 +78,7 @@ def _config_files(
         Unsupported: it was asked to untie, and there is no config.json.
     """
     said: list[str] = []
-    config, files, where = model_files.beside(source, options.config, said)
+    config, files, where = model_files.find_model_files(source, options.config, said)
     if where == ".." and config is not None and (why := _of_another_model(ckpt, config, options)) is not None:
         said = [
             f"config.json in '..' is of another model and was not taken: {why}; give {argument('config')} the config "
@@ -100,7 +102,7 @@ def _of_another_model(ckpt: Checkpoint, config: dict[str, Any], options: WriteOp
     relation = _relation(config, model, [])
     if relation is not None and relation.verdict is not None:
         return None if relation.verdict.good else _differences(model, relation.verdict)
-    return hub_names.contradiction(config, {n: t.shape for n, t in model.items()})
+    return hub_names.find_contradiction(config, {n: t.shape for n, t in model.items()})
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -354,7 +356,7 @@ def _relation(
     """
     if not isinstance(config.get("model_type"), str):
         return None
-    shapes = encodings.parameters(model, config.get("quantization_config"))
+    shapes = encodings.parameter_shapes(model, config.get("quantization_config"))
     if shapes is None:
         notes.append(
             "names were not compared with those of the model of config.json: packed codes do not tell their shapes"
@@ -385,8 +387,8 @@ def _judged(
         Unsupported: it has not.
     """
     asks, allowed = asks_transformers(config, model), options.of(HfOptions).allow_name_mismatch
-    odd = hub_names.contradiction(config, {n: t.shape for n, t in model.items()})
-    coded = bool(encodings.find(model))  # scales keep the names of the Hub, so weights do, too
+    odd = hub_names.find_contradiction(config, {n: t.shape for n, t in model.items()})
+    coded = bool(encodings.find_in_tensors(model))  # scales keep the names of the Hub, so weights do, too
     if ckpt.layout == "hf" and ckpt.config is not None and options.config is None and not asks and odd is None:
         return None  # it is the source's own config: from_pretrained loads the one as it loads the other
     relation = _relation(config, model, notes, needed=asks and not allowed)
@@ -502,9 +504,9 @@ def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], file
     """
     if not {"quantization_config", "quantization"}.isdisjoint(config) or not encodings.OWN_CONFIGS.isdisjoint(files):
         return
-    if (found := encodings.find(model)).weights:
+    if (found := encodings.find_in_tensors(model)).weights:
         raise Unsupported(
-            f'{found.described()}; first "{next(iter(found.weights))}". config.json has no quantization_config, so '
+            f'{found.summary()}; first "{next(iter(found.weights))}". config.json has no quantization_config, so '
             f"that from_pretrained would take the codes for the weights. Give {argument('config')} the folder of the "
             "quantised model. To write them as they are, for code that knows them, use "
             f"{argument('allow_name_mismatch', True, 'HfOptions')}."
@@ -518,7 +520,7 @@ def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
         return data
     config = bounded_json.parse(data, name)
     sizes: dict[str, int] = {}
-    codes = encodings.find(model, config.get("quantization_config")).belongs
+    codes = encodings.find_in_tensors(model, config.get("quantization_config")).belongs
     for n, t in model.items():
         if "float" in t.dtype and n not in codes:
             sizes[t.dtype] = sizes.get(t.dtype, 0) + prod(t.shape)

@@ -185,7 +185,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     source = where.source
     config = model_files.read_config(source) if source.exists("config.json") else None
     if options.config is not None:
-        config = model_names.config_of(options.config)
+        config = model_names.load_config(options.config)
     out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
     parts = [*dialect.parts(source), *([Part(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
     of_engine = False
@@ -421,7 +421,7 @@ def _orders(
         return [model]
     if whole.config is not None:
         try:
-            return [model_names.in_module_order(model, whole.config)]
+            return [model_names.sort_by_module_order(model, whole.config)]
         except (MissingPackage, Unsupported) as e:
             if options.config is not None:
                 raise

@@ -120,7 +120,7 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
     if options.like is not None and options.like.optimizer is not None:
         order = list(options.like.optimizer)
     elif options.config is not None:
-        order = list(model_names.in_module_order(dict.fromkeys(weights), model_names.config_of(options.config)))
+        order = list(model_names.sort_by_module_order(dict.fromkeys(weights), model_names.load_config(options.config)))
     else:
         order = [] if weights == sorted(weights) else weights
     place = {name: i for i, name in enumerate(order)}

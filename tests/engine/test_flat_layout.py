@@ -320,10 +320,10 @@ def test_names_of_a_hub_model_come_from_transformers_in_a_child(tmp_path: Path) 
         "tie_word_embeddings": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    names = model_names.names_of(model_names.config_of(str(tmp_path)))
+    names = model_names.read_model_names(model_names.load_config(str(tmp_path)))
     assert next(iter(names.shapes)) == "model.embed_tokens.weight"
     assert names.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert names.blocks == ("model.layers.0", "model.layers.1")
     with pytest.raises(Unsupported, match="no model_type"):
         (tmp_path / "config.json").write_text("{}")
-        model_names.config_of(str(tmp_path))
+        model_names.load_config(str(tmp_path))

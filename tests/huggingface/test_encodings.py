@@ -113,13 +113,13 @@ def as_full(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def test_a_scheme_is_recognised_with_all_that_belongs_to_it(scheme: str) -> None:
     called, tensors = SCHEMES[scheme]
-    found = encodings.find(entries(PLAIN | tensors))
+    found = encodings.find_in_tensors(entries(PLAIN | tensors))
     codes, scale = list(tensors)[:2]
     assert {n: (e.scheme, e.scale) for n, e in found.weights.items()} == {codes: (called, scale)}
     assert found.belongs == dict.fromkeys(tensors, codes)
     assert not found.faults and found.of == 4 and not found.contradicted
     last = scale.rpartition(".")[2]
-    assert found.described() == f"1 of 4 weights are codes: {called}, scales in {last}"
+    assert found.summary() == f"1 of 4 weights are codes: {called}, scales in {last}"
 
 
 @pytest.mark.parametrize("layout", [as_hf, as_dcp, as_full])
@@ -167,7 +167,7 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("case", NEAR_MISSES)
 def test_what_only_looks_like_codes_is_cast_as_ever(case: str, tmp_path: Path) -> None:
     tensors = NEAR_MISSES[case]
-    found = encodings.find(entries(tensors))
+    found = encodings.find_in_tensors(entries(tensors))
     assert not found and not found.belongs
     source = as_full(tmp_path / "in", {"model": tensors})
     ckpttool.convert(source, tmp_path / "out.pt", dtype="fp16")
@@ -223,7 +223,7 @@ def test_a_folder_of_mlx_is_named_and_its_codes_are_not_cast(tmp_path: Path) -> 
         json.dumps({"model_type": "llama", "quantization": {"group_size": 64, "bits": 4}})
     )
     assert "mlx (4 bits), scales in scales" in str(ckpttool.inspect(source))
-    found = encodings.find(entries(codes), {"bits": 4})
+    found = encodings.find_in_tensors(entries(codes), {"bits": 4})
     assert found.weights[f"{q}.weight"].shape == (64, 64) and set(found.belongs) == set(codes)
     with pytest.raises(Unsupported, match="A cast would round"):
         ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1, dtype="bf16")
@@ -235,11 +235,11 @@ def test_a_folder_of_mlx_is_named_and_its_codes_are_not_cast(tmp_path: Path) -> 
 def test_a_config_says_more_than_names(tmp_path: Path) -> None:
     _, fp8 = SCHEMES["fp8"]
     cache = {"model.layers.0.self_attn.k_scale": t(F32), "model.layers.0.self_attn.v_scale": t(F32)}
-    found = encodings.find(entries(PLAIN | fp8 | cache), QUANTISED)
+    found = encodings.find_in_tensors(entries(PLAIN | fp8 | cache), QUANTISED)
     assert set(found.belongs) == {*fp8, *cache} and found.of == 4
-    assert not {*cache} & set(encodings.find(entries(PLAIN | fp8 | cache)).belongs)
+    assert not {*cache} & set(encodings.find_in_tensors(entries(PLAIN | fp8 | cache)).belongs)
     bits = {"config_groups": {"g": {"weights": {"num_bits": 4}}}, "quant_method": "compressed-tensors"}
-    assert "int4 packed in int32" in encodings.find(entries(SCHEMES["w4a16"][1]), bits).described()
+    assert "int4 packed in int32" in encodings.find_in_tensors(entries(SCHEMES["w4a16"][1]), bits).summary()
     # ModelOpt says it in a file of its own, which goes along to hf
     source = folder(tmp_path / "in", PLAIN | fp8)
     (source / "hf_quant_config.json").write_text('{"producer": {}, "quantization": {"quant_algo": "FP8"}}')
@@ -258,7 +258,7 @@ def test_a_config_says_more_than_names(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_config_that_makes_no_sense_decides_nothing(config: dict[str, Any]) -> None:
     called, tensors = SCHEMES["deepseek"]
-    assert [e.scheme for e in encodings.find(entries(tensors), config).weights.values()] == [called]
+    assert [e.scheme for e in encodings.find_in_tensors(entries(tensors), config).weights.values()] == [called]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (3, 0), (1, 1, 1, 1)])
@@ -269,8 +269,8 @@ def test_no_shapes_are_too_odd_to_look_at(shape: tuple[int, ...], of_scale: tupl
             n: x.new_zeros(of_scale if "scale" in n or "absmax" in n or "SCB" in n else shape) if x.dim() else x
             for n, x in tensors.items()
         }
-        found = encodings.find(entries(odd))
-        assert found.of <= len(odd) and found.described()
+        found = encodings.find_in_tensors(entries(odd))
+        assert found.of <= len(odd) and found.summary()
 
 
 def test_weights_that_are_no_codes_beside_a_config_that_says_so_are_a_finding(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_layouts_that_keep_dtypes_keep_codes_and_scales(to: str, tmp_path: Path)
     source, out = folder(tmp_path / "in", PLAIN | tensors), tmp_path / ("out.tar.zst" if to == "audit" else "out")
     ckpttool.convert(source, out, to=to, **({} if to == "audit" else {"world_size": 2}))
     with ckpttool.open(out) as opened, ckpttool.open(source) as before:
-        assert set(encodings.of_checkpoint(opened.locate(), None).belongs) == {f"model.{n}" for n in tensors}
+        assert set(encodings.find_in_checkpoint(opened.locate(), None).belongs) == {f"model.{n}" for n in tensors}
         for name in tensors:
             assert opened[f"model.{name}"].dtype == before[f"model.{name}"].dtype
             assert opened.read(f"model.{name}") == before.read(f"model.{name}")
@@ -412,7 +412,7 @@ def test_experts_that_are_codes_keep_the_names_that_their_scales_have(tmp_path: 
     ckpttool.convert(source, tmp_path / "dcp", to="dcp", world_size=2)
     with ckpttool.open(tmp_path / "dcp") as opened:
         assert {n.removeprefix("model.") for n in opened} == set(tensors)
-        assert not encodings.of_checkpoint(opened.checkpoint, None).faults
+        assert not encodings.find_in_checkpoint(opened.checkpoint, None).faults
     ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="hf", config=str(source))
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(tensors)
 
@@ -429,7 +429,7 @@ def test_recognition_takes_time_in_proportion_to_the_number_of_tensors() -> None
         best = 9.0
         for _ in range(3):
             began = time.thread_time()
-            assert len(encodings.find(tensors).weights) == n
+            assert len(encodings.find_in_tensors(tensors).weights) == n
             best = min(best, time.thread_time() - began)
         return best
 

@@ -65,18 +65,18 @@ def names(text: str) -> dict[str, tuple[int, ...]]:
     ],
 )
 def test_what_a_state_holds_is_seen_in_its_names(text: str, found: Any) -> None:
-    seen = lora.of_tensors(names(text))
+    seen = lora.find_lora_in_shapes(names(text))
     assert (None if seen is None else (tuple(seen.ranks), seen.modules, seen.names, seen.alone)) == found
 
 
 def test_a_made_config_needs_the_matrices() -> None:
     with pytest.raises(Unsupported, match="has no lora_A"):
-        lora.made_config(names("base_model.model.q.lora_B.weight"), lora_alpha=4, rslora=False, base_model=None)
-    assert re.search(r'"lora_alpha": 4,', lora.encoded(
-        lora.made_config(names("base_model.model.q.lora_A.weight"), lora_alpha=4.0, rslora=False, base_model=None)
+        lora.make_config(names("base_model.model.q.lora_B.weight"), lora_alpha=4, rslora=False, base_model=None)
+    assert re.search(r'"lora_alpha": 4,', lora.encode_config(
+        lora.make_config(names("base_model.model.q.lora_A.weight"), lora_alpha=4.0, rslora=False, base_model=None)
     ).decode())  # fmt: skip
     with pytest.raises(Corrupt, match="cannot be multiplied"):
-        lora.changes(
+        lora.plan_changes(
             {"": {"q.lora_A.weight": (3, 4), "q.lora_B.weight": (5, 2)}},
             {"": {"r": 3, "lora_alpha": 1}},
             {"q.weight": (5, 4)},

@@ -40,7 +40,7 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
         return f"holds no weights: give the directory of the trainer that they are in, if there is one{both}"
     if ckpt.layout in _OF_TRAINER:
         return _OF_TRAINER[ckpt.layout](ckpt, out, "optim" in parts or bool(unnamed_optimizer_state(ckpt)))
-    found = lora.seen(ckpt)
+    found = lora.find_lora(ckpt)
     if found is not None and found.alone:
         into = f"merged into its base model: ckpttool adapter merge BASE {shlex.quote(path)} OUT"
         if any(f.endswith("adapter_model.safetensors") for f in ckpt.files):
@@ -106,12 +106,12 @@ def _sparse(ckpt: Checkpoint) -> int:
 def _contradicted(ckpt: Checkpoint) -> str | None:
     """What shows that the weights are not of the model of config.json."""
     shapes = {joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"}
-    return None if ckpt.config is None else hub_names.contradiction(ckpt.config, shapes)
+    return None if ckpt.config is None else hub_names.find_contradiction(ckpt.config, shapes)
 
 
 def _for_hf(ckpt: Checkpoint, out: str, more: str = "") -> str:
     """The command for transformers, or for PEFT if the weights are an adapter only."""
-    found = lora.seen(ckpt)
+    found = lora.find_lora(ckpt)
     if found is not None and found.alone:
         return f"for PEFT: {out.replace('convert', 'adapter extract', 1)}"
     return f"for transformers: {out} --to hf{more}"

@@ -190,7 +190,7 @@ def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
 def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
     """Whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights of
     DeepSpeed and of FSDP's FULL_STATE_DICT, in which the adapter's name stands in the names."""
-    seen = lora.seen(ckpt) if row.component == "adapter" else None
+    seen = lora.find_lora(ckpt) if row.component == "adapter" else None
     if seen is None:
         return False
     left_out = {"modules_to_save", *seen.names}
@@ -286,7 +286,7 @@ def _kind(name: str) -> tuple[str, str] | None:
     if name.startswith((".", "tokenizer")):
         return None
     if not re.fullmatch(_STATE, name):
-        return None if re.fullmatch(_PLAIN, name) or model_files.understood(name) else ("unknown", "")
+        return None if re.fullmatch(_PLAIN, name) or model_files.is_known_file(name) else ("unknown", "")
     if name.endswith(".distcp"):
         return "left over from another save: .metadata does not name it", ""
     return next((what, component) for word, what, component in _WORDS if word in name.lower())

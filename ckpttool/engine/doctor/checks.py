@@ -176,7 +176,7 @@ class Examined:
     def model_config(self) -> dict[str, Any] | None:
         """The config.json of the model: that of `--config`, the one the layout has read, or the one in the folder."""
         if self.request.config is not None:
-            return model_names.config_of(self.request.config)
+            return model_names.load_config(self.request.config)
         if self.ckpt.config is not None or not self.opened.folder:
             return self.ckpt.config
         try:

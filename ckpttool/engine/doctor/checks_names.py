@@ -111,8 +111,8 @@ def find_lost_random_states(at: Examined) -> list[Finding]:
 def find_encodings(at: Examined) -> list[Finding]:
     """Find weights that are codes with scales, those of which a part is missing, and a config that says what the
     weights are not."""
-    config = encodings.stated(at.ckpt, at.source if at.opened.folder else None)
-    found = encodings.of_checkpoint(at.ckpt, config)
+    config = encodings.read_quantization_config(at.ckpt, at.source if at.opened.folder else None)
+    found = encodings.find_in_checkpoint(at.ckpt, config)
     out = [
         Finding(
             ENCODING,
@@ -124,7 +124,7 @@ def find_encodings(at: Examined) -> list[Finding]:
         for fault in found.faults
     ]
     if found.weights:
-        out.append(Finding(ENCODING, NOTE, None, (), found.described()))
+        out.append(Finding(ENCODING, NOTE, None, (), found.summary()))
     if found.contradicted:
         text = (
             f"config.json says that the weights are quantised ({found.method}), and none is: loaders take them for "
@@ -195,7 +195,7 @@ def _should_have_elements(at: Examined, empty: list[str], names: Collection[str]
     if most or config is None or "model_type" not in config:
         return most
     try:
-        known = model_names.names_of(config).shapes
+        known = model_names.read_model_names(config).shapes
     except CkpttoolError:
         return False
     return any(0 not in known[n] for n in empty if n in known)

@@ -49,8 +49,8 @@ def dequantize(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> tu
     wanted, objects = list(patterns), composites(ckpt)
     for pattern in wanted:
         if not fnmatch.filter(objects, pattern):
-            codes = encodings.of_checkpoint(ckpt, None)
-            others = f" {codes.described()}; ckpttool does not dequantise those." if codes.weights else ""
+            codes = encodings.find_in_checkpoint(ckpt, None)
+            others = f" {codes.summary()}; ckpttool does not dequantise those." if codes.weights else ""
             first = f" The first is {next(iter(objects))}." if objects else f" The checkpoint holds none.{others}"
             raise UsageError(f"{argument('dequantize')} {pattern!r}: no quantised tensor has such a name.{first}")
     chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}

@@ -17,24 +17,25 @@ _MOST = 1 << 20
 
 
 def names() -> list[str]:
-    """The names of these maps, sorted; without those that are only parts of others, which begin with _."""
-    return [n for n in _every() if not n.startswith("_")]
+    """List the names of these maps, sorted; without those that are only parts of others, which begin with _."""
+    return [n for n in _all_names() if not n.startswith("_")]
 
 
-def _every() -> list[str]:
+def _all_names() -> list[str]:
+    """List the names of all maps, those that are only parts of others among them."""
     found = (f.name for f in resources.files(__name__).iterdir())
     return sorted(n.removesuffix(_SUFFIX) for n in found if n.endswith(_SUFFIX))
 
 
 def text_of(asked: str) -> str:
-    """The text of a map: of a file, or of one that comes with ckpttool. A text of several lines is its own.
+    """Read the text of a map: of a file, or of one that comes with ckpttool. A text of several lines is its own.
 
     Raises:
         UsageError: there is no such map.
     """
     if "\n" in asked:
         return asked
-    if asked in _every():
+    if asked in _all_names():
         return resources.files(__name__).joinpath(asked + _SUFFIX).read_text("utf-8")
     if os.path.isfile(asked):
         try:
@@ -52,17 +53,17 @@ def text_of(asked: str) -> str:
 
 @lru_cache(64)
 def load(asked: str) -> NameMap:
-    """The map that a name, a file or a text stands for.
+    """Parse the map that a name, a file or a text stands for.
 
     Raises:
         UsageError: there is none, or its text is wrong.
     """
-    return parse_name_map(text_of(asked), "given" if "\n" in asked else os.path.basename(asked), _included)
+    return parse_name_map(text_of(asked), "given" if "\n" in asked else os.path.basename(asked), _read_include)
 
 
-def _included(name: str) -> str:
-    """The text that a line `include` stands for; never that of a file, which a worker on another machine would not
+def _read_include(name: str) -> str:
+    """Read the text that a line `include` stands for; never that of a file, which a worker on another machine would not
     have."""
-    if name not in _every():
+    if name not in _all_names():
         raise UsageError(f"include {name}: no such map comes with ckpttool. Maps: {', '.join(names())}.")
     return text_of(name)

@@ -47,7 +47,7 @@ def compared(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dic
     rows = {(a[0], b[0]) for a, b in shapes.values() if a and b and a[1:] == b[1:]}
     if shapes and not surplus and len(rows) == 1 and all(a[1:] == b[1:] and a for a, b in shapes.values()):
         out["rows"] = list(rows.pop())
-    if missing and (held := lora.of_tensors(stored)) is not None and held.alone:
+    if missing and (held := lora.find_lora_in_shapes(stored)) is not None and held.alone:
         out["adapter"] = str(held)
     return out
 

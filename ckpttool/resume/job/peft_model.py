@@ -45,13 +45,13 @@ def adapted(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
     """The model with the LoRA layers of the checkpoint; as it is where that holds none.
 
     adapter_config.json is looked for in the folder of `settings.config`, and where ckpttool looks for that of any
-    checkpoint (`model_files.adapter`).
+    checkpoint (`model_files.find_adapter_files`).
 
     Raises:
         Unsupported: there are several adapters, no adapter_config.json, or it asks for other layers than those of LoRA.
         MissingPackage: peft.
     """
-    held = lora.seen(opened.checkpoint)
+    held = lora.find_lora(opened.checkpoint)
     if held is None:
         return model
     need("a model with LoRA layers", "peft")
@@ -98,6 +98,6 @@ def _config(settings: Settings, opened: OpenCheckpoint, name: str) -> dict[str, 
     found = None
     if settings.config is not None and os.path.isdir(settings.config):
         with Source(settings.config) as folder:
-            found = model_files.adapter(folder, None, [], name or None)
-    found = found or model_files.adapter(opened.source, None, [], name or None)
+            found = model_files.find_adapter_files(folder, None, [], name or None)
+    found = found or model_files.find_adapter_files(opened.source, None, [], name or None)
     return None if found is None else found[0]
