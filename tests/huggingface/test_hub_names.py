@@ -41,9 +41,9 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
                 raise Corrupt(f"{type(e).__name__}: {e}") from None
 
     monkeypatch.setattr(hub_names, "in_child", here)
-    hub_names._asked.cache_clear()
+    hub_names._ask_child.cache_clear()
     yield asked
-    hub_names._asked.cache_clear()
+    hub_names._ask_child.cache_clear()
 
 
 def saved(tmp_path: Path, tree: dict[str, Any]) -> Path:

@@ -29,7 +29,7 @@ def test_a_pattern_matches_what_it_matches_in_peft() -> None:
     for pattern in PATTERNS:
         for module in MODULES:
             theirs = other.get_pattern_key([pattern], module) == pattern
-            assert lora._matches("rank_pattern", pattern, module) == theirs, (pattern, module)
+            assert lora._pattern_matches("rank_pattern", pattern, module) == theirs, (pattern, module)
     both = {"r": 8, "rank_pattern": {"q_proj": 2, "layers.1.self_attn.q_proj": 3}, "lora_alpha": 6}
     assert lora.scaling(both, MODULES[0], 2) == 3.0  # the first that matches, in the order of the file
     assert lora.scaling({**both, "use_rslora": True}, "lm_head", 8) == 6 / 8**0.5
@@ -38,7 +38,7 @@ def test_a_pattern_matches_what_it_matches_in_peft() -> None:
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", ".*.*.*.*.*b", "a" * 2000 + ".*", r"(\w+){9}"])
 def test_a_pattern_that_could_take_forever_is_refused(pattern: str) -> None:
     with pytest.raises(Unsupported, match="could take forever"):
-        lora._matches("rank_pattern", pattern, "a" * 60)
+        lora._pattern_matches("rank_pattern", pattern, "a" * 60)
 
 
 def names(text: str) -> dict[str, tuple[int, ...]]:

@@ -90,7 +90,7 @@ class Part(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Count the elements."""
         return prod(self.shape)
 
 
@@ -105,7 +105,7 @@ class Flat(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in a LOCAL_STATE_DICT."""
+        """Return its name in a LOCAL_STATE_DICT."""
         return flat_key(self.module)
 
 
@@ -126,8 +126,8 @@ class FlatLayout(NamedTuple):
 
 
 def members(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
-    """FQNs of the parameters that an optimizer trains whose param group has `listed` (keys of flat parameters, or FQNs
-    with use_orig_params), in the order of the model."""
+    """List the FQNs of the parameters that an optimizer trains whose param group has `listed` (keys of flat parameters,
+    or FQNs with use_orig_params), in the order of the model."""
     parts = {f.key: [p.name for p in f.parts] for f in layout.flats}
     copies = dict(layout.copies)
     place = {n: k for k, n in enumerate(layout.names or ())}
@@ -136,12 +136,13 @@ def members(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
 
 
 def flat_key(module: str) -> str:
-    """flat_key("model.layers.0") == "model.layers.0._flat_param"; the root's is "_flat_param"."""
+    """Return the name of the flat parameter of a module: flat_key("model.layers.0") == "model.layers.0._flat_param";
+    the root's is "_flat_param"."""
     return f"{module}.{FLAT}" if module else FLAT
 
 
 def slice_of(numel: int, shards: int, rank: int) -> tuple[int, int]:
-    """The elements of a flat parameter that a rank holds, without the padding of the last ones.
+    """Return [first, stop) of the elements of a flat parameter that a rank holds, without the padding of the last ones.
 
     [slice_of(10, 4, r) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
     """
@@ -150,8 +151,8 @@ def slice_of(numel: int, shards: int, rank: int) -> tuple[int, int]:
 
 
 def aligned(dtype: str) -> tuple[int, ...]:
-    """The alignments that use_orig_params may have used, the likeliest first; a forward pass in lower precision than
-    the parameters doubles it."""
+    """List the alignments, in elements, that use_orig_params may have used, the likeliest first; a forward pass in
+    lower precision than the parameters doubles it."""
     own = 16 // ITEMSIZE[dtype]
     return tuple(dict.fromkeys((own, 8, 16, 4, 2)))
 
@@ -164,7 +165,7 @@ def lay_out(
     dtype: str | None = None,
     shared: Iterable[tuple[str, str]] = (),
 ) -> Flat:
-    """The flat parameter of a wrapped module; `align` 0 is use_orig_params=False.
+    """Lay out the flat parameter of a wrapped module; `align` 0 is use_orig_params=False.
 
     lay_out("", [("a", (3,)), ("b", (4,))], align=4, shards=3) begins a at 0, b at 4, and has 9 elements.
     """
@@ -180,7 +181,7 @@ def lay_out(
 
 
 def pieces(part: Part, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | None, int]]:
-    """What elements [a, b) of the flat parameter hold of a part: (start, shape, strides, element of the flat
+    """Yield what elements [a, b) of the flat parameter hold of a part: (start, shape, strides, element of the flat
     parameter).
 
     Every piece is contiguous in the flat parameter; strides are None where it is row-major.
@@ -206,7 +207,7 @@ def pieces(part: Part, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | N
 
 
 def storage_order(shape: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Dimensions from the outermost in memory to the innermost.
+    """Order dimensions from the outermost in memory to the innermost.
 
     Raises:
         ValueError: the elements do not fill their storage, so that a flat parameter cannot hold them.
@@ -221,7 +222,7 @@ def storage_order(shape: Sequence[int], steps: Sequence[int]) -> list[int]:
 
 
 def module_paths(names: Iterable[str]) -> list[str]:
-    """The paths of all modules that hold a parameter, the root "" first, in the order of the model."""
+    """List the paths of all modules that hold a parameter, the root "" first, in the order of the model."""
     out: dict[str, None] = {"": None}
     for name in names:
         path = name.split(".")
@@ -231,7 +232,7 @@ def module_paths(names: Iterable[str]) -> list[str]:
 
 
 def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The paths that a pattern names: `*` is one component, `**` any number of them, none included.
+    """List the paths that a pattern names: `*` is one component, `**` any number of them, none included.
 
     matching(["layers.0", "model.layers.0", "model.layers.0.mlp"], ["**.layers.*"]) == ["layers.0", "model.layers.0"]
     """
@@ -248,8 +249,8 @@ def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def blocks(names: Iterable[str]) -> list[str]:
-    """Patterns of the repeated blocks of a model, "model.layers.*": modules in a numbered list, the outermost, of which
-    there are at least two and that hold modules of their own."""
+    """Find patterns of the repeated blocks of a model, "model.layers.*": modules in a numbered list, the outermost, of
+    which there are at least two and that hold modules of their own."""
     lists: dict[str, dict[str, bool]] = {}
     for name in names:
         path = name.split(".")
@@ -261,8 +262,9 @@ def blocks(names: Iterable[str]) -> list[str]:
 
 
 def assigned(names: Iterable[str], modules: Iterable[str]) -> dict[str, list[str]]:
-    """{wrapped module: names that lie in its flat parameter}, in the order of `model.parameters()`; the root is always
-    wrapped. Modules that hold no parameter of their own have no flat parameter and are left out."""
+    """Assign names to wrapped modules: {module: names that lie in its flat parameter}, in the order of
+    `model.parameters()`; the root is always wrapped. Modules that hold no parameter of their own have no flat parameter
+    and are left out."""
     wrapped = {"", *modules}
     names = list(names)
     place: dict[str, None] = {}  # modules in the order in which a walk from the root meets them
@@ -286,10 +288,14 @@ def fitting(
     tied: Mapping[str, str] | None = None,
     doubtful: Iterable[str] = (),
 ) -> Flat | None:
-    """The flat parameter of a module that agrees with what is known of it, or None where none does.
+    """Find the flat parameter of a module that agrees with what is known of it; None where none does.
 
     Tried in this order: what is known to be tied stored once; nothing tied; then as few as possible of the later
     names of equal shape (outside of lists of layers), and of the `doubtful` ones, left out.
+
+    Args:
+        fits: decides whether a flat parameter agrees.
+        tied: {name: the one it is tied to} that is known; doubtful: names that may be tied.
 
     Raises:
         Unsupported: two different ones agree.
@@ -302,12 +308,14 @@ def fitting(
         if len(shape) > 1 and not _in_list(name.removeprefix(f"{module}.")) and first.setdefault(shape, name) != name:
             lookalikes[name] = first[shape]
     maybe = [n for n in (*lookalikes, *doubtful) if n in shapes and n not in known][:16]
+    # what is known to be tied, then nothing
     sets: list[tuple[str, ...]] = [tuple(known)] + ([()] if known else [])
     for left_out in sets:
         for align in aligns:
             flat = _without(module, params, left_out, align, shards, dtype, {**lookalikes, **known})
             if fits(flat):
                 return flat
+    # as few as possible of those that may be tied
     for k in range(1, min(len(maybe), 4) + 1):
         found: dict[Any, Flat] = {}
         for left_out in combinations(maybe, k):
@@ -329,6 +337,7 @@ def fitting(
 
 
 def _in_list(name: str) -> bool:
+    """Decide whether a name is below a numbered module."""
     return any(p.isdigit() for p in name.split("."))
 
 
@@ -341,6 +350,7 @@ def _without(
     dtype: str | None,
     lookalikes: Mapping[str, str],
 ) -> Flat:
+    """Lay out a flat parameter without some names, which `lookalikes` says what they are tied to."""
     gone = set(left_out)
     return lay_out(
         module,
@@ -356,7 +366,7 @@ def _without(
 
 
 def as_json(layout: FlatLayout) -> dict[str, Any]:
-    """The layout as the JSON object above."""
+    """Return the layout as the JSON object above."""
     flats = []
     for f in layout.flats:
         parts = []
@@ -385,13 +395,13 @@ def as_json(layout: FlatLayout) -> dict[str, Any]:
 
 
 def from_json(data: bytes, what: str) -> FlatLayout:
-    """The layout that a JSON file holds, proved sound: parts inside, in order, not overlapping.
+    """Parse the layout that a JSON file holds, and prove it sound: parts inside, in order, not overlapping.
 
     Raises:
         Corrupt: it is not such a file, or its numbers contradict each other.
     """
     try:
-        return _from_json(parse(data, what), what)
+        return _parse_layout(parse(data, what), what)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(
             f"{what} is not a flat layout of FSDP1 ({type(e).__name__}: {e}). It is written inside the job: "
@@ -399,41 +409,16 @@ def from_json(data: bytes, what: str) -> FlatLayout:
         ) from None
 
 
-def _from_json(tree: Any, what: str) -> FlatLayout:
+def _parse_layout(tree: Any, what: str) -> FlatLayout:
+    """Parse the JSON object above; a wrong key or type raises what Python raises, and numbers that contradict each
+    other Corrupt."""
     if tree["format"] != _FORMAT or tree["version"] != 1:
         raise Corrupt(f'{what}: format {tree["format"]!r}, version {tree["version"]!r}; this is "{_FORMAT}", 1.')
     uop, shards = tree["use_orig_params"], _size(tree["shards"])
     if type(uop) is not bool or shards < 1:
         raise ValueError("use_orig_params or shards")
-    flats = []
     seen: set[str] = set()
-    for f in tree["flat_params"]:
-        parts, end = [], 0
-        for p in f["params"]:
-            steps = tuple(map(_size, p["strides"])) if "strides" in p else None
-            part = Part(_text(p["name"]), tuple(map(_size, p["shape"])), _size(p["first"]), steps)
-            if part.strides is not None:
-                storage_order(part.shape, part.strides)
-            if part.first < end or part.name in seen:
-                raise Corrupt(f'{what}: "{part.name}" overlaps the parameter before it, or is there twice.')
-            seen.add(part.name)
-            end = part.first + part.numel
-            parts.append(part)
-        flat = Flat(
-            _text(f["module"]),
-            tuple(parts),
-            _size(f["numel"]),
-            None if f["dtype"] is None else _text(f["dtype"]),
-            tuple((_text(a), _text(b)) for a, b in f["shared"].items()),
-        )
-        if flat.numel < end or (flat.dtype is not None and flat.dtype not in ITEMSIZE):
-            raise Corrupt(
-                f'{what}: the flat parameter of module "{flat.module}" has {flat.numel} elements, its '
-                f"parameters end at {end}."
-            )
-        if any(b not in {p.name for p in parts} for _, b in flat.shared):
-            raise Corrupt(f'{what}: module "{flat.module}" shares parameters that it does not hold.')
-        flats.append(flat)
+    flats = [_parse_flat(f, seen, what) for f in tree["flat_params"]]
     if len({f.module for f in flats}) != len(flats):
         raise Corrupt(f"{what}: two flat parameters of one module.")
     names, groups = tree.get("names"), tree.get("optimizer")
@@ -445,6 +430,36 @@ def _from_json(tree: Any, what: str) -> FlatLayout:
         None if groups is None else tuple(tuple(map(_text, g)) for g in groups),
         tuple((_text(a), _text(b)) for a, b in tree.get("copies", {}).items()),
     )
+
+
+def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
+    """Parse one flat parameter, whose names are not among those `seen`, and are added to them.
+
+    Raises:
+        Corrupt: its parameters overlap, or do not fit.
+    """
+    parts, end = [], 0
+    for p in f["params"]:
+        steps = tuple(map(_size, p["strides"])) if "strides" in p else None
+        part = Part(_text(p["name"]), tuple(map(_size, p["shape"])), _size(p["first"]), steps)
+        if part.strides is not None:
+            storage_order(part.shape, part.strides)
+        if part.first < end or part.name in seen:
+            raise Corrupt(f'{what}: "{part.name}" overlaps the parameter before it, or is there twice.')
+        seen.add(part.name)
+        end = part.first + part.numel
+        parts.append(part)
+    dtype = None if f["dtype"] is None else _text(f["dtype"])
+    shared = tuple((_text(a), _text(b)) for a, b in f["shared"].items())
+    flat = Flat(_text(f["module"]), tuple(parts), _size(f["numel"]), dtype, shared)
+    if flat.numel < end or (flat.dtype is not None and flat.dtype not in ITEMSIZE):
+        raise Corrupt(
+            f'{what}: the flat parameter of module "{flat.module}" has {flat.numel} elements, its parameters end at '
+            f"{end}."
+        )
+    if any(b not in {p.name for p in parts} for _, b in flat.shared):
+        raise Corrupt(f'{what}: module "{flat.module}" shares parameters that it does not hold.')
+    return flat
 
 
 def _size(x: Any) -> int:
@@ -460,7 +475,7 @@ def _text(x: Any) -> str:
 
 
 def read_file(path: str) -> FlatLayout:
-    """The flat layout in a file.
+    """Read the flat layout in a file.
 
     Raises:
         Unsupported: there is no such file. Corrupt: it is something else.
@@ -472,7 +487,8 @@ def read_file(path: str) -> FlatLayout:
 
 
 def refuse_alphabet(names: list[str], where: str) -> None:
-    """safetensors sorts tensors by name, which is not the order in which FSDP1 flattens them.
+    """Refuse names that safetensors has sorted: it sorts tensors by name, which is not the order in which FSDP1
+    flattens them.
 
     Raises:
         Unsupported: the names are in the order of the alphabet.
@@ -486,6 +502,6 @@ def refuse_alphabet(names: list[str], where: str) -> None:
 
 
 def listed(modules: Iterable[str]) -> str:
-    """Some module paths, for a message."""
+    """Describe some module paths, for a message."""
     shown = [m or "the root" for m in modules]
     return f"{len(shown)} modules ({', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''})"

@@ -23,7 +23,7 @@ _HALF = ("bfloat16", "float16")
 
 
 def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """The same state with the masters of trained bf16 and fp16 weights as the weights; what they replace is in
+    """Return the same state with the masters of trained bf16 and fp16 weights as the weights; what they replace is in
     `rounded`.
 
     Raises:
@@ -49,6 +49,7 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
             f"would be another model than the source: {argument('only', ['model'])} converts the weights alone, and "
             "dcp and full carry both."
         )
+    # the masters take the places of the weights, and of names tied to them
     owners = {alias: owner for alias, owner in tied_weights(model).items() if owner in found}
     placed = {n: m for n, (m, _) in found.items()} | {a: found[o][0] for a, o in owners.items() if a not in found}
     tensors, rounded, recorded = {}, dict(ckpt.rounded), dict(ckpt.recorded)

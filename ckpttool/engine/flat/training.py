@@ -22,6 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from ...errors import Corrupt, Unsupported
@@ -68,9 +69,8 @@ class Training:
     scalars: dict[str, dict[str, Any]]
     fresh: list[str] = field(default_factory=list)  # trained, without state although others have some
     extra_states: dict[str, Any] = field(default_factory=dict)  # leaves: plain data or TensorEntry
-    inlined: dict[str, Value] = field(
-        default_factory=dict
-    )  # tensors of one element that pickles hold as they are, by canonical name
+    #: tensors of one element that pickles hold as they are, by canonical name
+    inlined: dict[str, Value] = field(default_factory=dict)
     scheduler: Any = None  # a dict or a list, None where there is none
     scaler: dict[str, Any] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)  # leaves: plain data or TensorEntry
@@ -78,7 +78,7 @@ class Training:
     notes: list[str] = field(default_factory=list)
 
     def counter(self, *keys: str) -> int | None:
-        """The first of some top-level keys that is an integer."""
+        """Return the first of some top-level keys of `rest` that is an integer; None where none is."""
         for key in keys:
             found = self.rest.get(key)
             if type(found) is int:
@@ -91,14 +91,14 @@ TRAINED_ALONE = "param groups list the parameters that an engine trains, and no 
 
 
 def group_values(groups: Iterable[Group]) -> dict[str, Value]:
-    """Param groups as the values that a reader finds."""
+    """Return param groups as the values that a reader finds, by canonical name."""
     trees = [{**g.options, "params": list(g.params)} for g in groups]
     found = flattened(trees, ("optim", "param_groups")) if trees else {}
     return {joined(p): Value(p, x) for p, x in found.items()}
 
 
 def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str] | None = None) -> Training:
-    """The parts of a state.
+    """Take a state apart.
 
     Args:
         trained: FQNs that the next job trains, where that is known; one of them that has no state yet is no frozen one.
@@ -122,25 +122,30 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
 
 
 def _extra_states(ckpt: Checkpoint) -> dict[str, Any]:
-    """{FQN of the extra state of a module: its tree}. One that is a single tensor is in the model like a buffer."""
+    """Return {FQN of the extra state of a module: its tree}. One that is a single tensor is in the model like a
+    buffer."""
     found: dict[str, dict[Path, Any]] = {}
-    entries: list[tuple[Path, Any]] = [(t.path, t) for t in ckpt.tensors.values()]
-    for path, leaf in [*entries, *((v.path, v.data) for v in ckpt.values.values())]:
+    for path, leaf in _leaves(ckpt):
         split = split_extra_state(joined(path[1:])) if path[0] == "model" else None
         if split is None or (not split[1] and isinstance(leaf, TensorEntry)):
             continue
         fqn, rest = split
-        at = original_path(
-            path, ckpt.origin
-        )  # with the keys that are dicts and lists in the state dict, where the source told
+        # with the keys that are dicts and lists in the state dict, where the source told
+        at = original_path(path, ckpt.origin)
         place = next((k for k, key in enumerate(at) if str(key).endswith(EXTRA_STATE)), None)
         inside = at[place + 1 :] if place is not None else tuple(rest.split(".") if rest else ())
         found.setdefault(fqn, {})[inside] = leaf
     return {fqn: leaves[()] if () in leaves else nest(leaves) for fqn, leaves in found.items()}
 
 
+def _leaves(ckpt: Checkpoint) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, TensorEntry or plain data) of everything in a state."""
+    yield from ((t.path, t) for t in ckpt.tensors.values())
+    yield from ((v.path, v.data) for v in ckpt.values.values())
+
+
 def tensors_of(tree: Any) -> Iterator[TensorEntry]:
-    """The entries in a tree of plain data."""
+    """Yield the tensors in a tree of plain data."""
     if isinstance(tree, TensorEntry):
         yield tree
     elif isinstance(tree, (dict, list)):
@@ -149,9 +154,10 @@ def tensors_of(tree: Any) -> Iterator[TensorEntry]:
 
 
 def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
-    groups: dict[int, dict[Any, Any]] = {}
+    """Fill in the groups, slots and scalars of the optimizer, and drop what is neither."""
+    groups: dict[int, dict[Any, Any]] = {}  # {number: {path in the group: hyperparameter}}
     params: dict[int, list[str]] = {}
-    scalars: list[str] = []
+    scalars: list[str] = []  # tensors of one element, which are read
     for name, v in ckpt.values.items():
         if v.option is not None:
             i = v.group
@@ -205,11 +211,11 @@ _OF_DEEPSPEED = {("extra", "ds_config"), ("extra", "buffer_names"), *(("trainer"
 
 
 def _take_rest(ckpt: Checkpoint, out: Training) -> None:
+    """Fill in the scheduler, the loss scaler, and everything else that is neither model nor optimizer."""
     leaves: dict[Any, Any] = {}
     scheduler: dict[Any, Any] = {}
-    others: dict[str, None] = {}
-    entries: list[tuple[Path, Any]] = [(t.path, t) for t in ckpt.tensors.values()]
-    for path, data in [*entries, *((v.path, v.data) for v in ckpt.values.values())]:
+    others: dict[str, None] = {}  # further optimizers
+    for path, data in _leaves(ckpt):
         if path[0] in ("model", "optim"):
             continue
         if path[0] == "scheduler" and len(path) > 1 and not isinstance(path[1], int):
@@ -225,63 +231,45 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
         out.rest = nest(leaves)
     if others:
         out.notes.append(
-            f"optimizers that are not that of the model are kept, and no engine loads them: {_first(list(others))}"
+            f"optimizers that are not that of the model are kept, and no engine loads them: {_list_some(list(others))}"
         )
 
 
 def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[str]) -> None:
-    """Fill in frozen, buffers and tied, and take out of the groups what is frozen."""
-    said = out.rest.get("buffer_names")
-    if isinstance(said, list) and all(isinstance(n, str) for n in said):
+    """Fill in frozen, buffers and tied, and take out of the groups what is frozen.
+
+    `told` are FQNs that the next job trains.
+
+    Raises:
+        Corrupt, Unsupported: the groups list a parameter twice, or one that the model lacks.
+    """
+    _check_groups(out)
+    listed_buffers = out.rest.get("buffer_names")
+    if isinstance(listed_buffers, list) and all(isinstance(n, str) for n in listed_buffers):
         del out.rest["buffer_names"]
     else:
-        said = None
-    buffers = {n for n in said or () if n in out.tensors}
-    counts = Counter(n for g in out.groups for n in g.params)
-    if twice := [n for n, k in counts.items() if k > 1]:
-        raise Corrupt(f'the param groups list "{twice[0]}" {counts[twice[0]]} times; a parameter is in one group only.')
-    listed = set(counts)
-    if missing := sorted(listed - out.tensors.keys()):
-        raise Unsupported(
-            f'the optimizer has {len(missing)} parameters that the model does not have, first "{missing[0]}"; an '
-            "engine would not find their weights. Are the two of one training run?"
-        )
-    stateful = out.slots.keys() | out.scalars.keys()
-    idle = [n for g in out.groups for n in g.params if n not in stateful | told] if stateful else []
-    out.fresh = [n for g in out.groups for n in g.params if n not in stateful and n in told] if stateful else []
-    idle += [n for n in listed if not out.tensors[n].numel and n not in idle]
-    if idle:
-        out.groups = [g._replace(params=tuple(n for n in g.params if n not in set(idle))) for g in out.groups]
-        out.notes.append(
-            f"{len(idle)} parameters of the optimizer have no state and are taken for frozen: {_first(idle)}"
-        )
+        listed_buffers = None
+    idle = _take_out_idle(out, told)
     trained = {n for g in out.groups for n in g.params}
-    if extra := sorted(stateful - trained):
-        for n in extra:
-            found = [*out.slots.pop(n, {}), *out.scalars.pop(n, {})]
-            empty = n in out.tensors and not out.tensors[n].numel
-            why = "its parameter has no elements" if empty else "no param group lists its parameter"
-            out.dropped += [Dropped(f"optim.state.{n}.{s}", 0, why) for s in found]
-    out.tied = _tied(ckpt, source, out, trained)
+    _drop_state_of_others(out, trained)
+    out.tied = _find_tied(ckpt, source, out, trained)
+
+    # what is left are buffers and frozen parameters; without an optimizer, a parameter is what may be one
+    buffers = set(listed_buffers or ())
     guessed: list[str] = []
     for n, t in out.tensors.items():
         if n in trained or n in out.tied:
             continue
-        if n in buffers or not _floating(t.dtype):
+        like_parameter = len(t.shape) > 2 or re.search(r"(^|[._])(weight|bias)$", n) or (not out.groups and t.shape)
+        if n in buffers or not _is_floating(t.dtype):
             out.buffers.append(n)
-        elif (
-            isinstance(said, list)
-            or n in idle
-            or ((len(t.shape) > 2 or re.search(r"(^|[._])(weight|bias)$", n)) and not _STATISTIC.search(n))
-        ):
+        elif listed_buffers is not None or n in idle or (like_parameter and not _STATISTIC.search(n)):
             out.frozen.append(n)
-        elif not out.groups and t.shape and not _STATISTIC.search(n):
-            out.frozen.append(n)  # trainable, for all we know: see below
         else:
             out.buffers.append(n)
             guessed.append(n)
     if guessed:
-        out.notes.append(f"taken for buffers, since no optimizer trains them: {_first(guessed)}")
+        out.notes.append(f"taken for buffers, since no optimizer trains them: {_list_some(guessed)}")
     if not out.groups:
         out.groups, out.frozen = [Group(tuple(out.frozen), {})], []
         out.notes.append(
@@ -289,22 +277,65 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[s
         )
 
 
+def _check_groups(out: Training) -> None:
+    """Refuse param groups that list a parameter twice, or one that the model lacks.
+
+    Raises:
+        Corrupt, Unsupported: they do.
+    """
+    counts = Counter(n for g in out.groups for n in g.params)
+    if twice := [n for n, k in counts.items() if k > 1]:
+        raise Corrupt(f'the param groups list "{twice[0]}" {counts[twice[0]]} times; a parameter is in one group only.')
+    if missing := sorted(counts.keys() - out.tensors.keys()):
+        raise Unsupported(
+            f'the optimizer has {len(missing)} parameters that the model does not have, first "{missing[0]}"; an '
+            "engine would not find their weights. Are the two of one training run?"
+        )
+
+
+def _take_out_idle(out: Training, told: frozenset[str]) -> set[str]:
+    """Take parameters out of the groups that have no state where others have some, or no elements, and return them;
+    those in `told` are trained in any case, and go into `fresh`."""
+    listed = [n for g in out.groups for n in g.params]
+    stateful = out.slots.keys() | out.scalars.keys()
+    without = [n for n in listed if n not in stateful] if stateful else []
+    out.fresh = [n for n in without if n in told]
+    idle = [n for n in without if n not in told]
+    idle += [n for n in listed if not out.tensors[n].numel and n not in idle]
+    if idle:
+        out.groups = [g._replace(params=tuple(n for n in g.params if n not in set(idle))) for g in out.groups]
+        out.notes.append(
+            f"{len(idle)} parameters of the optimizer have no state and are taken for frozen: {_list_some(idle)}"
+        )
+    return set(idle)
+
+
+def _drop_state_of_others(out: Training, trained: set[str]) -> None:
+    """Drop the state of parameters that no group lists (any more), saying why."""
+    for n in sorted((out.slots.keys() | out.scalars.keys()) - trained):
+        slots = [*out.slots.pop(n, {}), *out.scalars.pop(n, {})]
+        empty = n in out.tensors and not out.tensors[n].numel
+        why = "its parameter has no elements" if empty else "no param group lists its parameter"
+        out.dropped += [Dropped(f"optim.state.{n}.{slot}", 0, why) for slot in slots]
+
+
 _STATISTIC = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|[^.]*_table|[^.]*_mask)$")
 
 
-def _floating(dtype: str) -> bool:
+def _is_floating(dtype: str) -> bool:
     return "float" in dtype
 
 
-def _first(names: list[str]) -> str:
+def _list_some(names: list[str]) -> str:
+    """List the first names, for a note."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str]) -> dict[str, str]:
-    """{alias: owner}, the owner being the one that is trained, or comes first."""
+def _find_tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str]) -> dict[str, str]:
+    """Find {alias: owner} of tied weights, the owner being the one that is trained, or comes first."""
     pairs = tied_weights(out.tensors)
     if trained:  # a state dict that stores both of a tied pair has them as two tensors with the same bytes
-        pairs.update(_equal(ckpt, source, out, trained, pairs))
+        pairs.update(_find_equal_matrices(ckpt, source, out, trained, pairs))
     sets: dict[str, list[str]] = {}  # first name of each -> all names
     for n in out.tensors:
         root = n
@@ -318,21 +349,22 @@ def _tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str]) ->
     return tied
 
 
-def _equal(ckpt: Checkpoint, source: Source, out: Training, trained: set[str], known: dict[str, str]) -> dict[str, str]:
-    """{name: trained name} of matrices with equal bytes, beside those `known` to share them."""
+def _find_equal_matrices(
+    ckpt: Checkpoint, source: Source, out: Training, trained: set[str], known: dict[str, str]
+) -> dict[str, str]:
+    """Find {name: trained name} of matrices with equal bytes, beside those `known` to share them."""
     sharing = known.keys() | set(known.values())
-    kinds: dict[Any, list[str]] = {}
-    heads: dict[str, bytes | None] = {}
+    kinds: dict[tuple[tuple[int, ...], str], list[str]] = {}  # {(shape, dtype): trained matrices}
 
+    @cache
     def head(n: str) -> bytes | None:
-        if n not in heads:
-            heads[n] = _head(ckpt, source, n)
-        return heads[n]
+        return _first_bytes(ckpt, source, n)
 
-    matrices = {n: t for n, t in out.tensors.items() if len(t.shape) > 1 and _floating(t.dtype)}
+    matrices = {n: t for n, t in out.tensors.items() if len(t.shape) > 1 and _is_floating(t.dtype)}
     for n, t in matrices.items():
         if n in trained:
             kinds.setdefault((t.shape, t.dtype), []).append(n)
+    # equal shapes and first bytes make candidates; then all of their bytes are compared
     candidates: dict[str, list[str]] = {}
     for n, t in matrices.items():
         if n not in trained and n not in sharing:
@@ -344,13 +376,13 @@ def _equal(ckpt: Checkpoint, source: Source, out: Training, trained: set[str], k
     found = {}
     for n, others in candidates.items():
         same = next((o for o in others if digests[n] == digests[o]), None)
-        if same is not None and _varied(ckpt, source, n):
+        if same is not None and _has_several_values(ckpt, source, n):
             found[n] = same
     return found
 
 
-def _head(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
-    """The first bytes of a tensor, where one read gives them."""
+def _first_bytes(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
+    """Read the first bytes of a tensor, up to four elements; None where one read does not give them."""
     c = ckpt.tensors[f"model.{fqn}"].chunks
     for k in range(len(c)):
         row = c[k]
@@ -360,8 +392,8 @@ def _head(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
     return None
 
 
-def _varied(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
-    """Whether a tensor is more than one value over and over: zeros and ones are equal without being tied."""
+def _has_several_values(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
+    """Decide whether a tensor is more than one value over and over: zeros and ones are equal without being tied."""
     t = ckpt.tensors[f"model.{fqn}"]
     item = ITEMSIZE[t.dtype]
     seen: set[bytes] = set()
@@ -373,7 +405,8 @@ def _varied(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
 
 
 def shared_scalars(training: Training, params: Iterable[str], what: str) -> tuple[dict[str, Any], list[Dropped]]:
-    """The scalars that parameters of one flat tensor share, and those of the minority that has others.
+    """Find the scalars that parameters of one flat tensor share: ({slot: scalar}, those of the minority that has
+    others).
 
     `what` says what has one value only, "a sub-group of ZeRO-3 has one step".
     """

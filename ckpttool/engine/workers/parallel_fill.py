@@ -217,13 +217,13 @@ def _send_remaining_cells(
     for i, f in enumerate(draft.files):
         if f.name not in sent:
             pieces, f.size = bytes_between_chunks(draft, i, (), digests, lambda a, b: True)
-            destination.append(f.name, b"".join(data for _, data in pieces))
+            destination.write_file(f.name, b"".join(data for _, data in pieces))
     # send what is missing, until the store lists every cell as it was sent
     again = 0
     for _ in range(_ROUNDS):
         cells = _cells_to_send(draft, written, digests, sent, destination.part_bytes)
         again += _send_cells_with_workers(draft, asked, cells, sent, workers, progress)
-        lost = destination.find_wrong_parts(sent, {f.name: f.size for f in draft.files})
+        lost = destination.find_missing_cells(sent, {f.name: f.size for f in draft.files})
         if not lost:
             return again
         for name, number in lost:

@@ -238,22 +238,22 @@ def send_cells(
     try:
         for (file, number, length, _chunks, between), of_cell in zip(cells, starts, strict=True):
             begin, end = number * objects.part_bytes, number * objects.part_bytes + length
-            to = objects.of(draft.files[file].name)
+            to = objects.cells_of(draft.files[file].name)
             to.begin(number)
             for at, text in between:
-                to.write(at, b64decode(text))
+                to.write_cell(at, b64decode(text))
             for at in of_cell:
                 last = False
                 while not last:
                     block = next(stream)
                     a, b = max(begin, at), min(end, at + len(block.data))
                     if a < b:
-                        to.write(a, block.data[a - at : b - at])
+                        to.write_cell(a, block.data[a - at : b - at])
                     at += len(block.data)
                     last = block.last
             if to.have != length:
                 raise AssertionError(f"cell {number} of {to.at.url} has {to.have} bytes of {length}")
-            to.end()
+            to.finish_cell()
         out = objects.finish_sending()
     finally:
         stream.close()
