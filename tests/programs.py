@@ -20,8 +20,8 @@ TESTS = Path(__file__).parent
 _SITE = """
 import os, time
 from ckpttool.engine.copy import stream
-from ckpttool.engine.workers import dispatch, parts
-parts._LEAST_BYTES, parts._LEAST_BYTES_OF_A_FILE, dispatch._SLOW_SECONDS = 8 << 10, 1 << 10, 1.0
+from ckpttool.engine.workers import parts
+parts._LEAST_BYTES, parts._LEAST_BYTES_OF_A_FILE, parts._SLOW_SECONDS = 8 << 10, 1 << 10, 1.0
 load = stream.Reader._load_batch
 def slowly(self, batch):
     time.sleep(float(os.environ["SECONDS_A_BLOCK"]))

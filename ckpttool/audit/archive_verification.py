@@ -18,8 +18,8 @@ from typing import Any
 
 from ..engine.copy.fill import Progress, silent
 from ..engine.diff import diff
+from ..engine.workers.coordinator import workers_for_reading
 from ..engine.workers.executors import Workers, WorkersSpec
-from ..engine.workers.parallel_digests import workers_for_reading
 from ..errors import CkpttoolError, Corrupt, Differs, argument
 from ..layouts import Place, ReadOptions, find
 from ..storage.source import Source

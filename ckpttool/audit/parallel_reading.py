@@ -14,11 +14,10 @@ from bisect import bisect_left
 from typing import Any
 
 from ..engine.copy.fill import Progress
-from ..engine.workers.dispatch import run_parts
 from ..engine.workers.executors import Workers
 from ..engine.workers.part_requests import absolute_path, encode_error
 from ..engine.workers.part_worker import SingleEntryCache
-from ..engine.workers.parts import Part, least_part_bytes
+from ..engine.workers.parts import Part, least_part_bytes, run_parts
 from ..errors import CkpttoolError
 from ..layouts import place
 from .archive import Archive

@@ -31,9 +31,8 @@ from .planning import WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
 from .verification import read_back, settled
 from .workers import part_worker
+from .workers.coordinator import fill_with_workers, why_one_process, workers_for_reading
 from .workers.executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
-from .workers.parallel_digests import workers_for_reading
-from .workers.parallel_fill import fill_with_workers, why_one_process
 from .workers.part_requests import describe_job, with_absolute_paths
 
 __all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_with", "io_budget", "most_memory_bytes"]
@@ -66,7 +65,7 @@ class ConvertResult(Shown):
     about: dict[str, Any] = field(default_factory=dict)  # what the layout says of the destination: Facts of an archive
     compared: int = 0  # tensors whose digest was expected, and is that
     not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source, as `Unread.to_json` has them
-    workers: dict[str, Any] | None = None  # of a run with several workers: parallel_fill.fill_with_workers
+    workers: dict[str, Any] | None = None  # of a run with several workers: coordinator.fill_with_workers
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run, and what was changed {"name",

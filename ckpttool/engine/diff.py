@@ -25,8 +25,8 @@ from .copy.tensor_digests import reporting
 from .copy.value_digests import equal_values
 from .map_choice import kept_text, under_other_names
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused, with_fitting_layout
+from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
-from .workers.parallel_digests import digest_with_workers, workers_for_reading
 
 __all__ = ["Difference", "TensorDifference", "diff"]
 

@@ -13,8 +13,8 @@ from .destination import check_destination, normal_destination, sharable
 from .opening import CheckpointPath, OpenOptions
 from .planning import Plan, WriteRequest, caster, plan_with
 from .verification import held_by
+from .workers.coordinator import why_one_process
 from .workers.executors import describe_workers
-from .workers.parallel_fill import why_one_process
 from .workers.part_requests import describe_job
 
 __all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "dry_run_with"]

@@ -30,8 +30,8 @@ from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, sho
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
 from .transform import masters
+from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import Workers, WorkersSpec
-from .workers.parallel_digests import digest_with_workers, workers_for_reading
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "held_by", "read_back", "salvaged", "settled", "verify"]
 

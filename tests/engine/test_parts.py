@@ -24,8 +24,8 @@ import ckpttool
 from ckpttool.engine.copy import fill
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.engine.planning import Plan
-from ckpttool.engine.workers import dispatch, executors, part_worker, parts
-from ckpttool.engine.workers.parallel_digests import digest_with_workers
+from ckpttool.engine.workers import executors, part_worker, parts
+from ckpttool.engine.workers.coordinator import digest_with_workers
 from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable, UsageError
 from ckpttool.layouts import layouts
 from ckpttool.storage import local_destination
@@ -290,7 +290,7 @@ def test_a_worker_that_is_late_does_not_disturb_the_read_back(tmp_path: Path) ->
 
 
 def test_a_slow_part_is_given_to_a_second_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(parts, "_SLOW_SECONDS", 0.1)
     convert(FSDP2, tmp_path / "one", "dcp")
     workers = Workers(lambda i, request: NEVER if i == 2 else None)
     convert(FSDP2, tmp_path / "out", "dcp", workers=workers)

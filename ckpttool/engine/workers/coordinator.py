@@ -1,7 +1,9 @@
-"""Fill a draft with any number of workers: the coordinator's side.
+"""The coordinator of workers: it has a draft filled, or a checkpoint digested, by any number of them.
+
+To fill a draft:
 
     cut the draft into parts; create the files
-    have the parts filled by the workers of an executor (dispatch.py, part_worker.py)
+    have the parts filled by the workers of an executor (parts.py, part_worker.py)
     write what lies between the chunks of different workers: heads, tails, frames that need several CRCs
 
 In a store, what lies between chunks is part of cells that no part has sent:
@@ -21,24 +23,28 @@ import json
 import os
 from base64 import b64decode, b64encode
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from ...errors import RemoteError
 from ...index.draft import Draft, Written
-from ...storage.buffers import IOBudget
+from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.destination_protocol import ParallelDestination, write_error
 from ...storage.local_file import write_all_at
 from ..copy.fill import Progress, note_lost
-from ..copy.stream import Reader
+from ..copy.stream import Block, Reader
+from ..copy.tensor_digests import tensor_digests
+from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions
 from ..planning import Plan
 from . import part_worker
-from .dispatch import run_parts
-from .executors import Workers
+from .executors import Workers, WorkersSpec, default_count, workers_of
 from .part_fill import bytes_between_chunks, why_cells_need_one_process, worker_writes_frames
-from .parts import Part, cut_draft, least_part_bytes
+from .part_requests import absolute_path, index_id, with_absolute_paths
+from .parts import Part, cut_draft, cut_tensors, least_part_bytes, run_parts
 
-__all__ = ["fill_with_workers", "why_one_process"]
+__all__ = ["digest_with_workers", "fill_with_workers", "why_one_process", "workers_for_reading"]
 
 _ROUNDS = 3
 _Cell = tuple[int, int, int, list[tuple[int, int]], list[tuple[int, str]]]  # (file, cell, ...) of part_fill.send_cells
@@ -310,4 +316,68 @@ def _cells_to_send(
                 literals[k].append((a, b64encode(data[a - at : b - at]).decode()))
         for k, n in enumerate(todo):
             out.append((i, n, min(cell_bytes, f.size - n * cell_bytes), rows[k], literals[k]))
+    return out
+
+
+# -------------------------------------------------------------------------------------------------- digests of tensors
+
+
+@contextmanager
+def workers_for_reading(spec: WorkersSpec, path: object, nbytes: int) -> Iterator[Workers | None]:
+    """Start the workers to read a checkpoint of so many bytes, which they open by its path; None where this process
+    reads it alone."""
+    if spec in (1, "1") or (spec is None and default_count(nbytes) == 1) or not isinstance(path, (str, os.PathLike)):
+        yield None
+    else:
+        with workers_of(spec, nbytes) as workers:
+            yield workers
+
+
+def digest_with_workers(
+    opened: OpenCheckpoint,
+    path: CheckpointPath,
+    options: OpenOptions,
+    workers: Workers | None,
+    progress: Progress,
+    what: str,
+    budget: IOBudget = DEFAULT_BUDGET,
+    seen: Callable[[Block], None] | None = None,
+) -> dict[str, str]:
+    """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs.
+
+    Args:
+        seen: called with every block, if this process reads them.
+        path, options: what `opened` was opened with; it was located. Workers open it again.
+
+    Raises:
+        Corrupt, SourceChanged: it is damaged, or was written to meanwhile.
+        CkpttoolError: no worker could read a part.
+    """
+    ckpt = opened.checkpoint
+    if workers is None or not isinstance(path, (str, os.PathLike)):
+        return tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, what, None, budget, seen)
+    parts = cut_tensors(ckpt.tensors)
+    same = {
+        "open": {
+            "path": absolute_path(os.fspath(path)),
+            "options": asdict(with_absolute_paths(options)),
+            "index": index_id(ckpt, opened.source),
+        },
+        "threads": budget.threads,
+        "buffer_bytes": budget.buffer_bytes,
+    }
+
+    def request(number: int) -> str:
+        return json.dumps({"digest": {**same, "first": parts[number].first, "stop": parts[number].stop}})
+
+    results: dict[int, dict[str, Any]] = {}
+    if not opened.source.is_remote and len(parts) > 1:
+        workers.prepare(part_worker.prepare, request(0))
+    run_parts(parts, results, request, workers, lambda done, total: progress(what, done, total), part_worker.run)
+    reader = Reader(opened.source, ckpt.files, ckpt.records, budget)
+    out: dict[str, str] = {}
+    for part in parts:
+        reader.absorb(results[part.number]["seen"])
+        out |= results[part.number]["digests"]
+    reader.finish()
     return out
