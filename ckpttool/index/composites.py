@@ -17,8 +17,8 @@ writers of pickles get it from `collapse_composites` and put the object together
 
 torchao decides by the size of each rank's part whether to quantise it, so that some parts of one tensor may be objects
 and others plain. Then "parts" is [[first row, rows, whether it is an object], ...] and the tensor `plain` holds the
-rows of the plain ones; the other tensors and "state" are those of the objects' rows, one after the other (`without_plain_rows`).
-Such a tensor is written as it was cut.
+rows of the plain ones; the other tensors and "state" are those of the objects' rows, one after the other
+(`without_plain_rows`). Such a tensor is written as it was cut.
 
 Cutting: ranks of a job cut rows (dim 0). What each tensor inside keeps for so many rows is in proportion, so a cut is
 exact where that is a whole number of its rows: blocks are runs of the row-major elements, and none may be divided.

@@ -1,9 +1,9 @@
 """The lines of a name map, applied to names and tensors of a checkpoint: which tensors a line is about, and what they
 become.
 
-Names of one component are first put into groups: those of one line that have the same numbers (`group_names`). A group is
-then resolved: the sizes of its axes, the names on the other side, and where each part is in the whole (`resolve_group`); and
-its tensors become views of the tensors that are there (`make_views`).
+Names of one component are first put into groups: those of one line that have the same numbers (`group_names`). A group
+is then resolved: the sizes of its axes, the names on the other side, and where each part is in the whole
+(`resolve_group`); and its tensors become views of the tensors that are there (`make_views`).
 """
 
 from __future__ import annotations

@@ -236,8 +236,8 @@ def _send_remaining_cells(
             sent[name].pop(number, None)
         again += len(lost)
     raise RemoteError(
-        f"{destination.location}: parts that were sent have been replaced or lost. Another run sends to the same place; "
-        "run the command again when it has ended."
+        f"{destination.location}: parts that were sent have been replaced or lost. Another run sends to the same "
+        "place; run the command again when it has ended."
     )
 
 

@@ -176,7 +176,7 @@ class _PartFilling(Scatter):
             self.outs[row.file].append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
 
     def finish(self) -> dict[str, Any]:
-        """Make what was written durable; returns what was sent to a store (`SharedObjects.sent`)."""
+        """Make what was written durable; returns what was sent to a store (`SharedObjects.finish_sending`)."""
         for out in self.outs.values():
             out.flush()
         self.writer.drain()
@@ -213,7 +213,7 @@ def send_cells(
     objects: SharedObjects,
     budget: IOBudget,
 ) -> dict[str, Any]:
-    """Fill and send some cells; returns what was sent (`SharedObjects.sent`), as plain data.
+    """Fill and send some cells; returns what was sent (`SharedObjects.finish_sending`), as plain data.
 
     Args:
         cells: (file, cell, bytes of it, [(tensor, chunk)] that meet it, [(offset in the file, base64)] of what lies
@@ -239,7 +239,7 @@ def send_cells(
         for (file, number, length, _chunks, between), of_cell in zip(cells, starts, strict=True):
             begin, end = number * objects.part_bytes, number * objects.part_bytes + length
             to = objects.cells_of(draft.files[file].name)
-            to.begin(number)
+            to.start_cell(number)
             for at, text in between:
                 to.write_cell(at, b64decode(text))
             for at in of_cell:
