@@ -1,24 +1,76 @@
-"""Options as fields of dataclasses, from which the command line is made: those of layouts, and how a checkpoint is
-read."""
+"""Options as fields of dataclasses, each declared once: its default, its help and its flag.
+
+    OpenOptions    how a checkpoint is read
+    WriteRequest   what is written
+    RunOptions     how a conversion is carried out
+
+The command line is made from these fields (cli/shared_options.py); functions of the Python interface list them as
+keywords (`list_keywords`) and get the three requests back from `split_keywords`. The TypedDicts below are the same
+fields again for type checkers: one for each set of keywords that some function takes. So a new option is a field, a
+line in a TypedDict, and its use. Layouts declare options of their own in the same way.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from functools import wraps
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from .errors import UsageError, argument
 
-__all__ = ["Hints", "MergeRequest", "OpenOptions", "Reading", "Search", "list_reading_keywords", "option"]
+if TYPE_CHECKING:
+    from .engine.workers.executors import WorkersSpec
+
+__all__ = [
+    "ConvertKeywords",
+    "ExportKeywords",
+    "ExtractKeywords",
+    "Hints",
+    "MergeKeywords",
+    "MergeRequest",
+    "OpenOptions",
+    "PlanKeywords",
+    "Progress",
+    "PullKeywords",
+    "PushKeywords",
+    "Reading",
+    "RestoreKeywords",
+    "RunOptions",
+    "Search",
+    "WriteRequest",
+    "list_keywords",
+    "option",
+    "silent",
+    "split_keywords",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+
+#: What is told of a long run: (what is done, bytes done, bytes in all).
+Progress = Callable[[str, int, int], None]
 
 
-def option(default: Any, help: str, *, flag: str | None = None, size: bool = False, metavar: str | None = None) -> Any:
-    """A field of options: its default, and what the command line and the documentation say about it.
+def silent(what: str, done: int, total: int) -> None:
+    """A Progress that says nothing."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    size: bool = False,
+    metavar: str | None = None,
+    least: int | None = None,
+    repeated: bool = False,
+) -> Any:
+    """Make a field of options: its default, and what the command line and the documentation say about it.
+
+    A switch that is on by default is turned off by its flag.
 
     Args:
         help: one sentence, with the unit of a number.
@@ -26,12 +78,15 @@ def option(default: Any, help: str, *, flag: str | None = None, size: bool = Fal
         dashes.
         size: the number is in bytes, and the command line takes 5GB and 500MiB for it.
         metavar: what stands for the value in help texts.
+        least: the smallest number that the command line takes.
+        repeated: a list whose members are given one by one, and not in one text with commas.
 
     >>> @dataclass(frozen=True)
     ... class MyOptions:
     ...     rows: int = option(64, "Rows of a file.")
     """
-    return field(default=default, metadata={"help": help, "flag": flag, "size": size, "metavar": metavar})
+    said = {"help": help, "flag": flag, "size": size, "metavar": metavar, "least": least, "repeated": repeated}
+    return field(default=default, metadata=said)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +109,7 @@ class MergeRequest:
 class OpenOptions:
     """How a checkpoint is read; the arguments of `open`, which explains them.
 
-    Fields that are made with `option` are options of every command that reads one (cli/reading.py).
+    Fields that are made with `option` are options of every command that reads one.
     """
 
     source_layout: str | None = option(
@@ -86,7 +141,9 @@ class OpenOptions:
     allow_mixed_steps: bool = option(False, "Read it even if its files seem to come from different steps.")
     salvage: bool = False  # what is left of a damaged checkpoint: engine/salvage.py
     merge: MergeRequest | None = None  # with an adapter merged into it: engine/merging.py
-    fill_from: str | None = None  # another checkpoint of the run, which has what is lost: engine/fill_from.py
+    fill_from: str | os.PathLike[str] | None = (
+        None  # another checkpoint of the run, which has what is lost: engine/fill_from.py
+    )
 
     def __post_init__(self) -> None:
         for name in ("only", "wrap"):
@@ -100,13 +157,112 @@ class OpenOptions:
                 f"{argument('fill_from')} fills in what a damaged checkpoint has lost; it goes with "
                 f"{argument('salvage', True)}."
             )
-        for name in ("like", "flat_layout"):  # plan_id compares them as text
+        for name in ("like", "flat_layout", "fill_from"):  # plan_id compares them as text
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, os.fspath(value))
 
 
-# The same options as keywords of functions: `def f(path, **reading: Unpack[Reading])`.
+@dataclass(frozen=True, kw_only=True)
+class WriteRequest:
+    """What a conversion is asked to write; the arguments of `convert`, which explains them.
+
+    Fields that are made with `option` are options of every command that writes a checkpoint.
+    """
+
+    to: str | None = option(
+        None,
+        "Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, "
+        "accelerate, trainer, lightning, torchtitan or megatron.",
+        metavar="LAYOUT",
+    )
+    options: object = None  # what only that layout understands: an instance of `Layout.options`
+    world_size: int | None = option(
+        None,
+        "Ranks of the job that will load it; by default those of the source, if it has any.",
+        flag="--world-size/-n",
+        least=1,
+    )
+    dtype: str | None = option(None, "dtype of floating-point weights: bf16, fp16, fp32 or keep.", metavar="DTYPE")
+    cast: Mapping[str, str] | None = option(
+        None, "dtype of the tensors whose names match; may be repeated.", metavar="GLOB=DTYPE", repeated=True
+    )
+    canonical_keys: bool = option(
+        False, "dcp, full: write plain FQNs under model and optim instead of the source's own keys."
+    )
+    drop: bool = option(False, "Convert without state that the target cannot hold and files that are not read.")
+    strip_wrappers: bool = option(
+        False, "dcp, full: leave _orig_mod., module. and other wrappers out of the source's own keys."
+    )
+    vocab_size: int | None = option(
+        None,
+        "Rows of the embedding and the output layer: pad with zeros, or cut rows that hold nothing.",
+        metavar="N",
+    )
+    regroup: bool = option(False, "Give the optimizer the param groups of the checkpoint that --like names.")
+    dequantize: Iterable[str] | None = option(
+        None,
+        "Write quantised tensors (torchao's 8-bit, 4-bit and fp8 optimizers) whose names match as float32, the exact "
+        "value of each code; may be repeated. To move to plain AdamW: 'optim.*'.",
+        metavar="GLOB",
+        repeated=True,
+    )
+    # a name map: its file, its text, or the name of one that comes with ckpttool; "none" applies none
+    map: str | os.PathLike[str] | None = option(
+        None,
+        "Names and order of another program, for weights and optimizer: a map of `ckpttool maps`, a file, or none.",
+        metavar="NAME|FILE",
+    )
+    ignore_recorded_digests: bool = option(False, "Do not compare the source with its recorded digests.")
+    expected: Mapping[str, str] | None = None  # {tensor: BLAKE3 in hex} that the source must have
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "vocab_size"):
+            number = getattr(self, name)
+            if number is not None and (type(number) is not int or number < 1):
+                raise UsageError(f"{argument(name, number)}: it must be an integer of at least 1.")
+        if isinstance(self.dequantize, str):
+            raise UsageError(f"dequantize={self.dequantize!r} is a string; give a list, such as [{self.dequantize!r}].")
+        # one way to say so, since plan_id compares requests
+        object.__setattr__(self, "dequantize", tuple(self.dequantize) if self.dequantize else None)
+        object.__setattr__(self, "cast", dict(self.cast) if self.cast else None)
+        object.__setattr__(self, "expected", None if self.expected is None else dict(self.expected))
+        object.__setattr__(self, "map", None if self.map is None else os.fspath(self.map))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a conversion is carried out; the arguments of `convert`, which explains them.
+
+    Fields that are made with `option` are options of every command that copies tensors.
+    """
+
+    force: bool = option(False, "Replace an existing destination as a whole.")
+    verify: bool = option(True, "Do not read the result back from disk.", flag="--no-verify")
+    max_memory_bytes: int | None = option(
+        None,
+        "Memory budget of each process, for Python and the buffers.",
+        flag="--max-memory",
+        size=True,
+        metavar="SIZE",
+    )
+    threads: int = option(
+        2,
+        "Number of threads that read, and of threads that write. With 1, one thread does everything: less CPU time, "
+        "more wall time.",
+        flag="--jobs/-j",
+        least=1,
+    )
+    workers: WorkersSpec = option(
+        None,
+        "Who does the work: N processes here, or the workers of a dask, Ray or MPI cluster. Default: half of the "
+        "cores, at most 8, from 4 GB on.",
+        metavar="N|dask:ADDRESS|ray:auto|mpi|MODULE:FACTORY",
+    )
+    progress: Progress = silent
+
+
+# The same options as keywords of functions: `def f(path, **reading: Unpack[Reading])`. First those of reading.
 
 
 class Hints(TypedDict, total=False):
@@ -132,21 +288,140 @@ class Reading(Search, total=False):
     allow_mixed_steps: bool
 
 
-def list_reading_keywords(function: F) -> F:
-    """A decorator for a function with `**reading: Unpack[...]` of one of the classes above.
+# Those of writing, each class with what the one before it lacks.
+
+
+class _Copying(TypedDict, total=False):
+    dtype: str | None
+    ignore_recorded_digests: bool
+
+
+class _Dropping(_Copying, total=False):
+    drop: bool
+
+
+class _Casting(_Dropping, total=False):
+    options: object
+    cast: Mapping[str, str] | None
+
+
+class _ForRanks(_Casting, total=False):
+    world_size: int | None
+
+
+class _ToLayout(_ForRanks, total=False):
+    to: str | None
+
+
+class _Writing(_ToLayout, total=False):
+    canonical_keys: bool
+    strip_wrappers: bool
+    vocab_size: int | None
+    regroup: bool
+    dequantize: Iterable[str] | None
+    map: str | os.PathLike[str] | None
+    expected: Mapping[str, str] | None
+
+
+# Those of running.
+
+
+class _Filling(TypedDict, total=False):
+    force: bool
+    max_memory_bytes: int | None
+    threads: int
+    progress: Progress
+
+
+class _Running(_Filling, total=False):
+    verify: bool
+
+
+# All keywords of a function that converts.
+
+
+class PlanKeywords(_Writing, Reading, total=False):
+    """Keywords of `plan`."""
+
+    only: Iterable[str] | None
+    salvage: bool
+    fill_from: str | os.PathLike[str] | None
+
+
+class ConvertKeywords(PlanKeywords, _Running, total=False):
+    """Keywords of `convert`."""
+
+    workers: WorkersSpec
+
+
+class ExtractKeywords(_Copying, _Running, Reading, total=False):
+    """Keywords of `adapter_extract` that `convert` has, too."""
+
+
+class MergeKeywords(_ToLayout, _Running, Reading, total=False):
+    """Keywords of `adapter_merge` that `convert` has, too."""
+
+    only: Iterable[str] | None
+
+
+class ExportKeywords(_Dropping, _Running, Reading, total=False):
+    """Keywords of `export` that `convert` has, too."""
+
+
+class RestoreKeywords(_Running, Hints, total=False):
+    """Keywords of `restore` that `convert` has, too."""
+
+    to: str | None
+    options: object
+    world_size: int | None
+    only: Iterable[str] | None
+    dtype: str | None
+    drop: bool
+
+
+class PushKeywords(_Casting, Reading, total=False):
+    """Keywords of `push` that `convert` has, too."""
+
+    progress: Progress
+
+
+class PullKeywords(_ForRanks, _Filling, Reading, total=False):
+    """Keywords of `pull` that `convert` has, too; `to` has another default there."""
+
+    only: Iterable[str] | None
+    canonical_keys: bool
+
+
+def split_keywords(keywords: Mapping[str, object]) -> tuple[OpenOptions, WriteRequest, RunOptions]:
+    """Sort the keywords of a conversion into how to read, what to write, and how to carry it out.
+
+    Raises:
+        UsageError: the value of one makes no sense.
+    """
+
+    def make(kind: Callable[..., R]) -> R:
+        own: tuple[Field[Any], ...] = fields(kind)  # type: ignore[arg-type]
+        return kind(**{f.name: keywords[f.name] for f in own if f.name in keywords})
+
+    return make(OpenOptions), make(WriteRequest), make(RunOptions)
+
+
+def list_keywords(function: F) -> F:
+    """Decorate a function with `**keywords: Unpack[...]` of one of the classes above.
 
     Its signature lists these keywords one by one, for help() and TAB, and another keyword is a TypeError that names the
     function.
     """
-    kind = function.__globals__[str(function.__annotations__["reading"]).removeprefix("Unpack[").removesuffix("]")]
     own = inspect.signature(function)
-    known = {f.name: f for f in fields(OpenOptions) if f.name in kind.__annotations__}
-    taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    explicit = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    (unpacked,) = (p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD)
+    kind = function.__globals__[str(unpacked.annotation).removeprefix("Unpack[").removesuffix("]")]
+    every = [f for request in (WriteRequest, RunOptions, OpenOptions) for f in fields(request)]
+    listed = [f for f in every if f.name in kind.__annotations__]
     keywords = [
-        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
-        for n, f in known.items()
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in listed
     ]
-    names = {p.name for p in taken} | known.keys()
+    names = {p.name for p in (*explicit, *keywords)}
 
     @wraps(function)
     def call(*arguments: Any, **given: Any) -> Any:
@@ -155,9 +430,9 @@ def list_reading_keywords(function: F) -> F:
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
         return function(*arguments, **given)
 
-    call.__dict__["__signature__"] = own.replace(parameters=[*taken, *keywords])
+    call.__dict__["__signature__"] = own.replace(parameters=[*explicit, *keywords])
     call.__annotations__ = {
-        **{k: v for k, v in function.__annotations__.items() if k != "reading"},
-        **{n: f.type for n, f in known.items()},
+        **{k: v for k, v in function.__annotations__.items() if k != unpacked.name},
+        **{f.name: f.type for f in listed},
     }
     return call  # type: ignore[return-value]

@@ -13,40 +13,59 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["Shown", "printable", "printable_json", "printable_lines"]
+__all__ = ["Shown", "count_noun", "list_first", "printable", "printable_json", "printable_lines"]
 
 
 def printable(text: str) -> str:
-    """The text as one line: each character that does not print, line ends too, as an escape."""
+    """Write a text as one line: each character that does not print, line ends too, as an escape."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same for a text of several lines, whose line ends stay."""
+    """Write a text of several lines with escapes for what does not print; line ends stay."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def printable_json(data: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """Data as JSON, indented; readable beyond ASCII, with \\u escapes for what does not print. `default` is that of
-    json.dumps."""
+    """Write data as JSON, indented; readable beyond ASCII, with \\u escapes for what does not print. `default` is that
+    of json.dumps."""
     text = json.dumps(data, indent=1, ensure_ascii=False, default=default)
-    return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
+    return "\n".join(line if line.isprintable() else _escape_as_json(line) for line in text.split("\n"))
 
 
-def _escaped(line: str) -> str:
+def _escape_as_json(line: str) -> str:
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
+
+
+def count_noun(n: int, noun: str, plural: str | None = None) -> str:
+    """Write a number with its noun; `plural` where that is not the noun with an s.
+
+    >>> count_noun(1, "rank"), count_noun(1024, "rank"), count_noun(0, "entry", "entries")
+    ('1 rank', '1,024 ranks', '0 entries')
+    """
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
+
+
+def list_first(names: Iterable[object], most: int = 3) -> str:
+    """List the first `most` names, and say how many there are besides.
+
+    >>> list_first("abcd", 2), list_first("ab", 2)
+    ('a, b and 2 more', 'a, b')
+    """
+    every = list(map(str, names))
+    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
 
 
 class Shown:
     """A result that people look at: its `lines` are its text, and what a notebook shows."""
 
     def lines(self) -> Iterator[str]:
-        """What to print, line by line."""
+        """Yield what to print, line by line."""
         raise NotImplementedError
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.maps": {"typer"},
     "cli.pull": {"typer"},
     "cli.push": {"typer"},
-    "cli.reading": {"typer"},
+    "cli.shared_options": {"typer"},
     "cli.resume_verify": {"typer"},
     "cli.terminal": {"typer"},
     "cli.verify": {"typer"},

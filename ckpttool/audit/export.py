@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
-from ..engine.conversion import ConvertResult, RunOptions, convert_with
-from ..engine.copy.fill import Progress, silent
-from ..engine.opening import CheckpointPath, OpenOptions
-from ..engine.planning import WriteRequest
+from ..engine.conversion import ConvertResult, run_conversion
+from ..engine.opening import CheckpointPath
 from ..errors import CkpttoolError, Interrupted
 from ..layouts import Place, place
-from ..options import Hints, Reading, list_reading_keywords
+from ..options import (
+    ExportKeywords,
+    OpenOptions,
+    RestoreKeywords,
+    RunOptions,
+    WriteRequest,
+    list_keywords,
+    split_keywords,
+)
 from ..storage import remote, urls
 from . import ledger, sidecar
 from .archive import ENCRYPTED, ArchiveFacts
 from .archive_options import ArchiveOptions
 from .spool import decrypted
 
-__all__ = ["Exported", "export", "export_with", "restore", "restore_with"]
+__all__ = ["Exported", "export", "export_archive", "restore", "restore_archive"]
 
 
 @dataclass
@@ -38,22 +44,14 @@ class Exported:
     entry: dict[str, Any] | None
 
 
-@list_reading_keywords
+@list_keywords
 def export(
     src: CheckpointPath,
     dst: str,
     options: ArchiveOptions = ArchiveOptions(),  # noqa: B008  # frozen
     *,
     in_ledger: bool = True,
-    dtype: str | None = None,
-    drop: bool = False,
-    force: bool = False,
-    verify: bool = True,
-    ignore_recorded_digests: bool = False,
-    max_memory_bytes: int | None = None,
-    threads: int = 2,
-    progress: Progress = silent,
-    **reading: Unpack[Reading],
+    **keywords: Unpack[ExportKeywords],
 ) -> Exported:
     """Write a checkpoint in any layout into one archive, NAME.tar.zst.
 
@@ -69,20 +67,11 @@ def export(
         its
             line in the ledger could not be written, which the message says.
     """
-    return export_with(
-        src,
-        dst,
-        options,
-        in_ledger=in_ledger,
-        reading=OpenOptions(**reading),
-        writing=WriteRequest(dtype=dtype, drop=drop, ignore_recorded_digests=ignore_recorded_digests),
-        running=RunOptions(
-            force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
-        ),
-    )
+    reading, writing, running = split_keywords(keywords)
+    return export_archive(src, dst, options, in_ledger=in_ledger, reading=reading, writing=writing, running=running)
 
 
-def export_with(
+def export_archive(
     src: CheckpointPath,
     dst: str,
     options: ArchiveOptions,
@@ -92,13 +81,17 @@ def export_with(
     writing: WriteRequest,
     running: RunOptions,
 ) -> Exported:
-    """`export`."""
+    """Write a checkpoint into an archive, its sidecar, and its line in the ledger; `export` explains the arguments.
+
+    Raises:
+        CkpttoolError: as `export`.
+    """
     sealed = bool(options.recipients)
     folder, name = urls.split_url(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
     clock = None
     if in_ledger and (urls.is_url(folder) or os.path.isdir(folder)):
         clock = ledger.clock_behind(ledger.refuse_unwritable(folder))  # warn now, not after everything was copied
-    result = convert_with(
+    result = run_conversion(
         src,
         dst,
         replace(reading, only=options.only),
@@ -144,25 +137,14 @@ def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> Ck
     )
 
 
-@list_reading_keywords
+@list_keywords
 def restore(
     archive: str,
     dst: str | os.PathLike[str],
     *,
-    to: str | None = None,
-    options: object = None,
     identities: Sequence[str] = (),
     scratch: str | None = None,
-    world_size: int | None = None,
-    only: Iterable[str] | None = None,
-    dtype: str | None = None,
-    drop: bool = False,
-    force: bool = False,
-    verify: bool = True,
-    max_memory_bytes: int | None = None,
-    threads: int = 2,
-    progress: Progress = silent,
-    **reading: Unpack[Hints],
+    **keywords: Unpack[RestoreKeywords],
 ) -> ConvertResult:
     """Write the state of an archive in any layout.
 
@@ -174,20 +156,19 @@ def restore(
     Raises:
         CkpttoolError: as `convert`; every tensor has been compared with the digest in the manifest.
     """
-    return restore_with(
+    reading, writing, running = split_keywords(keywords)
+    return restore_archive(
         archive,
         dst,
         identities=identities,
         scratch=scratch,
-        reading=OpenOptions(only=only, **reading),
-        writing=WriteRequest(to=to, options=options, world_size=world_size, dtype=dtype, drop=drop),
-        running=RunOptions(
-            force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
-        ),
+        reading=reading,
+        writing=writing,
+        running=running,
     )
 
 
-def restore_with(
+def restore_archive(
     archive: str,
     dst: str | os.PathLike[str],
     *,
@@ -197,12 +178,16 @@ def restore_with(
     writing: WriteRequest,
     running: RunOptions,
 ) -> ConvertResult:
-    """`restore`."""
+    """Convert the state of an archive, which is decrypted first where it must be; `restore` explains the arguments.
+
+    Raises:
+        CkpttoolError: as `restore`.
+    """
     where = place(archive)
     if where.file is not None and where.file.endswith(ENCRYPTED) and identities:
         folder = scratch or os.path.dirname(os.path.abspath(dst))
         spool, name = decrypted(where.source, where.file, identities, folder, running.progress)
         where.source.close()
         where = Place(spool, name)
-    done = convert_with(where, dst, replace(reading, source_layout="audit"), writing, running)
+    done = run_conversion(where, dst, replace(reading, source_layout="audit"), writing, running)
     return replace(done, source=archive)

@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import UsageError
-from ..options import OpenOptions
+from ..options import OpenOptions, RunOptions, WriteRequest
+from ..printable import count_noun
 from .help import READING, about
-from .layout_options import given
-from .reading import NOTHING_ASKED, reads
+from .layout_options import add_layout_options
+from .results import describe_read_back, print_notes, print_result
+from .shared_options import add_shared_options
 from .terminal import (
-    CanonicalKeys,
-    Cast,
-    Drop,
-    Dtype,
-    Force,
-    IgnoreRecorded,
     Json,
     Latest,
-    MaxMemory,
     Meter,
-    NameMap,
-    NoVerify,
     Quiet,
     Src,
-    Threads,
-    To,
     Verbose,
-    Workers,
-    WorldSize,
-    bytes_of,
-    cast_rules,
-    left_behind,
-    newest_of,
+    find_newest,
     note,
-    peak,
     print_json,
-    ranks,
+    print_left_behind,
     say,
 )
 
@@ -103,7 +87,7 @@ def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
     exits=(*READING, 5, 6),
     meaning={5: "the result, read back, differs"},
 )
-@reads()
+@add_shared_options()
 def convert(
     ctx: typer.Context,
     src: Src,
@@ -111,7 +95,9 @@ def convert(
         str,
         typer.Argument(help="Where to write the new checkpoint: a path, or an s3:// or gs:// URL.", show_default=False),
     ],
-    to: To = None,
+    writing: WriteRequest,
+    reading: OpenOptions,
+    running: RunOptions,
     for_: Annotated[
         str | None,
         typer.Option(
@@ -121,45 +107,7 @@ def convert(
             autocompletion=lambda: list(TRAINERS),
         ),
     ] = None,
-    reading: OpenOptions = NOTHING_ASKED,
-    world_size: WorldSize = None,
-    dtype: Dtype = None,
-    cast: Cast = None,
     latest: Latest = False,
-    canonical_keys: CanonicalKeys = False,
-    strip_wrappers: Annotated[
-        bool,
-        typer.Option(
-            "--strip-wrappers",
-            help="dcp, full: leave _orig_mod., module. and other wrappers out of the source's own keys.",
-        ),
-    ] = False,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            "--vocab-size",
-            help="Rows of the embedding and the output layer: pad with zeros, or cut rows that hold nothing.",
-            metavar="N",
-        ),
-    ] = None,
-    regroup: Annotated[
-        bool, typer.Option("--regroup", help="Give the optimizer the param groups of the checkpoint that --like names.")
-    ] = False,
-    dequantize: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dequantize",
-            help="Write quantised tensors (torchao's 8-bit, 4-bit and fp8 optimizers) whose names match as float32, "
-            "the exact value of each code; may be repeated. To move to plain AdamW: 'optim.*'.",
-            metavar="GLOB",
-        ),
-    ] = None,
-    name_map: NameMap = None,
-    max_memory: MaxMemory = None,
-    jobs: Threads = 2,
-    workers: Workers = None,
-    drop: Drop = False,
-    ignore_recorded_digests: IgnoreRecorded = False,
     salvage: Annotated[
         bool,
         typer.Option(
@@ -172,7 +120,6 @@ def convert(
             "--fill-from", help="With --salvage: another step of the same run, for what is lost.", metavar="PATH"
         ),
     ] = None,
-    force: Force = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -180,88 +127,45 @@ def convert(
             help="Print bytes to read and write, free space, memory and time; write nothing.",
         ),
     ] = False,
-    no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Convert a checkpoint to another layout or world size."""
-    from ..engine import conversion, planning
-    from ..engine.dry_run import dry_run_with
-    from ..layouts import options_of, target_of
+    from ..engine.conversion import run_conversion
+    from ..engine.dry_run import estimate_conversion
 
-    src = newest_of(src, latest, quiet or as_json)
+    src = find_newest(src, latest, quiet or as_json)
     reading = replace(reading, salvage=salvage, fill_from=fill_from)
+    # the layout, and its own options
     if for_ is not None:
-        to, own = _of_trainer(for_, to)
-        canonical_keys = canonical_keys or own
-    target = target_of(to, dst)
-    writing = planning.WriteRequest(
-        to=target.name,
-        options=options_of(target, given(ctx)),
-        world_size=world_size,
-        dtype=dtype,
-        cast=cast_rules(cast),
-        canonical_keys=canonical_keys,
-        drop=drop,
-        ignore_recorded_digests=ignore_recorded_digests,
-        strip_wrappers=strip_wrappers,
-        regroup=regroup,
-        vocab_size=vocab_size,
-        dequantize=dequantize,
-        map=name_map,
-    )
-    meter = Meter(quiet)
-    running = conversion.RunOptions(
-        force=force,
-        verify=not no_verify,
-        max_memory_bytes=bytes_of(max_memory) if max_memory else None,
-        threads=jobs,
-        workers=workers,
-        progress=meter,
-    )
+        to, own = _of_trainer(for_, writing.to)
+        writing = replace(writing, to=to, canonical_keys=writing.canonical_keys or own)
+    writing = add_layout_options(ctx, writing, dst)
     if dry_run:
-        try:
-            found = dry_run_with(src, dst, reading, writing, running)
-        finally:
-            meter.close()
+        with Meter(quiet) as meter:
+            found = estimate_conversion(src, dst, reading, writing, replace(running, progress=meter))
         if as_json:
             print_json(found.to_json())
         else:
             _print_plan(found, verbose)
         return
-    began = time.monotonic()
-    try:
-        done = conversion.convert_with(src, dst, reading, writing, running)
-    finally:
-        meter.close()
-    seconds = time.monotonic() - began
+    with Meter(quiet) as meter:
+        done = run_conversion(src, dst, reading, writing, replace(running, progress=meter))
     if as_json:
-        print_json({**done.to_json(), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
+        print_json({**done.to_json(), **meter.measure_costs()})
         return
-    for text in done.notes:
-        note(f"note: {text}", quiet)
+    print_notes(done.notes, quiet)
     _print_changed(done.changed, quiet, verbose)
-    left_behind(done.dropped, quiet, verbose)
-    from ..engine.inspect import human
-
-    where = f" for {ranks(done.world_size)}" if done.world_size else ""
+    print_left_behind(done.dropped, quiet, verbose)
     if done.workers is not None:
-        count = done.workers["parts"]
         note(
-            f"{done.workers['name']} filled {count} part{'s'[: count != 1]}; {done.workers['again']} were submitted "
-            "again",
+            f"{done.workers['name']} filled {count_noun(done.workers['parts'], 'part')}; {done.workers['again']} were "
+            "submitted again",
             quiet,
         )
-    note(
-        f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "
-        f"{seconds:.1f} s, {peak()}"
-        + (", read back and equal" if done.verified else ", not read back")
-        + (f", {done.compared:,} tensors have the recorded digests" if done.compared else ""),
-        quiet,
-    )
-    for component, root in done.digest.items():
-        say(f"digest {component:10s} blake3:{root}")
+    compared = f", {done.compared:,} tensors have the recorded digests" if done.compared else ""
+    print_result(done, done.layout_from, meter, quiet, describe_read_back(done) + compared)
 
 
 def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
@@ -270,25 +174,25 @@ def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
     for name, how in changed.items():
         of.setdefault(how, []).append(name)
     for how, names in of.items():
-        entries = "1 entry" if len(names) == 1 else f"{len(names):,} entries"
-        note(f"changed: {entries}, first {names[0]}: {how}", quiet)
+        note(f"changed: {count_noun(len(names), 'entry', 'entries')}, first {names[0]}: {how}", quiet)
         for name in names if verbose else ():
             note(f"  {name}", quiet)
 
 
 def _print_plan(found: DryRun, verbose: bool) -> None:
+    """Print what a dry run found."""
     from ..engine.inspect import human
 
-    world = f" for {ranks(found.world_size)}" if found.world_size else ""
+    world = f" for {count_noun(found.world_size, 'rank')}" if found.world_size else ""
     room = "" if found.free_bytes is None else f", {human(found.free_bytes)} free there"
     say(
         f"{found.layout_from} -> {found.layout_to}{world}: {found.tensors:,} tensors, about "
         f"{human(found.written_bytes)}{room}"
     )
     say(
-        f"reads {human(found.read_bytes)}, writes {human(found.written_bytes)}: about {_duration(found.seconds)} if "
-        f"the disks do {human(found.bytes_per_second)}/s; memory: at most "
-        f"{human(found.memory_bytes)}{_of_workers(found)}"
+        f"reads {human(found.read_bytes)}, writes {human(found.written_bytes)}: about "
+        f"{_describe_duration(found.seconds)} if the disks do {human(found.bytes_per_second)}/s; memory: at most "
+        f"{human(found.memory_bytes)}{_describe_memory_of_workers(found)}"
     )
     for file in found.files[:40]:
         say(f"  {file['name']:44s} {human(file['bytes']):>12s}")
@@ -297,10 +201,11 @@ def _print_plan(found: DryRun, verbose: bool) -> None:
     for text in found.notes:
         say(f"note: {text}")
     sys.stdout.flush()
-    left_behind([(d["name"], d["bytes"], d["why"]) for d in found.dropped], False, verbose)
+    print_left_behind([(d["name"], d["bytes"], d["why"]) for d in found.dropped], False, verbose)
 
 
-def _of_workers(found: DryRun) -> str:
+def _describe_memory_of_workers(found: DryRun) -> str:
+    """Say whose memory it is that a dry run has counted, where several processes would do the work."""
     from ..engine.inspect import human
 
     if found.workers is None:
@@ -311,8 +216,8 @@ def _of_workers(found: DryRun) -> str:
     return f" in all, {each} in each of {found.workers['name']}"
 
 
-def _duration(seconds: float) -> str:
-    """1 s, 4 min, 2.5 h."""
+def _describe_duration(seconds: float) -> str:
+    """Say how long something takes: 1 s, 4 min, 2.5 h."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

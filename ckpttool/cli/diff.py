@@ -8,18 +8,16 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import NOTHING_ASKED, reading_keywords, reads
+from .shared_options import NameMap, Workers, add_shared_options, pick_keywords
 from .terminal import (
     Json,
     Latest,
     Meter,
-    NameMap,
     Quiet,
     Src,
-    Workers,
-    newest_of,
-    not_read,
+    find_newest,
     print_json,
+    print_unread,
     say,
 )
 
@@ -34,13 +32,13 @@ __all__ = ["diff"]
     exits=(*READING, 5),
     meaning={0: "equal", 5: "they differ"},
 )
-@reads("allow_equal_ranks", "allow_mixed_steps")
+@add_shared_options("allow_equal_ranks", "allow_mixed_steps")
 def diff(
     a: Src,
     b: Annotated[str, typer.Argument(help="Another checkpoint, in any layout.", show_default=False)],
+    reading: OpenOptions,
     rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")] = 0.0,
-    reading: OpenOptions = NOTHING_ASKED,
     name_map: NameMap = None,
     latest: Latest = False,
     workers: Workers = None,
@@ -50,9 +48,8 @@ def diff(
     """Compare two checkpoints in any layouts; exit 5 if they differ."""
     from ..engine.diff import diff as compare
 
-    a, b = (newest_of(path, latest, quiet or as_json) for path in (a, b))
-    meter = Meter(quiet)
-    try:
+    a, b = (find_newest(path, latest, quiet or as_json) for path in (a, b))
+    with Meter(quiet) as meter:
         found = compare(
             a,
             b,
@@ -61,15 +58,13 @@ def diff(
             map=name_map,
             workers=workers,
             progress=meter,
-            **reading_keywords(reading, "allow_equal_ranks", "allow_mixed_steps"),
+            **pick_keywords(compare, reading),
         )
-    finally:
-        meter.close()
     if as_json:
         print_json(found.to_json())
     else:
         for path, rows in ((a, found.not_read_a), (b, found.not_read_b)):
-            not_read(rows, quiet, f"{path}: ")
+            print_unread(rows, quiet, f"{path}: ")
         for line in found.lines():
             say(line)
     if not found.equal:

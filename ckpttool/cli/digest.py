@@ -8,17 +8,16 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import NOTHING_ASKED, reading_keywords, reads
+from .shared_options import Workers, add_shared_options, pick_keywords
 from .terminal import (
     Json,
     Latest,
     Meter,
     Quiet,
     Src,
-    Workers,
-    newest_of,
-    not_read,
+    find_newest,
     print_json,
+    print_unread,
     say,
 )
 
@@ -31,10 +30,10 @@ __all__ = ["digest"]
     ("Of every tensor, for a script", "ckpttool digest run/ckpt --tensors --json"),
     exits=READING,
 )
-@reads()
+@add_shared_options()
 def digest(
     path: Src,
-    reading: OpenOptions = NOTHING_ASKED,
+    reading: OpenOptions,
     latest: Latest = False,
     workers: Workers = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
@@ -44,12 +43,9 @@ def digest(
     """Print a digest of the state, which is the same in every layout and at every world size."""
     from ..engine.verification import digest as compute
 
-    path = newest_of(path, latest, quiet or as_json)
-    meter = Meter(quiet)
-    try:
-        found = compute(path, progress=meter, workers=workers, **reading_keywords(reading))
-    finally:
-        meter.close()
+    path = find_newest(path, latest, quiet or as_json)
+    with Meter(quiet) as meter:
+        found = compute(path, progress=meter, workers=workers, **pick_keywords(compute, reading))
     if as_json:
         print_json(
             {
@@ -59,7 +55,7 @@ def digest(
             }
         )
         return
-    not_read(found.not_read, quiet)
+    print_unread(found.not_read, quiet)
     for line in found.lines():
         say(line)
     for name, value in found.tensors.items() if tensors else ():

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import NOTHING_ASKED, reading_keywords, reads
+from .shared_options import add_shared_options, pick_keywords
 from .terminal import (
     Json,
     Latest,
     Meter,
     Quiet,
     Src,
-    newest_of,
+    find_newest,
     print_json,
     say,
 )
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["doctor"]
 
@@ -39,9 +37,10 @@ __all__ = ["doctor"]
         5: "it is sound, but does not fit --like",
     },
 )
-@reads("only", "like", "allow_equal_ranks", "allow_mixed_steps")
+@add_shared_options("only", "like", "allow_equal_ranks", "allow_mixed_steps")
 def doctor(
     path: Src,
+    reading: OpenOptions,
     read_data: Annotated[
         bool, typer.Option("--read-data", help="Also read every byte: compare CRC32s, find NaN and ties that differ.")
     ] = False,
@@ -51,7 +50,6 @@ def doctor(
             "--like", help="A checkpoint of the job that refuses to load this one; param groups are compared."
         ),
     ] = None,
-    reading: OpenOptions = NOTHING_ASKED,
     latest: Latest = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -62,18 +60,9 @@ def doctor(
     """Find out what is wrong with a checkpoint, what is still whole, and what to type next."""
     from ..engine.doctor.examine import doctor as look
 
-    path = newest_of(path, latest, quiet or as_json)
-    meter = Meter(quiet)
-    try:
-        found = look(
-            path,
-            read_data=read_data,
-            like=like,
-            progress=meter,
-            **reading_keywords(reading, "only", "like", "allow_equal_ranks", "allow_mixed_steps"),
-        )
-    finally:
-        meter.close()
+    path = find_newest(path, latest, quiet or as_json)
+    with Meter(quiet) as meter:
+        found = look(path, read_data=read_data, progress=meter, **pick_keywords(look, replace(reading, like=like)))
     if as_json:
         print_json(found.to_json())
     else:

@@ -11,15 +11,14 @@ import typer
 from ..errors import NotRecognised, UsageError, argument
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import NOTHING_ASKED, reads
+from .shared_options import NameMap, add_shared_options
 from .terminal import (
     Json,
     Latest,
     Meter,
-    NameMap,
     Src,
     draw,
-    newest_of,
+    find_newest,
     print_json,
     say,
 )
@@ -38,9 +37,10 @@ __all__ = ["inspect"]
     ("File and byte range of every chunk", "ckpttool inspect run/ckpt --tensor '*.mlp.down_proj.weight'"),
     exits=READING,
 )
-@reads("allow_equal_ranks", "allow_mixed_steps")
+@add_shared_options("allow_equal_ranks", "allow_mixed_steps")
 def inspect(
     path: Src,
+    reading: OpenOptions,
     show_tree: Annotated[bool, typer.Option("--tree", help="Print all names as a tree.")] = False,
     tensor: Annotated[
         str | None,
@@ -48,7 +48,6 @@ def inspect(
             "--tensor", help="Print file and byte range of every chunk of the tensors that match.", metavar="GLOB"
         ),
     ] = None,
-    reading: OpenOptions = NOTHING_ASKED,
     name_map: NameMap = None,
     latest: Latest = False,
     as_json: Json = False,
@@ -58,13 +57,15 @@ def inspect(
 
     from ..engine import inspect as look
     from ..engine.discover.detection import Checkpoints
-    from ..engine.opening import open_with
+    from ..engine.opening import open_checkpoint
 
-    path = newest_of(path, latest, as_json)
+    path = find_newest(path, latest, as_json)
     try:
         options = replace(reading, allow_equal_ranks=True, allow_mixed_steps=True)
         # a map looks at the config, whatever the layout
-        found = open_with(path, options, check_hints=name_map is None, needed=lambda component: name_map is not None)
+        found = open_checkpoint(
+            path, options, check_hints=name_map is None, needed=lambda component: name_map is not None
+        )
     except NotRecognised as e:
         if not isinstance(e.below, Checkpoints) or show_tree or tensor is not None:
             raise

@@ -1,33 +1,41 @@
 """Options of the command line that belong to a layout, made from the fields of `Layout.options` when a command needs
 them.
 
-A `LayoutCommand` has its own options and those of every layout that it can write, one panel per layout; `given(ctx)`
-returns the values that the user passed. `ckpttool --help` and other commands import no layout.
+A `LayoutCommand` has its own options and those of every layout that it can write, one panel per layout;
+`add_layout_options` takes over the values that the user passed. `ckpttool --help` and other commands import no layout.
 """
 
 from __future__ import annotations
 
-from dataclasses import Field
+from dataclasses import Field, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperOption
 
 from ..errors import UsageError
+from ..options import WriteRequest
 from .help import WRITING, Command
-from .terminal import bytes_of
+from .terminal import parse_size
 
 if TYPE_CHECKING:
     from ..layouts import Layout
 
-__all__ = ["HfCommand", "LayoutCommand", "given"]
+__all__ = ["HfCommand", "LayoutCommand", "add_layout_options"]
 
 _META = "ckpttool.layout_options"
 
 
-def given(ctx: typer.Context) -> dict[str, Any]:
-    """{flag: value} of the layout options that the user passed."""
-    return dict(ctx.meta.get(_META, {}))
+def add_layout_options(ctx: typer.Context, writing: WriteRequest, dst: str) -> WriteRequest:
+    """Add to a request the options of its layout that the user passed; `dst` tells the layout where none is named.
+
+    Raises:
+        UsageError: there is no such layout, or an option is for others.
+    """
+    from ..layouts import options_of, target_of
+
+    target = target_of(writing.to, dst)
+    return replace(writing, to=target.name, options=options_of(target, dict(ctx.meta.get(_META, {}))))
 
 
 class LayoutCommand(Command):
@@ -40,7 +48,7 @@ class LayoutCommand(Command):
     def params(self) -> list[Any]:
         """The command's own options, then those of layouts."""
         if self._made is None:
-            self._made = [*self._own, *(o for o in _options(self.targets) if o.opts[0] not in self.without)]
+            self._made = [*self._own, *(o for o in _make_options(self.targets) if o.opts[0] not in self.without)]
         return self._made
 
     @params.setter
@@ -57,8 +65,8 @@ class HfCommand(LayoutCommand):
     targets = ("hf",)
 
 
-def _options(targets: tuple[str, ...] | None) -> list[TyperOption]:
-    """One option per field; layouts share an option of the same name."""
+def _make_options(targets: tuple[str, ...] | None) -> list[TyperOption]:
+    """Make one option of each field; layouts share an option of the same name."""
     from .. import layouts
 
     of: dict[str, list[tuple[Layout, Field[Any]]]] = {}
@@ -66,10 +74,15 @@ def _options(targets: tuple[str, ...] | None) -> list[TyperOption]:
         if layout.write is not None and (targets is None or layout.name in targets):
             for flag, f in layouts.flags_of(layout).items():
                 of.setdefault(flag, []).append((layout, f))
-    return [_option(flag, rows) for flag, rows in of.items()]
+    return [_make_option(flag, rows) for flag, rows in of.items()]
 
 
-def _option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
+def _make_option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
+    """Make the option of the fields that layouts have for a flag.
+
+    Raises:
+        UsageError: they are of different types.
+    """
     from .. import layouts
 
     names = ", ".join(layout.name for layout, _ in rows)
@@ -84,7 +97,7 @@ def _option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
 
     def keep(ctx: Any, param: Any, value: Any) -> None:
         if value is not None:  # 0 and False are values
-            ctx.meta.setdefault(_META, {})[flag] = bytes_of(value) if size else value
+            ctx.meta.setdefault(_META, {})[flag] = parse_size(value) if size else value
 
     is_flag = kind is bool
     no = f"/--no-{flag[2:]}" if is_flag and default is True else ""

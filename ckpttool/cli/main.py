@@ -44,7 +44,7 @@ from .maps import maps
 from .pull import pull
 from .push import push
 from .resume_verify import resume_verify
-from .terminal import OutputLost, note, print_json, refuse_empty, say, streams
+from .terminal import OutputLost, note, open_streams, print_json, refuse_empty, say
 from .verify import verify
 
 __all__ = ["app", "main"]
@@ -154,7 +154,7 @@ def main() -> None:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, _stop)
         sys.unraisablehook = _unraisable
-        streams()
+        open_streams()
         warnings.showwarning = _show
         # a large index is millions of objects that live until the end; looking for cycles is half of the time
         gc.disable()

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from ..options import OpenOptions
+from ..options import OpenOptions, WriteRequest
 from .help import READING, about
-from .layout_options import given
-from .reading import NOTHING_ASKED, reads
+from .layout_options import add_layout_options
+from .results import print_notes
+from .shared_options import add_shared_options
 from .terminal import (
-    Cast,
-    Drop,
-    Dtype,
-    IgnoreRecorded,
     Json,
     Latest,
     Meter,
     Quiet,
     Src,
     Verbose,
-    cast_rules,
-    left_behind,
-    newest_of,
+    describe_memory,
+    find_newest,
     note,
-    peak,
     print_json,
+    print_left_behind,
     say,
 )
 
 __all__ = ["push"]
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be uploaded; upload nothing.")]
+
+
+#: What applies to layouts that a job loads.
+_OF_JOBS = ("to", "world_size", "canonical_keys", "strip_wrappers", "vocab_size", "regroup", "dequantize", "map")
 
 
 @about(
@@ -43,13 +43,15 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be upl
     exits=(*READING, 5, 6),
     meaning={6: "another run pushes there, or the branch has moved"},
 )
-@reads("only")
+@add_shared_options("only", *_OF_JOBS)
 def push(
     ctx: typer.Context,
     src: Src,
     target: Annotated[
         str, typer.Argument(help="A model repository: hf://org/name, or hf://org/name@branch.", show_default=False)
     ],
+    writing: WriteRequest,
+    reading: OpenOptions,
     public: Annotated[
         bool, typer.Option("--public/--private", help="Who may read a new repository; an existing one is not changed.")
     ] = False,
@@ -58,11 +60,7 @@ def push(
     ] = None,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
     message: Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")] = None,
-    reading: OpenOptions = NOTHING_ASKED,
-    dtype: Dtype = None,
-    cast: Cast = None,
     latest: Latest = False,
-    ignore_recorded_digests: IgnoreRecorded = False,
     stage: Annotated[
         str | None,
         typer.Option(
@@ -74,7 +72,6 @@ def push(
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Number of files hashed and uploaded at the same time.")
     ] = 4,
-    drop: Drop = False,
     dry_run: DryRun = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -83,22 +80,12 @@ def push(
     """Upload a checkpoint to the Hugging Face Hub as a model that from_pretrained loads, without a copy on disk."""
     from dataclasses import asdict
 
-    from ..engine.planning import WriteRequest
-    from ..hub.push import push_with
-    from ..layouts import find, options_of
+    from ..hub.push import push_checkpoint
 
-    writing = WriteRequest(
-        options=options_of(find("hf"), given(ctx)),
-        dtype=dtype,
-        cast=cast_rules(cast),
-        drop=drop,
-        ignore_recorded_digests=ignore_recorded_digests,
-    )
-    src = newest_of(src, latest, quiet or as_json)
-    meter = Meter(quiet)
-    began = time.monotonic()
-    try:
-        done = push_with(
+    writing = add_layout_options(ctx, replace(writing, to="hf"), target)
+    src = find_newest(src, latest, quiet or as_json)
+    with Meter(quiet) as meter:
+        done = push_checkpoint(
             src,
             target,
             reading,
@@ -112,25 +99,20 @@ def push(
             dry_run=dry_run,
             progress=meter,
         )
-    finally:
-        meter.close()
-    seconds = time.monotonic() - began
     if as_json:
         print_json(
             {
                 **asdict(done),
                 "dropped": [{"name": n, "bytes": b, "why": why} for n, b, why in done.dropped],
                 "dry_run": dry_run,
-                "seconds": round(seconds, 3),
-                "peak_memory_mib": int(peak().split()[1]),
+                **meter.measure_costs(),
             }
         )
         return
     from ..engine.inspect import human
 
-    for text in done.notes:
-        note(f"note: {text}", quiet)
-    left_behind(done.dropped, quiet, verbose)
+    print_notes(done.notes, quiet)
+    print_left_behind(done.dropped, quiet, verbose)
     if any(why.startswith("hf holds weights") for _, _, why in done.dropped):
         note("(--include-optimizer pushes it too)", quiet)
     for name in done.deleted:
@@ -149,7 +131,10 @@ def push(
     else:
         sent = f"{len(done.sent)} files sent ({human(sum(done.sent.values()))})"
         there = f", {len(done.there)} there already" if done.there else ""
-        note(f"{done.layout_from} -> {where} ({kind}): {sent}{there} in {seconds:.1f} s, {peak()}", quiet)
+        note(
+            f"{done.layout_from} -> {where} ({kind}): {sent}{there} in {meter.seconds:.1f} s, {describe_memory()}",
+            quiet,
+        )
         note(f"the Hub has the hash of every one of the {len(done.files)} files", quiet)
         say(f"commit {done.commit}  {done.page}")
     for component, root in done.digest.items():

@@ -14,7 +14,7 @@ from ..errors import UsageError, kind_of_failure
 from ..options import OpenOptions
 from ..printable import printable
 from .help import READING, about
-from .reading import NOTHING_ASKED, reading_keywords, reads
+from .shared_options import add_shared_options, pick_keywords
 from .terminal import (
     Json,
     Latest,
@@ -22,7 +22,7 @@ from .terminal import (
     Src,
     console,
     draw,
-    newest_of,
+    find_newest,
     note,
     print_json,
 )
@@ -47,9 +47,10 @@ __all__ = ["resume_verify"]
         12: "the checkpoint does not fit the job",
     },
 )
-@reads("only")
+@add_shared_options("only")
 def resume_verify(
     src: Src,
+    reading: OpenOptions,
     against: Annotated[
         str | None,
         typer.Option(
@@ -65,7 +66,6 @@ def resume_verify(
             "--reference", help="What ckpttool.Recorder wrote in the original job (JSONL).", rich_help_panel="Reference"
         ),
     ] = None,
-    reading: OpenOptions = NOTHING_ASKED,
     job: Annotated[
         str | None,
         typer.Option(
@@ -296,7 +296,7 @@ def resume_verify(
         from ..engine.workers.local_worker import die_with_parent
 
         die_with_parent(os.getppid())  # however torchrun ends
-    src = newest_of(src, latest, quiet or as_json)
+    src = find_newest(src, latest, quiet or as_json)
     telling = _Telling(quiet)
     with lasting_job():
         try:
@@ -336,7 +336,7 @@ def resume_verify(
                 max_step_seconds=max_step_seconds,
                 max_load_seconds=max_load_seconds,
                 status=telling,
-                **reading_keywords(reading, "only"),
+                **pick_keywords(run, reading),
             )
         finally:
             telling.close()

@@ -22,42 +22,28 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 __all__ = [
-    "CanonicalKeys",
-    "Cast",
-    "Drop",
-    "Dtype",
-    "Force",
-    "IgnoreRecorded",
     "Json",
     "Latest",
-    "MaxMemory",
     "Meter",
-    "NameMap",
-    "NoVerify",
     "OutputLost",
     "Quiet",
     "Src",
-    "Threads",
-    "To",
     "Verbose",
-    "Workers",
-    "WorldSize",
-    "bytes_of",
-    "cast_rules",
-    "comma",
+    "complete_layout",
     "console",
+    "describe_memory",
     "draw",
-    "layout_names",
-    "left_behind",
-    "newest_of",
-    "not_read",
+    "find_newest",
     "note",
-    "peak",
+    "open_streams",
+    "parse_cast_rules",
+    "parse_size",
     "print_json",
-    "ranks",
+    "print_left_behind",
+    "print_unread",
     "refuse_empty",
     "say",
-    "streams",
+    "split_commas",
 ]
 
 Src = Annotated[
@@ -69,96 +55,16 @@ Src = Annotated[
 ]
 
 
-def layout_names(incomplete: str) -> list[str]:
-    """Names of layouts with this prefix, for TAB."""
+def complete_layout(incomplete: str) -> list[str]:
+    """List the names of layouts with this prefix, for TAB."""
     from ..layouts import layouts
 
     return [name for name in layouts() if name.startswith(incomplete.lower())]
 
 
-To = Annotated[
-    str | None,
-    typer.Option(
-        "--to",
-        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, "
-        "accelerate, trainer, lightning, torchtitan or megatron.",
-        autocompletion=layout_names,
-        metavar="LAYOUT",
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Name everything that is left behind.")]
-CanonicalKeys = Annotated[
-    bool,
-    typer.Option(
-        "--canonical-keys", help="dcp, full: write plain FQNs under model and optim instead of the source's own keys."
-    ),
-]
-NameMap = Annotated[
-    str | None,
-    typer.Option(
-        "--map",
-        help="Names and order of another program, for weights and optimizer: a map of `ckpttool maps`, a file, or "
-        "none.",
-        metavar="NAME|FILE",
-    ),
-]
-WorldSize = Annotated[
-    int | None,
-    typer.Option(
-        "--world-size",
-        "-n",
-        min=1,
-        help="Ranks of the job that will load it; by default those of the source, if it has any.",
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32 or keep.", metavar="DTYPE"),
-]
-Cast = Annotated[
-    list[str] | None,
-    typer.Option("--cast", help="dtype of the tensors whose names match; may be repeated.", metavar="GLOB=DTYPE"),
-]
-Threads = Annotated[
-    int,
-    typer.Option(
-        "--jobs",
-        "-j",
-        min=1,
-        help="Number of threads that read, and of threads that write. With 1, one thread does everything: less CPU "
-        "time, more wall time.",
-    ),
-]
-
-
-def _serve_if_worker(spec: str | None) -> str | None:
-    """Under mpiexec, ranks other than 0 go no further than this option."""
-    if spec is not None:
-        from ..engine.workers.executors import serve_if_worker
-
-        serve_if_worker(spec)
-    return spec
-
-
-Workers = Annotated[
-    str | None,
-    typer.Option(
-        "--workers",
-        help="Who does the work: N processes here, or the workers of a dask, Ray or MPI cluster. Default: half of the "
-        "cores, at most 8, from 4 GB on.",
-        metavar="N|dask:ADDRESS|ray:auto|mpi|MODULE:FACTORY",
-        callback=_serve_if_worker,
-    ),
-]
-Drop = Annotated[
-    bool, typer.Option("--drop", help="Convert without state that the target cannot hold and files that are not read.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing destination as a whole.")]
-IgnoreRecorded = Annotated[
-    bool, typer.Option("--ignore-recorded-digests", help="Do not compare the source with its recorded digests.")
-]
 Latest = Annotated[
     bool,
     typer.Option(
@@ -166,15 +72,10 @@ Latest = Annotated[
         help="Take the newest complete checkpoint below this folder, two levels down, from which a job can resume.",
     ),
 ]
-MaxMemory = Annotated[
-    str | None,
-    typer.Option("--max-memory", help="Memory budget of each process, for Python and the buffers.", metavar="SIZE"),
-]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")]
 
 
-def newest_of(path: str, latest: bool, quiet: bool = False) -> str:
-    """The checkpoint to read: the path itself, or with --latest the newest complete one below it, which a note
+def find_newest(path: str, latest: bool, quiet: bool = False) -> str:
+    """Find the checkpoint to read: the path itself, or with --latest the newest complete one below it, which a note
     names."""
     if not latest:
         return path
@@ -187,14 +88,12 @@ def newest_of(path: str, latest: bool, quiet: bool = False) -> str:
     return found
 
 
-def comma(text: str | None) -> list[str] | None:
-    """The parts of `a, b, c`; None if the option was not given.
+def split_commas(text: str) -> list[str]:
+    """Split `a, b, c` at its commas.
 
     Raises:
-        UsageError: it was, and names nothing.
+        UsageError: it names nothing.
     """
-    if text is None:
-        return None
     parts = [t.strip() for t in text.split(",") if t.strip()]
     if not parts:
         raise UsageError(f"{text!r} lists nothing. Give names with commas between them, or leave the option out.")
@@ -216,8 +115,12 @@ def refuse_empty(arguments: Iterable[str]) -> None:
         before = text
 
 
-def bytes_of(text: str) -> int:
-    """A size as people write it: 5GB, 500MiB, 1000000."""
+def parse_size(text: str) -> int:
+    """Parse a size as people write it, 5GB, 500MiB or 1000000, into bytes.
+
+    Raises:
+        UsageError: it is none, or so small that a unit was forgotten.
+    """
     m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not m:
         raise UsageError(f"{text!r} is not a size; write 5GB or 500MiB.")
@@ -226,14 +129,14 @@ def bytes_of(text: str) -> int:
     return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
 
 
-def cast_rules(rules: list[str] | None) -> dict[str, str]:
-    """{glob: dtype} from the values of --cast.
+def parse_cast_rules(rules: list[str]) -> dict[str, str]:
+    """Parse the values of --cast: {glob: dtype}.
 
     Raises:
         UsageError: one is not GLOB=DTYPE.
     """
     out: dict[str, str] = {}
-    for rule in rules or []:
+    for rule in rules:
         pattern, eq, kind = rule.rpartition("=")
         if not eq:
             raise UsageError(f"--cast {rule!r}: write GLOB=DTYPE.")
@@ -242,15 +145,31 @@ def cast_rules(rules: list[str] | None) -> dict[str, str]:
 
 
 class Meter:
-    """Progress on stderr: a live bar on a terminal, a line every ten seconds in a log, nothing with --quiet."""
+    """Progress on stderr: a live bar on a terminal, a line every ten seconds in a log, nothing with --quiet.
+
+    In a `with`, the bar is taken off the screen at the end, and `seconds` is how long it took.
+    """
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
         self.bar: Any = None
         self.task: Any = None
         self.what, self.began, self.said = "", 0.0, 0.0
+        self.created, self.seconds = time.monotonic(), 0.0
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self.seconds = time.monotonic() - self.created
+
+    def measure_costs(self) -> dict[str, Any]:
+        """Measure what a run has cost, as all JSON says it."""
+        return {"seconds": round(self.seconds, 3), "peak_memory_mib": measure_peak_memory()}
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        """Show how far a run is, as a `Progress`."""
         if self.quiet:
             return
         now = time.monotonic()
@@ -258,18 +177,21 @@ class Meter:
             self.close()
             self.what, self.began, self.said = what, now, now
             if sys.stderr.isatty():
-                self._start(what, total)
+                self._start_bar(what, total)
         if self.bar is not None:
             if now - self.said > 0.1 or done == total:
-                self.bar.update(self.task, completed=done, total=max(1, total), memory=peak())
+                self.bar.update(self.task, completed=done, total=max(1, total), memory=describe_memory())
                 self.said = now
         elif now - self.said >= 10:
             rate = done / (now - self.began)
             left = (total - done) / rate if rate else 0
-            note(f"{what} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left, {peak()}")
+            note(
+                f"{what} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left, "
+                f"{describe_memory()}"
+            )
             self.said = now
 
-    def _start(self, what: str, total: int) -> None:
+    def _start_bar(self, what: str, total: int) -> None:
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -392,7 +314,7 @@ def _encodable(e: UnicodeError) -> tuple[str | bytes, int]:
     return text.encode("ascii", "backslashreplace").decode("ascii"), e.end
 
 
-def streams() -> None:
+def open_streams() -> None:
     """Make stdin, stdout and stderr usable even if the caller closed them, so that no file of a checkpoint gets their
     descriptors."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -406,11 +328,16 @@ def streams() -> None:
     sys.stderr = cast("TextIO", Stderr(sys.stderr or open(os.devnull, "w")))  # noqa: SIM115
 
 
-def peak() -> str:
-    """Peak memory of this process, in words."""
+def describe_memory() -> str:
+    """Say the peak memory of this process."""
+    return f"peak {measure_peak_memory()} MiB"
+
+
+def measure_peak_memory() -> int:
+    """Measure the peak memory of this process, in MiB."""
     import resource
 
-    return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
 def say(text: str = "") -> None:
@@ -424,7 +351,7 @@ def note(text: str, quiet: bool = False) -> None:
         print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
-def left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool = False) -> None:
+def print_left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool = False) -> None:
     """Print one line about (name, bytes, why) that the target does not hold, and one about files that were not read;
     with `verbose`, every name."""
     from ..engine.discover.unread_files import NOT_READ, human, listed
@@ -450,7 +377,7 @@ def left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool 
         note(f"  {name}, {human(nbytes)}: {why}", quiet)
 
 
-def not_read(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
+def print_unread(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
     """Name the files of a checkpoint that a command did not read, as `Unread.to_json` has them."""
     from ..engine.discover import unread_files
     from ..index.checkpoint import Unread
@@ -462,11 +389,6 @@ def not_read(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
 def print_json(data: Any) -> None:
     """Data, on stdout."""
     print(printable_json(data, default=str))  # noqa: T201
-
-
-def ranks(n: int) -> str:
-    """1 rank, 8 ranks."""
-    return "1 rank" if n == 1 else f"{n} ranks"
 
 
 def draw(*renderables: Any) -> None:

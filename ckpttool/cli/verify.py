@@ -8,18 +8,17 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .reading import NOTHING_ASKED, reading_keywords, reads
+from .results import print_notes
+from .shared_options import Workers, add_shared_options, pick_keywords
 from .terminal import (
     Json,
     Latest,
     Meter,
     Quiet,
     Src,
-    Workers,
-    newest_of,
-    not_read,
-    note,
+    find_newest,
     print_json,
+    print_unread,
     say,
 )
 
@@ -33,16 +32,16 @@ __all__ = ["verify"]
     exits=(*READING, 5),
     meaning={5: "it differs from what was recorded, or from --against"},
 )
-@reads()
+@add_shared_options()
 def verify(
     path: Src,
+    reading: OpenOptions,
     read_data: Annotated[
         bool, typer.Option("--read-data", help="Read every byte and compare CRC32s and recorded digests.")
     ] = False,
     against: Annotated[
         str | None, typer.Option("--against", help="A checkpoint that must contain the same state.", metavar="PATH")
     ] = None,
-    reading: OpenOptions = NOTHING_ASKED,
     latest: Latest = False,
     workers: Workers = None,
     as_json: Json = False,
@@ -51,19 +50,20 @@ def verify(
     """Check that a checkpoint is complete: its structure and, with --read-data, every byte."""
     from ..engine.verification import verify as check
 
-    path = newest_of(path, latest, quiet or as_json)
-    meter = Meter(quiet)
-    try:
+    path = find_newest(path, latest, quiet or as_json)
+    with Meter(quiet) as meter:
         found = check(
-            path, read_data=read_data, against=against, progress=meter, workers=workers, **reading_keywords(reading)
+            path,
+            read_data=read_data,
+            against=against,
+            progress=meter,
+            workers=workers,
+            **pick_keywords(check, reading),
         )
-    finally:
-        meter.close()
     if as_json:
         print_json(found.to_json())
         return
-    not_read(found.not_read, quiet)
-    for text in found.notes:
-        note(f"note: {text}", quiet)
+    print_unread(found.not_read, quiet)
+    print_notes(found.notes, quiet)
     for line in found.lines():
         say(line)

@@ -8,21 +8,20 @@ computed (merging.py). Everything that holds for `convert` holds for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Unpack
 
 from .. import layouts
 from ..errors import UsageError
-from ..options import Reading, list_reading_keywords
-from .conversion import ConvertResult, RunOptions, convert_with
-from .copy.fill import Progress, silent
-from .opening import CheckpointPath, MergeRequest, OpenOptions
-from .planning import WriteRequest
+from ..options import ExtractKeywords, MergeKeywords, MergeRequest, list_keywords, split_keywords
+from .conversion import ConvertResult, run_conversion
+from .opening import CheckpointPath
 
 __all__ = ["adapter_extract", "adapter_merge", "merge_target"]
 
 
-@list_reading_keywords
+@list_keywords
 def adapter_extract(
     src: CheckpointPath,
     dst: str | os.PathLike[str],
@@ -33,14 +32,7 @@ def adapter_extract(
     rslora: bool = False,
     base_model: str | None = None,
     strip_prefix: str | None = None,
-    dtype: str | None = None,
-    ignore_recorded_digests: bool = False,
-    force: bool = False,
-    verify: bool = True,
-    max_memory_bytes: int | None = None,
-    threads: int = 2,
-    progress: Progress = silent,
-    **reading: Unpack[Reading],
+    **keywords: Unpack[ExtractKeywords],
 ) -> ConvertResult:
     """Write the adapter in a checkpoint of any layout as PEFT's own folder, byte for byte as its save_pretrained does.
 
@@ -63,9 +55,9 @@ def adapter_extract(
         Unsupported: there is no adapter, no adapter_config.json and no `lora_alpha`, or a kind whose names are not
         known.
     """
-    config = reading.get("config")
+    config = keywords.get("config")
     if config is not None and os.path.isdir(config) and not os.path.exists(os.path.join(config, "config.json")):
-        adapter_config, reading["config"] = adapter_config or config, None  # no reader can use it
+        adapter_config, keywords["config"] = adapter_config or config, None  # no reader can use it
     hf = layouts.find("hf")
     assert hf.options is not None
     options = hf.options(
@@ -77,14 +69,11 @@ def adapter_extract(
         base_model=base_model,
         strip_prefix=strip_prefix,
     )
-    writing = WriteRequest(to="hf", options=options, dtype=dtype, ignore_recorded_digests=ignore_recorded_digests)
-    running = RunOptions(
-        force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
-    )
-    return convert_with(src, dst, OpenOptions(**reading), writing, running)
+    reading, writing, running = split_keywords(keywords)
+    return run_conversion(src, dst, reading, replace(writing, to="hf", options=options), running)
 
 
-@list_reading_keywords
+@list_keywords
 def adapter_merge(
     src: CheckpointPath,
     dst: str | os.PathLike[str],
@@ -94,20 +83,7 @@ def adapter_merge(
     adapter_config: str | None = None,
     lora_alpha: float | None = None,
     rslora: bool = False,
-    to: str | None = None,
-    options: object = None,
-    world_size: int | None = None,
-    only: Iterable[str] | None = None,
-    dtype: str | None = None,
-    cast: Mapping[str, str] | None = None,
-    drop: bool = False,
-    force: bool = False,
-    verify: bool = True,
-    ignore_recorded_digests: bool = False,
-    max_memory_bytes: int | None = None,
-    threads: int = 2,
-    progress: Progress = silent,
-    **reading: Unpack[Reading],
+    **keywords: Unpack[MergeKeywords],
 ) -> ConvertResult:
     """Write a model with its LoRA merged: W + scaling * B @ A, with the bits that PEFT's merge_and_unload gives on a
     CPU.
@@ -135,35 +111,20 @@ def adapter_merge(
             training would be left out, and neither `drop` nor `only` is set.
         Corrupt: adapter and base model do not fit. MissingPackage: torch is not installed.
     """
-    names = (adapter_name,) if isinstance(adapter_name, str) else tuple(adapter_name or ())
-    base = OpenOptions(
-        only=only,
-        merge=MergeRequest(
-            adapter=None if adapter is None else os.fspath(adapter),
-            names=names,
-            config=adapter_config,
-            lora_alpha=lora_alpha,
-            rslora=rslora,
-        ),
-        **reading,
+    reading, writing, running = split_keywords(keywords)
+    merge = MergeRequest(
+        adapter=None if adapter is None else os.fspath(adapter),
+        names=(adapter_name,) if isinstance(adapter_name, str) else tuple(adapter_name or ()),
+        config=adapter_config,
+        lora_alpha=lora_alpha,
+        rslora=rslora,
     )
-    writing = WriteRequest(
-        to=merge_target(to, dst).name,
-        options=options,
-        world_size=world_size,
-        dtype=dtype,
-        cast=cast,
-        drop=drop,
-        ignore_recorded_digests=ignore_recorded_digests,
-    )
-    running = RunOptions(
-        force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
-    )
-    return convert_with(src, dst, base, writing, running)
+    writing = replace(writing, to=merge_target(writing.to, dst).name)
+    return run_conversion(src, dst, replace(reading, merge=merge), writing, running)
 
 
 def merge_target(to: str | None, dst: str | os.PathLike[str]) -> layouts.Layout:
-    """The layout of a merged model: the one that was named, or that the destination's name tells, or hf."""
+    """Choose the layout of a merged model: the one that was named, or that the destination's name tells, or hf."""
     if to is None:
         try:
             return layouts.target_of(None, dst)

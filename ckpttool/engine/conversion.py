@@ -7,35 +7,34 @@ commits it in one rename.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Unpack
 
 from ..errors import CkpttoolError, Interrupted, UsageError, argument, note_change, what_changed
+from ..index.checkpoint import TensorEntry
 from ..index.draft import Draft
-from ..options import Reading, list_reading_keywords
+from ..options import ConvertKeywords, OpenOptions, RunOptions, WriteRequest, list_keywords, split_keywords
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination_protocol import Destination
 from ..storage.source import Source
-from .conservation import written_values
-from .copy.fill import Progress, fill, lost_notes, silent
+from .copy.fill import fill, lost_notes
 from .copy.tensor_digests import reporting
-from .copy.value_digests import state_roots
-from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
+from .destination import normal_destination, open_destination, recover_old, refuse_destination, refuse_source
 from .discover.unread_files import human
-from .opening import CheckpointPath, OpenOptions
-from .planning import WriteRequest, plan_id, plan_with
-from .recorded import RECORD, encoded, record
-from .verification import read_back, settled
+from .opening import CheckpointPath
+from .planning import Plan, plan_conversion, plan_id, read_map
+from .recorded import RECORD, encode_record, make_record
+from .verification import check_copied, read_back
 from .workers import part_worker
 from .workers.coordinator import fill_with_workers, why_one_process, workers_for_reading
-from .workers.executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
+from .workers.executors import Workers, default_count, serve_if_worker, workers_of
 from .workers.part_requests import describe_job, with_absolute_paths
 
-__all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_with", "io_budget", "most_memory_bytes"]
+__all__ = ["PYTHON_BYTES", "ConvertResult", "choose_io_budget", "convert", "most_memory_bytes", "run_conversion"]
 
 
 @dataclass
@@ -91,48 +90,8 @@ class ConvertResult(Shown):
             yield f"digest {component:10s} blake3:{root}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How a conversion is carried out; the arguments of `convert`, which explains them."""
-
-    force: bool = False
-    verify: bool = True
-    max_memory_bytes: int | None = None
-    threads: int = 2
-    workers: WorkersSpec = None
-    progress: Progress = silent
-
-
-@list_reading_keywords
-def convert(
-    src: CheckpointPath,
-    dst: str | os.PathLike[str],
-    *,
-    to: str | None = None,
-    options: object = None,
-    world_size: int | None = None,
-    only: Iterable[str] | None = None,
-    dtype: str | None = None,
-    cast: Mapping[str, str] | None = None,
-    canonical_keys: bool = False,
-    drop: bool = False,
-    force: bool = False,
-    verify: bool = True,
-    salvage: bool = False,
-    fill_from: str | os.PathLike[str] | None = None,
-    strip_wrappers: bool = False,
-    vocab_size: int | None = None,
-    regroup: bool = False,
-    dequantize: Iterable[str] | None = None,
-    map: str | os.PathLike[str] | None = None,
-    ignore_recorded_digests: bool = False,
-    expected: Mapping[str, str] | None = None,
-    max_memory_bytes: int | None = None,
-    threads: int = 2,
-    workers: WorkersSpec = None,
-    progress: Progress = silent,
-    **reading: Unpack[Reading],
-) -> ConvertResult:
+@list_keywords
+def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack[ConvertKeywords]) -> ConvertResult:
     """Convert a checkpoint to another layout, world size or dtype, bit for bit.
 
     The destination appears whole or not at all. What the target cannot hold, and state in files that the source's
@@ -196,157 +155,197 @@ def convert(
         new
             one. What is worth knowing besides, such as what could not be removed, is in the notes of the exception.
     """
-    source = OpenOptions(
-        only=only, salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from), **reading
-    )
-    writing = WriteRequest(
-        to=to,
-        options=options,
-        world_size=world_size,
-        dtype=dtype,
-        cast=cast,
-        canonical_keys=canonical_keys,
-        drop=drop,
-        ignore_recorded_digests=ignore_recorded_digests,
-        expected=expected,
-        strip_wrappers=strip_wrappers,
-        vocab_size=vocab_size,
-        regroup=regroup,
-        dequantize=dequantize,
-        map=None if map is None else os.fspath(map),
-    )
-    running = RunOptions(
-        force=force,
-        verify=verify,
-        max_memory_bytes=max_memory_bytes,
-        threads=threads,
-        workers=workers,
-        progress=progress,
-    )
-    return convert_with(src, dst, source, writing, running)
+    return run_conversion(src, dst, *split_keywords(keywords))
 
 
-def convert_with(
+def run_conversion(
     src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest, running: RunOptions
 ) -> ConvertResult:
-    """`convert`."""
+    """Plan a conversion, fill its destination, read that back, and commit it; `convert` explains what is asked.
+
+    Raises:
+        CkpttoolError: as `convert`.
+    """
     serve_if_worker(running.workers)
     note_change("")
+    # what cannot be, before anything is opened
+    writing, reading = read_map(writing), with_absolute_paths(reading)
     dst = normal_destination(dst)
-    reading = with_absolute_paths(reading)
     refuse_source(src, dst)
     where = urls.display_path(dst)
-    said = [] if urls.is_url(dst) else recovered(where)
+    put_back = [] if urls.is_url(dst) else recover_old(where)
     refuse_destination(dst, where, running.force)
     try:
-        return _convert(src, dst, where, reading, writing, running, said)
+        with reporting(running.progress), plan_conversion(src, dst, reading, writing) as planned:
+            opened, draft, target = planned.opened, planned.draft, planned.target
+            if running.force:
+                target.check_replaceable(dst)
+            budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
+            # what decides the bytes: `drop` changes none, and by how much a merge does is in a file beside the adapter
+            merged = [opened.checkpoint.merged] if opened.checkpoint.merged else []
+            asked = plan_id(opened.source, draft, target, reading, replace(writing, drop=False), *merged)
+            destination = open_destination(dst, target.is_file, draft, asked, running.force)
+            with _keeping_work(destination):
+                job = describe_job(src, dst, reading, writing, asked) if opened.source.has_versions() else None
+                filled = _fill(planned, job, destination, writing, running, budget, reading.config)
+                _commit(planned, filled, dst, destination, running, budget, reading.config)
+            return _result(planned, filled, where, running, [*put_back, *destination.messages])
     except KeyboardInterrupt:
         e = Interrupted(f"interrupted. {what_changed() or f'{where} is untouched, and nothing of it was written yet.'}")
-        for text in said:
-            e.add_note(text)
+        _add_notes(e, put_back)
         raise e from None
     except CkpttoolError as e:
-        for text in said:
-            e.add_note(text)
+        _add_notes(e, put_back)
         raise
 
 
-def _convert(
-    src: CheckpointPath,
-    dst: str,
-    where: str,
-    reading: OpenOptions,
+def _add_notes(e: CkpttoolError, notes: Iterable[str]) -> None:
+    for text in notes:
+        e.add_note(text)
+
+
+@contextmanager
+def _keeping_work(destination: Destination) -> Iterator[None]:
+    """Where what is done inside fails, keep what is of use to the next run, remove everything else, and say so."""
+    try:
+        yield
+    except BaseException as e:
+        error = destination.fail(e)
+        if isinstance(error, CkpttoolError):
+            _add_notes(error, destination.messages)
+        if error is e:
+            raise
+        raise error from (None if isinstance(e, KeyboardInterrupt) else e)
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A destination that was filled, and not committed yet."""
+
+    wanted: dict[str, TensorEntry]  # the source's tensors that it holds
+    digests: dict[str, str]  # {tensor: BLAKE3 in hex}
+    roots: dict[str, str]  # of the state and of its components
+    facts: dict[str, Any] | None  # of a run with several workers: `fill_with_workers`
+    done_before: int  # tensors that an interrupted run had written
+    filled_before: int  # parts that workers of an interrupted run had filled
+    readable: bool  # whether it could be read before the commit
+
+    @property
+    def continued(self) -> bool:
+        """Whether an interrupted run had written a part of it."""
+        return self.done_before > 0 or self.filled_before > 0
+
+
+def _fill(
+    planned: Plan,
+    job: dict[str, Any] | None,
+    destination: Destination,
     writing: WriteRequest,
     running: RunOptions,
-    said: list[str],
-) -> ConvertResult:
-    """`convert`, after the destination was looked at; what is worth knowing is added to `said`, also where it
-    raises."""
-    force, verify, progress = running.force, running.verify, running.progress
-    with reporting(progress), plan_with(src, dst, reading, writing) as planned:
-        opened, draft, target = planned.opened, planned.draft, planned.target
-        if force:
-            target.check_replaceable(dst)
-        ckpt, source = opened.checkpoint, opened.source
-        budget = io_budget(running.max_memory_bytes, running.threads, source)
-        merged = [ckpt.merged] if ckpt.merged else []  # by how much is in a file beside the adapter
-        asked = plan_id(source, draft, target, reading, replace(writing, drop=False), *merged)  # `drop` changes no byte
-        destination = open_destination(dst, target.is_file, draft, asked, force)
-        said += destination.messages
-        destination.messages = said
-        try:
-            job = describe_job(src, dst, reading, writing, asked) if source.has_versions() else None
-            with _workers(job, draft, destination, running) as workers:
-                facts: dict[str, Any] | None = None
-                parallel = destination.parallel
-                if workers is None or job is None or parallel is None:
-                    digests = fill(draft, source, ckpt.files, ckpt.records, destination, progress, budget)
-                else:
-                    digests, facts = fill_with_workers(planned, job, parallel, workers, progress, budget)
-                again = facts["filled_before"] if facts else 0
-                done = destination.earlier.done
-                wanted, digests = settled(opened, draft, digests, writing, progress, budget)
-                rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
-                exact = {n: t for n, t in wanted.items() if n not in rebuilt}
-                root = state_roots(replace(ckpt, tensors=exact, values=written_values(draft, wanted)), digests)
-                if not target.is_file:
-                    destination.write_file(RECORD, encoded(record(planned, wanted, digests)))
-                built = destination.readable_path
-                if built is not None and (verify or done or again):
-                    read_back(built, target, draft, digests, reading.config, progress, budget, workers)
-            source.assert_unchanged()
-            with target.replacing(dst) if force else nullcontext():
-                destination.commit()
-            if built is None and verify:  # an object can be read when it is there, and not before
-                with workers_for_reading(running.workers, dst, draft.nbytes) as workers:
-                    read_back(dst, target, draft, digests, reading.config, progress, budget, workers)
-        except BaseException as e:
-            error = destination.fail(e)
-            if error is e:
-                raise
-            raise error from (None if isinstance(e, KeyboardInterrupt) else e)
-        notes = [*ckpt.notes, *draft.notes, *lost_notes(draft.lost), *said]
-        if not source.has_versions():
-            notes.append(
-                "the server gives no versions of its files: a change while they were read would not be noticed"
-            )
-        read_again = "" if verify or built is None else ", so the result was read back"
-        if again:
-            notes.append(f"continued an interrupted run: {again} parts were filled{read_again}")
-        elif done:
-            notes.append(
-                f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done and were "
-                f"read again{read_again}"
-            )
-        return ConvertResult(
-            source=source.root,
-            destination=where,
-            layout_from=opened.layout.name,
-            layout_to=target.name,
-            world_size=draft.checkpoint.world_size,
-            tensors=len(wanted),
-            source_bytes=ckpt.nbytes,
-            written_bytes=draft.nbytes,
-            digest=root,
-            verified=verify or (built is not None and (done > 0 or again > 0)),
-            dropped=[(d.name, d.nbytes, d.why) for d in planned.account.dropped],
-            kept=planned.account.kept,
-            changed=planned.account.changed,
-            added=planned.account.added,
-            notes=notes,
-            about=draft.summary,
-            compared=len(wanted.keys() & ckpt.recorded.keys()),
-            not_read=[r.to_json() for r in ckpt.unread],
-            workers=facts,
+    budget: IOBudget,
+    config: str | None,
+) -> _Filled:
+    """Write every byte of a draft and the record beside it; read it back where it can be read before the commit.
+
+    Raises:
+        CkpttoolError: the source is damaged or was changed, or the result differs from the draft.
+    """
+    opened, draft, target, progress = planned.opened, planned.draft, planned.target, running.progress
+    ckpt, source = opened.checkpoint, opened.source
+    with _workers(job, draft, destination, running) as workers:
+        # every byte
+        facts: dict[str, Any] | None = None
+        parallel = destination.parallel
+        if workers is None or job is None or parallel is None:
+            digests = fill(draft, source, ckpt.files, ckpt.records, destination, progress, budget)
+        else:
+            digests, facts = fill_with_workers(planned, job, parallel, workers, progress, budget)
+        # the source must still be what was planned, and what was recorded of it
+        wanted, digests = check_copied(opened, draft, digests, writing, progress, budget)
+        written = make_record(planned, wanted, digests)
+        if not target.is_file:
+            destination.write_file(RECORD, encode_record(written))
+        filled = _Filled(
+            wanted,
+            digests,
+            written["digest"],
+            facts,
+            destination.earlier.done,
+            facts["filled_before"] if facts else 0,
+            destination.readable_path is not None,
         )
+        # what an interrupted run has written, this one has not seen
+        if destination.readable_path is not None and (running.verify or filled.continued):
+            read_back(destination.readable_path, target, draft, digests, config, progress, budget, workers)
+    return filled
+
+
+def _commit(
+    planned: Plan,
+    filled: _Filled,
+    dst: str,
+    destination: Destination,
+    running: RunOptions,
+    budget: IOBudget,
+    config: str | None,
+) -> None:
+    """Make a destination visible, and read it back if it could not be read before.
+
+    Raises:
+        SourceChanged: the source was written to meanwhile. Differs: what is there is not what was written.
+    """
+    planned.opened.source.assert_unchanged()
+    with planned.target.replacing(dst) if running.force else nullcontext():
+        destination.commit()
+    if not filled.readable and running.verify:  # an object can be read when it is there, and not before
+        with workers_for_reading(running.workers, dst, planned.draft.nbytes) as workers:
+            read_back(dst, planned.target, planned.draft, filled.digests, config, running.progress, budget, workers)
+
+
+def _result(planned: Plan, filled: _Filled, where: str, running: RunOptions, messages: list[str]) -> ConvertResult:
+    """Say what a conversion did; `messages` are those of its destination."""
+    opened, draft, account = planned.opened, planned.draft, planned.account
+    ckpt = opened.checkpoint
+    notes = [*ckpt.notes, *draft.notes, *lost_notes(draft.lost), *messages]
+    if not opened.source.has_versions():
+        notes.append("the server gives no versions of its files: a change while they were read would not be noticed")
+    read_again = "" if running.verify or not filled.readable else ", so the result was read back"
+    if filled.filled_before:
+        notes.append(f"continued an interrupted run: {filled.filled_before} parts were filled{read_again}")
+    elif filled.done_before:
+        notes.append(
+            f"continued an interrupted run: {filled.done_before} of {len(draft.checkpoint.tensors)} tensors were done "
+            f"and were read again{read_again}"
+        )
+    return ConvertResult(
+        source=opened.source.root,
+        destination=where,
+        layout_from=opened.layout.name,
+        layout_to=planned.target.name,
+        world_size=draft.checkpoint.world_size,
+        tensors=len(filled.wanted),
+        source_bytes=ckpt.nbytes,
+        written_bytes=draft.nbytes,
+        digest=filled.roots,
+        verified=running.verify or (filled.readable and filled.continued),
+        dropped=[(d.name, d.nbytes, d.why) for d in account.dropped],
+        kept=account.kept,
+        changed=account.changed,
+        added=account.added,
+        notes=notes,
+        about=draft.summary,
+        compared=len(filled.wanted.keys() & ckpt.recorded.keys()),
+        not_read=[r.to_json() for r in ckpt.unread],
+        workers=filled.facts,
+    )
 
 
 @contextmanager
 def _workers(
     job: dict[str, Any] | None, draft: Draft, destination: Destination, running: RunOptions
 ) -> Iterator[Workers | None]:
-    """The workers that fill a draft; None where this process does it alone, and a note says why if it was asked for
-    others."""
+    """Start the workers that fill a draft; None where this process does it alone, and a note says why if it was asked
+    for others."""
     spec = running.workers
     parallel = destination.parallel
     why = why_one_process(draft, job, parallel is not None, parallel is not None and parallel.part_bytes > 0)
@@ -373,22 +372,28 @@ def _workers(
 PYTHON_BYTES = 64 << 20
 
 
-def _buffers(budget: IOBudget, source: Source) -> int:
+def _count_buffers(budget: IOBudget, source: Source) -> int:
+    """Count the buffers that readers and writers hold at the same time."""
     return 9 + 2 * budget.writer_threads + 3 * budget.reader_threads(source)
 
 
 def most_memory_bytes(budget: IOBudget, source: Source) -> int:
-    """The most memory that a run takes besides the index."""
-    return PYTHON_BYTES + source.working_bytes + _buffers(budget, source) * budget.buffer_bytes
+    """Compute the most bytes of memory that a run takes besides the index."""
+    return PYTHON_BYTES + source.working_bytes + _count_buffers(budget, source) * budget.buffer_bytes
 
 
-def io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOBudget:
-    """Threads and buffers: all the buffers, and what Python and numpy take, fit into the budget."""
+def choose_io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOBudget:
+    """Choose threads and the size of buffers, so that all the buffers, and what Python and numpy take, fit into
+    `max_memory_bytes`; buffers of the usual size where None.
+
+    Raises:
+        UsageError: there are no threads, or the buffers would be too small.
+    """
     if threads < 1:
         raise UsageError(f"{argument('threads', threads)}: it must be at least 1.")
     if max_memory_bytes is None:
         return IOBudget(threads)
-    buffers = _buffers(IOBudget(threads), source)
+    buffers = _count_buffers(IOBudget(threads), source)
     fixed = PYTHON_BYTES + source.working_bytes
     buffer = (max_memory_bytes - fixed) // buffers
     if buffer < 256 << 10:

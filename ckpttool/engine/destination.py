@@ -26,7 +26,7 @@ __all__ = [
     "check_destination",
     "normal_destination",
     "open_destination",
-    "recovered",
+    "recover_old",
     "refuse_destination",
     "refuse_source",
     "sharable",
@@ -142,8 +142,12 @@ def _refuse_foreign(target: str) -> None:
         ) from None
 
 
-def recovered(target: str) -> list[str]:
-    """`partial.recover`."""
+def recover_old(target: str) -> list[str]:
+    """Put back an old destination that an interrupted run had taken away; return what people should know of it.
+
+    Raises:
+        CkpttoolError: the system does not let us.
+    """
     try:
         return partial.recover(target)
     except OSError as e:

@@ -16,7 +16,7 @@ from ..errors import Differs, UsageError, argument
 from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, TensorEntry
-from ..options import Search, list_reading_keywords
+from ..options import Search, list_keywords
 from ..printable import Shown
 from .copy.dtypes import numbers
 from .copy.fill import Progress, silent
@@ -24,7 +24,7 @@ from .copy.stream import Block, Reader, StreamJob, side_by_side
 from .copy.tensor_digests import reporting
 from .copy.value_digests import equal_values
 from .map_choice import kept_text, under_other_names
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused, with_fitting_layout
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, refuse_unused, with_fitting_layout
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
 
@@ -106,7 +106,7 @@ class Difference(Shown):
         )
 
 
-@list_reading_keywords
+@list_keywords
 def diff(
     a: CheckpointPath,
     b: CheckpointPath,
@@ -145,7 +145,7 @@ def diff(
     of_each = [with_fitting_layout(path, options) for path in (a, b)]
     if options.source_layout is not None and not any(one.source_layout for one in of_each):
         raise UsageError(f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.")
-    with open_with(a, of_each[0], check_hints=False) as x, open_with(b, of_each[1], check_hints=False) as y:
+    with open_checkpoint(a, of_each[0], check_hints=False) as x, open_checkpoint(b, of_each[1], check_hints=False) as y:
         used = {*x.layout.reader_uses, *y.layout.reader_uses, *(["config"] if map is not None else [])}
         refuse_unused(options, f"{x.layout.name} | {y.layout.name}", used)
         with reporting(progress):

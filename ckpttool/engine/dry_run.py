@@ -6,18 +6,19 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..options import OpenOptions, RunOptions, WriteRequest
 from ..storage import upload, urls
-from .conversion import PYTHON_BYTES, RunOptions, io_budget, most_memory_bytes
+from .conversion import PYTHON_BYTES, choose_io_budget, most_memory_bytes
 from .copy.tensor_digests import reporting
 from .destination import check_destination, normal_destination, sharable
-from .opening import CheckpointPath, OpenOptions
-from .planning import Plan, WriteRequest, caster, plan_with
+from .opening import CheckpointPath
+from .planning import Plan, choose_dtype, plan_conversion, read_map
 from .verification import held_by
 from .workers.coordinator import why_one_process
 from .workers.executors import describe_workers
 from .workers.part_requests import describe_job
 
-__all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "dry_run_with"]
+__all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "estimate_conversion"]
 
 #: The rate of the time that is estimated: an assumption, of bytes read and written together. A local NVMe disk does
 #: about twice
@@ -66,20 +67,21 @@ class DryRun:
         }
 
 
-def dry_run_with(
+def estimate_conversion(
     src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest, running: RunOptions
 ) -> DryRun:
-    """Plan a conversion and count; writes nothing.
+    """Estimate what a conversion would read, write and take; write nothing.
 
     Raises:
         CkpttoolError: whatever `convert` would refuse before it begins to copy.
     """
-    with reporting(running.progress), plan_with(src, dst, reading, writing) as planned:
+    writing = read_map(writing)
+    with reporting(running.progress), plan_conversion(src, dst, reading, writing) as planned:
         opened, draft = planned.opened, planned.draft
         free = check_destination(src, dst, planned, running.force)
-        budget = io_budget(running.max_memory_bytes, running.threads, opened.source)
+        budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
         read = sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
-        held = held_by(opened.checkpoint, draft, caster(writing.dtype, writing.cast or {}))
+        held = held_by(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
         each = most_memory_bytes(budget, opened.source)
         if urls.is_url(os.fspath(dst)):
             each += upload.SIZES.in_flight_bytes + upload.SIZES.buffered_bytes

@@ -14,20 +14,20 @@ from ..errors import Unsupported, argument
 from ..index.checkpoint import Salvage
 from ..index.names import step_count
 from ..storage.overlay import JoinedSource, name_in_joined
-from .opening import OpenCheckpoint, OpenOptions, open_with, shown_path
+from .opening import OpenCheckpoint, OpenOptions, open_checkpoint, shown_path
 
-__all__ = ["filled"]
+__all__ = ["fill_from_other"]
 
 
-def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> None:
+def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> OpenCheckpoint:
     """Give a salvaged checkpoint the tensors and values that it lacks and that the one at `path` has; of the components
-    `only`, of all where None.
+    `only`, of all where None. To close the result closes both.
 
     Raises:
         Unsupported: the other one is of another model, or was salvaged itself.
     """
     ckpt = opened.locate()
-    other = open_with(path, OpenOptions(only=None))
+    other = open_checkpoint(path, OpenOptions(only=None))
     try:
         theirs = other.locate()
         if theirs.salvage is not None and (theirs.salvage.missing or theirs.salvage.rebuilt):
@@ -88,7 +88,7 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
     )
     if left.missing:
         notes.append(f'{len(left.missing):,} are in neither checkpoint, first "{next(iter(left.missing))}"')
-    opened.checkpoint = replace(
+    filled = replace(
         ckpt,
         tensors=ckpt.tensors | tensors,
         values=ckpt.values | values,
@@ -99,4 +99,4 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
         salvage=left,
         notes=notes,
     )
-    opened.source = JoinedSource(opened.source, other.source)
+    return replace(opened, checkpoint=filled, source=JoinedSource(opened.source, other.source))

@@ -19,13 +19,13 @@ from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimiz
 from ..index.composites import MARK, composites, describe_composites, describe_unwrapped
 from ..index.names import step_count
 from ..index.optimizers import describe_lost_slots, find_optimizers, find_per_rank_slots
-from ..options import Search, list_reading_keywords
+from ..options import Search, list_keywords
 from ..printable import printable
 from ..storage import urls
 from ..storage.source import Source
 from .discover.next_steps import next_step
 from .discover.unread_files import human, listed
-from .opening import CheckpointPath, OpenOptions, open_with, shown_path
+from .opening import CheckpointPath, OpenOptions, open_checkpoint, shown_path
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -94,7 +94,7 @@ def _printed(drawing: RenderableType) -> Console:
     return console
 
 
-@list_reading_keywords
+@list_keywords
 def inspect(
     path: CheckpointPath,
     *,
@@ -107,7 +107,7 @@ def inspect(
         (all): as `open`.
     """
     options = OpenOptions(only=only, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
-    with open_with(path, options, needed=lambda component: False) as opened:
+    with open_checkpoint(path, options, needed=lambda component: False) as opened:
         return summarise(opened.checkpoint, shown_path(path), opened.source, opened.only)
 
 

@@ -23,7 +23,7 @@ from ..index.name_maps import NameMap
 from ..storage.source import Source
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
-from .opening import OpenOptions, open_with
+from .opening import OpenOptions, open_checkpoint
 from .transform.mapping import apply_map
 from .transform.premises import check_premises, read_job_arguments
 
@@ -124,7 +124,7 @@ def _heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[str, 
         ):
             continue
         try:
-            with open_with(path, OpenOptions(source_layout="hf", only=("model",))) as export:
+            with open_checkpoint(path, OpenOptions(source_layout="hf", only=("model",))) as export:
                 there = export.locate()
                 wanted = {
                     n: t

@@ -33,7 +33,7 @@ from ..index.draft import Dropped
 from ..storage.overlay import ComputedSource
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
-from .opening import CheckpointPath, MergeRequest, OpenCheckpoint, OpenOptions, model_of, open_with
+from .opening import CheckpointPath, MergeRequest, OpenCheckpoint, OpenOptions, model_of, open_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -107,14 +107,14 @@ def open_merged(
     need("ckpttool adapter merge", "torch")
     opened: list[OpenCheckpoint] = []
     try:
-        base = open_with(src, options, model or model_of(options), check_hints=False)
+        base = open_checkpoint(src, options, model or model_of(options), check_hints=False)
         opened.append(base)
         theirs = base
         if request.adapter is not None:
-            theirs = open_with(request.adapter, OpenOptions(only=options.only))
+            theirs = open_checkpoint(request.adapter, OpenOptions(only=options.only))
             opened.append(theirs)
             if options.only is not None and lora.find_lora(theirs.checkpoint) is None:  # it may be in another component
-                theirs = open_with(request.adapter, OpenOptions())
+                theirs = open_checkpoint(request.adapter, OpenOptions())
                 opened.append(theirs)
         for part in opened:
             part.locate()

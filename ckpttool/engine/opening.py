@@ -16,7 +16,7 @@ from ..index.check import check
 from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, ranks_without_rng_state, tied_weights
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
-from ..options import MergeRequest, OpenOptions, Reading, list_reading_keywords
+from ..options import MergeRequest, OpenOptions, Reading, list_keywords
 from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
 from .copy.value_digests import equal_values, split_lists, value_digests
@@ -34,7 +34,7 @@ __all__ = [
     "OpenOptions",
     "model_of",
     "open",
-    "open_with",
+    "open_checkpoint",
     "optimizer_order",
     "refuse_unused",
     "shown_path",
@@ -272,7 +272,7 @@ class OpenCheckpoint:
         self.close()
 
 
-@list_reading_keywords
+@list_keywords
 def open(
     path: CheckpointPath,
     *,
@@ -300,12 +300,12 @@ def open(
         UsageError: an argument makes no sense.
     """
     options = OpenOptions(only=only, **reading)
-    opened = open_with(path, options)
+    opened = open_checkpoint(path, options)
     opened.source.is_users = True
     return opened
 
 
-def open_with(
+def open_checkpoint(
     path: CheckpointPath,
     options: OpenOptions,
     model: layouts.ModelHints | None = None,

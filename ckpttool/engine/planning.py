@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from blake3 import blake3
 
@@ -38,7 +38,7 @@ from ..index.optimizers import describe_lost_slots, find_per_rank_slots
 from ..index.param_groups import names_by_group, regroup
 from ..index.schedulers import complete_scheduler_state
 from ..index.vocabulary import vocabulary_of
-from ..options import Reading, list_reading_keywords
+from ..options import OpenOptions, PlanKeywords, WriteRequest, list_keywords, split_keywords
 from ..printable import Shown
 from ..storage.source import Source
 from . import mixups
@@ -46,48 +46,14 @@ from .conservation import Account
 from .copy.averages import averages_of
 from .copy.value_digests import value_digest
 from .discover import unread_files
-from .fill_from import filled
+from .fill_from import fill_from_other
 from .map_choice import kept_text, under_other_names
 from .merging import open_merged
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
+from .opening import CheckpointPath, OpenCheckpoint, model_of, open_checkpoint, refuse_unused
 from .transform.dequantizing import dequantize
 from .transform.vocabulary_size import resize_vocabulary
 
-__all__ = ["Plan", "WriteRequest", "caster", "plan", "plan_id", "plan_with"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteRequest:
-    """What a conversion is asked to write; the arguments of `plan`, which explains them."""
-
-    to: str | None = None
-    options: object = None
-    world_size: int | None = None
-    dtype: str | None = None
-    cast: Mapping[str, str] | None = None
-    canonical_keys: bool = False
-    drop: bool = False
-    ignore_recorded_digests: bool = False
-    expected: Mapping[str, str] | None = None
-    strip_wrappers: bool = False  # leave "_orig_mod." and the like out of the source's own keys
-    vocab_size: int | None = None  # rows of the embedding and the output layer
-    regroup: bool = False  # give the optimizer the param groups of `like`
-    dequantize: Iterable[str] | None = None  # globs of quantised tensors to write as float32
-    map: str | None = None  # a name map, as its text or the name of one that comes with ckpttool; "none" applies none
-
-    def __post_init__(self) -> None:
-        if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
-            raise UsageError(f"{argument('world_size', self.world_size)}: it must be an integer of at least 1.")
-        if self.vocab_size is not None and (type(self.vocab_size) is not int or self.vocab_size < 1):
-            raise UsageError(f"{argument('vocab_size', self.vocab_size)}: it must be an integer of at least 1.")
-        if self.map is not None:  # its text, since workers have no such file, and plan_id compares it
-            object.__setattr__(self, "map", kept_text(self.map))
-        if isinstance(self.dequantize, str):
-            raise UsageError(f"dequantize={self.dequantize!r} is a string; give a list, such as [{self.dequantize!r}].")
-        object.__setattr__(self, "dequantize", tuple(self.dequantize) if self.dequantize else None)
-        # one way to say so, since plan_id compares requests
-        object.__setattr__(self, "cast", dict(self.cast) if self.cast else None)
-        object.__setattr__(self, "expected", None if self.expected is None else dict(self.expected))
+__all__ = ["Plan", "choose_dtype", "plan", "plan_conversion", "plan_id", "read_map"]
 
 
 @dataclass
@@ -118,88 +84,79 @@ class Plan(Shown):
         self.opened.source.close()
 
 
-@list_reading_keywords
-def plan(
-    src: CheckpointPath,
-    dst: str | os.PathLike[str],
-    *,
-    to: str | None = None,
-    options: object = None,
-    world_size: int | None = None,
-    only: Iterable[str] | None = None,
-    dtype: str | None = None,
-    cast: Mapping[str, str] | None = None,
-    canonical_keys: bool = False,
-    drop: bool = False,
-    salvage: bool = False,
-    fill_from: str | os.PathLike[str] | None = None,
-    strip_wrappers: bool = False,
-    vocab_size: int | None = None,
-    regroup: bool = False,
-    dequantize: Iterable[str] | None = None,
-    map: str | os.PathLike[str] | None = None,
-    ignore_recorded_digests: bool = False,
-    expected: Mapping[str, str] | None = None,
-    **reading: Unpack[Reading],
-) -> Plan:
-    """What `convert` would write; writes nothing.
+@list_keywords
+def plan(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack[PlanKeywords]) -> Plan:
+    """Plan what `convert` would write; write nothing.
 
     Args:
         (all): as `convert`.
 
     Raises:
         Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop`
-        is not
-            set.
+        is not set.
     """
-    source = OpenOptions(
-        only=only, salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from), **reading
-    )
-    writing = WriteRequest(
-        to=to,
-        options=options,
-        world_size=world_size,
-        dtype=dtype,
-        cast=cast,
-        canonical_keys=canonical_keys,
-        drop=drop,
-        ignore_recorded_digests=ignore_recorded_digests,
-        expected=expected,
-        strip_wrappers=strip_wrappers,
-        vocab_size=vocab_size,
-        regroup=regroup,
-        dequantize=dequantize,
-        map=None if map is None else os.fspath(map),
-    )
-    return plan_with(src, dst, source, writing)
+    reading, writing, _ = split_keywords(keywords)
+    return plan_conversion(src, dst, reading, writing)
 
 
-def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest) -> Plan:
-    """`plan`."""
+def read_map(writing: WriteRequest) -> WriteRequest:
+    """Put the text of a name map in the place of its file, since workers have no such file, and `plan_id` compares it.
+
+    Raises:
+        UsageError: there is no such map.
+    """
+    return writing if writing.map is None else replace(writing, map=kept_text(os.fspath(writing.map)))
+
+
+def plan_conversion(
+    src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest
+) -> Plan:
+    """Open the source, rewrite its index step by step into the draft of the destination, and account for every entry.
+
+    Between `open` and the draft, the index is rewritten four times, each time into another one, in this order:
+
+        change    the state as it was asked for, whatever the layout: filled from another step, dequantised, with other
+                  keys, under other names, with more or fewer rows of the vocabulary
+        regroup   its optimizer in the param groups of another checkpoint
+        prepare   what the layout keeps of it (`Layout.prepare`)
+        write     the draft: files, and where every byte of them comes from (`Layout.write`)
+
+    Names decide the order: param groups are compared under the names that are written, and `prepare` sees the groups
+    that will be there. The account compares the index before and after each of them.
+
+    Raises:
+        CkpttoolError: as `plan`; the source is closed then.
+    """
+    writing = read_map(writing)
     target = layouts.target_of(writing.to, dst)
     _refuse_request(target, writing)
     holds, drop = target.holds(writing.options), writing.drop
     model = model_of(reading)
     # an entry that cannot be read stops whoever needs it, and weights are never left out
-    opened = _opened(src, reading, model, lambda part: part == "model" or (not drop and (not holds or part in holds)))
+    opened = _open_source(
+        src, reading, model, lambda part: part == "model" or (not drop and (not holds or part in holds))
+    )
     try:
         # what nobody looks at: hints, and files with state beside the checkpoint
         _note_unused(opened, reading, writing, target)
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:
-            raise Unsupported(_not_carried(opened, target, aside))
+            raise Unsupported(_explain_unread(opened, target, aside))
         of_ranks = mixups.left_out(opened.checkpoint)
         # the state as it was asked for, and then as the layout keeps it
-        account, unplaced = Account(), list[Dropped]()
+        account = Account()
         source = opened.locate()
-        _change(opened, reading, writing, model.config, account, to_hub=target.name == "hf")
-        options, codes = _prepare(opened, target, dst, writing, model, account, unplaced)
+        if reading.fill_from is not None:
+            opened = _fill_lost(opened, reading, account)  # it opens another checkpoint, which is closed with this one
+        opened = _change(opened, writing, model.config, account, to_hub=target.name == "hf")
+        prepared = _prepare(opened, target, dst, writing, model, account)
+        opened = replace(opened, checkpoint=prepared.checkpoint)
         # the draft, which must account for every entry
-        draft = _drafted(opened.checkpoint, opened.source, target, options, account)
-        _refuse_casts(draft, target, codes)
+        draft = _draft(opened.checkpoint, opened.source, target, prepared.options, account)
+        _refuse_casts(draft, target, prepared.codes)
         _refuse_file_names(draft)
         draft.averages = frozenset() if reading.allow_mixed_steps else averages_of(draft.sources)
-        draft.dropped += unplaced
+        draft.dropped += prepared.unplaced
         if not drop:
             _refuse_loss(opened, draft, target, holds)
         draft.dropped += [*opened.left_behind, *of_ranks]
@@ -222,6 +179,15 @@ def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteReq
     opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
 
 
+class _Prepared(NamedTuple):
+    """What a layout keeps of a state, and what its writer is told."""
+
+    checkpoint: Checkpoint
+    options: layouts.WriteOptions
+    codes: Encodings  # the weights that are codes, under the names that are written
+    unplaced: list[Dropped]  # what has no place in it
+
+
 def _prepare(
     opened: OpenCheckpoint,
     target: layouts.Layout,
@@ -229,18 +195,18 @@ def _prepare(
     writing: WriteRequest,
     model: layouts.ModelHints,
     account: Account,
-    unplaced: list[Dropped],
-) -> tuple[layouts.WriteOptions, Encodings]:
-    """Make `opened` what the layout keeps of the state, and return (arguments of its writer, weights that are codes).
-    What has no place goes to `unplaced`.
+) -> _Prepared:
+    """Regroup the optimizer, if that was asked for, and keep what the layout can hold.
 
     Raises:
         Unsupported: the state has objects, an optimizer without names, or codes, and the layout or a cast needs others.
     """
-    objects = composites(opened.checkpoint)
+    ckpt, unplaced = opened.checkpoint, list[Dropped]()
+    # what no cast may touch: parts of tensor subclasses, codes and their scales
+    objects = composites(ckpt)
     parts = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
-    quantization = encodings.read_quantization_config(opened.checkpoint, opened.source if opened.folder else None)
-    _refuse_dtype(writing.dtype, encodings.find_in_checkpoint(opened.checkpoint, quantization))
+    quantization = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
+    _refuse_dtype(writing.dtype, encodings.find_in_checkpoint(ckpt, quantization))
     options = layouts.WriteOptions(
         config=model.config,
         like=model.like,
@@ -251,29 +217,32 @@ def _prepare(
         own=writing.options,
         vocab_size=writing.vocab_size,
     )
+    # the two rewrites
     if writing.regroup:
-        regrouped_state = _regrouped(opened.checkpoint, model.like, unplaced)
-        account.add_step("in other param groups", opened.checkpoint, regrouped_state)
-        opened.checkpoint = regrouped_state
+        before = ckpt
+        ckpt, unplaced = _regroup(ckpt, model.like)
+        account.add_step("in other param groups", before, ckpt)
     if not target.keeps_calls:
-        opened.checkpoint = _without_calls(opened.checkpoint, unplaced)
-    ckpt = target.prepare(opened.checkpoint, opened.source, options)
-    account.add_step(f"as {target.name} keeps it", opened.checkpoint, ckpt)
-    opened.checkpoint = ckpt
-    codes = encodings.find_in_checkpoint(ckpt, quantization)  # under the names that are written
+        ckpt, calls = _leave_out_calls(ckpt)
+        unplaced = [*unplaced, *calls]
+    before, ckpt = ckpt, target.prepare(ckpt, opened.source, options)
+    account.add_step(f"as {target.name} keeps it", before, ckpt)
+    # what the layout cannot hold
+    codes = encodings.find_in_checkpoint(ckpt, quantization)
     holds = target.holds(writing.options)
     _refuse_dtypes(target, ckpt)
     _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
     _check_optimizer(ckpt, target, writing.drop)
     ckpt.notes += describe_unwrapped(ckpt.tensors.values())
     refuse_surrogates(ckpt.tensors)  # every record lists them by name
-    return replace(options, cast=caster(writing.dtype, writing.cast or {}, parts, codes)), codes
+    cast = choose_dtype(writing.dtype, writing.cast or {}, parts, codes)
+    return _Prepared(ckpt, replace(options, cast=cast), codes, unplaced)
 
 
-def _drafted(
+def _draft(
     ckpt: Checkpoint, source: Source, target: layouts.Layout, options: layouts.WriteOptions, account: Account
 ) -> Draft:
-    """The draft of a state in a layout.
+    """Ask the layout for the draft of a state.
 
     Raises:
         Differs: it does not account for every entry of the state. The others: as the layout's writer.
@@ -321,47 +290,47 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
         _refuse_world_size(target, writing.world_size)
 
 
+def _fill_lost(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -> OpenCheckpoint:
+    """Fill in what a salvaged source has lost, from the checkpoint that `fill_from` names."""
+    assert reading.fill_from is not None
+    path = os.fspath(reading.fill_from)
+    filled = fill_from_other(opened, path, None if reading.only is None else tuple(reading.only))
+    account.add_step(f"filled from {path}", opened.checkpoint, filled.checkpoint)
+    return filled
+
+
 def _change(
-    opened: OpenCheckpoint,
-    reading: OpenOptions,
-    writing: WriteRequest,
-    config: str | None,
-    account: Account,
-    *,
-    to_hub: bool,
-) -> None:
-    """Make `opened` the state as it was asked for, whatever the layout: filled from another step, dequantized, under
-    other names, with more or fewer rows of the vocabulary."""
-    ckpt = opened.checkpoint
-    if reading.fill_from is not None:
-        filled(opened, reading.fill_from, None if reading.only is None else tuple(reading.only))
-        account.add_step(f"filled from {reading.fill_from}", ckpt, opened.checkpoint)
-        ckpt = opened.checkpoint
+    opened: OpenCheckpoint, writing: WriteRequest, config: str | None, account: Account, *, to_hub: bool
+) -> OpenCheckpoint:
+    """Rewrite a state as it was asked for, whatever the layout.
+
+    Raises:
+        Corrupt: it is not what was recorded. Unsupported: codes cannot have another number of rows.
+    """
+    ckpt, source, inputs = opened.checkpoint, opened.source, opened.inputs
+    # what it must be, before anything is changed
     if writing.expected is None:
         opened.expect_recorded(writing.ignore_recorded_digests)
     else:
-        ckpt.recorded = {**ckpt.recorded, **writing.expected}
+        ckpt = replace(ckpt, recorded={**ckpt.recorded, **writing.expected})
     if writing.dequantize:
         inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded}
-        plain, computed = dequantize((ckpt, opened.source), writing.dequantize)
-        inputs = replace(ckpt, tensors={n: t for n, t in inside.items() if n not in plain.tensors})
-        opened.inputs = (*opened.inputs, replace(opened, checkpoint=inputs))
+        plain, computed = dequantize((ckpt, source), writing.dequantize)
+        codes_only = replace(ckpt, tensors={n: t for n, t in inside.items() if n not in plain.tensors})
+        inputs = (*inputs, replace(opened, checkpoint=codes_only))
         account.add_step("dequantised", ckpt, plain, computed=True)
-        ckpt = opened.checkpoint = plain
-        opened.source = computed
+        ckpt, source = plain, computed
+    # its keys, then its names
     if writing.canonical_keys:
-        ckpt.origin = {}
-        whole = complete_scheduler_state(ckpt)
-        account.add_step("with all that LambdaLR saves", ckpt, whole)
-        ckpt = whole
+        plain_keys = replace(ckpt, origin={})
+        ckpt = complete_scheduler_state(plain_keys)
+        account.add_step("with all that LambdaLR saves", plain_keys, ckpt)
     elif writing.strip_wrappers:
-        ckpt = opened.checkpoint = remove_wrappers(ckpt)
-    before_map = ckpt
-    ckpt, opened.source = under_other_names(
-        ckpt, opened.source, writing.map, config, vocab_size=writing.vocab_size, to_hub=to_hub
-    )
-    account.add_step(f"under the names of {'the Hub' if to_hub else writing.map}", before_map, ckpt)
-    opened.checkpoint = ckpt
+        ckpt = remove_wrappers(ckpt)
+    before_map, name_map = ckpt, None if writing.map is None else os.fspath(writing.map)
+    ckpt, source = under_other_names(ckpt, source, name_map, config, vocab_size=writing.vocab_size, to_hub=to_hub)
+    account.add_step(f"under the names of {'the Hub' if to_hub else name_map}", before_map, ckpt)
+    # a map may have cut the vocabulary already
     cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
     if writing.vocab_size is not None and cut != {writing.vocab_size}:
         codes = encodings.find_in_checkpoint(ckpt, None)
@@ -370,16 +339,19 @@ def _change(
                 f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. "
                 "Dequantise the weights with the program that quantised them first."
             )
-        opened.checkpoint, opened.source = resize_vocabulary((ckpt, opened.source), writing.vocab_size)
-        account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", ckpt, opened.checkpoint)
+        before_cut = ckpt
+        ckpt, source = resize_vocabulary((ckpt, source), writing.vocab_size)
+        account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", before_cut, ckpt)
+    return replace(opened, checkpoint=ckpt, source=source, inputs=inputs)
 
 
-def _without_calls(ckpt: Checkpoint, unplaced: list[Dropped]) -> Checkpoint:
-    """The same state for a layout of pickles, which must not call what a checkpoint names when they are loaded; values
-    with such calls go to `unplaced`."""
+def _leave_out_calls(ckpt: Checkpoint) -> tuple[Checkpoint, list[Dropped]]:
+    """Leave out values with calls that a layout of pickles would make when it is loaded; also return those."""
     found = {n: why for n, v in ckpt.values.items() if (why := unwritable(v.data)) is not None}
-    unplaced += [Dropped(n, 0, why) for n, why in found.items()]
-    return replace(ckpt, values={n: v for n, v in ckpt.values.items() if n not in found}) if found else ckpt
+    if not found:
+        return ckpt, []
+    rest = replace(ckpt, values={n: v for n, v in ckpt.values.items() if n not in found})
+    return rest, [Dropped(n, 0, why) for n, why in found.items()]
 
 
 def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> None:
@@ -443,7 +415,7 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
     """
     behind = [d for d in opened.left_behind if d.name.partition(".")[0] != "model"]
     if behind and (not holds or any(d.name.partition(".")[0] in holds for d in behind)):
-        raise Unsupported(_training_state(behind))
+        raise Unsupported(_explain_training_state(behind))
     lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
     if lost:
         count = len(opened.checkpoint.tensors) + len(opened.checkpoint.values)
@@ -453,26 +425,29 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
         )
 
 
-def _opened(
+def _open_source(
     src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints, needed: Callable[[str], bool]
 ) -> OpenCheckpoint:
-    """The source, merged with an adapter where that was asked; of one whose optimizer is lost and that another
-    checkpoint shall fill, the weights."""
+    """Open the source, merged with an adapter where that was asked.
+
+    Where it is damaged and another checkpoint shall fill it, and not even its optimizer can be read, open the weights
+    alone.
+    """
     if reading.merge is not None:
         return open_merged(src, replace(reading, merge=None), reading.merge, model)
     try:
-        return open_with(src, reading, model, check_hints=False, needed=needed)
+        return open_checkpoint(src, reading, model, check_hints=False, needed=needed)
     except IncompleteWeights:
         raise
     except Corrupt:
         if reading.fill_from is None or reading.only is not None:
             raise
-        return open_with(src, replace(reading, only=("model",)), model, check_hints=False, needed=needed)
+        return open_checkpoint(src, replace(reading, only=("model",)), model, check_hints=False, needed=needed)
 
 
-def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: list[Dropped]) -> Checkpoint:
-    """The same state in the param groups of another checkpoint; state of parameters that are in none of them goes to
-    `unplaced`.
+def _regroup(ckpt: Checkpoint, like: layouts.ReferenceModel | None) -> tuple[Checkpoint, list[Dropped]]:
+    """Put the optimizer into the param groups of another checkpoint; also return the state of parameters that are in
+    none of them, which is left out.
 
     Raises:
         UsageError: no checkpoint with such groups was named. Unsupported: the source's groups do not list names.
@@ -490,13 +465,12 @@ def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: 
         )
     out, gone, notes = regroup(ckpt, like.groups)
     nbytes = {n: ckpt.tensors[n].nbytes if n in ckpt.tensors else 0 for n in gone}
-    unplaced += [Dropped(n, nbytes[n], f"no param group of {argument('like')} has the parameter") for n in gone]
-    out.notes = [*out.notes, *notes]
-    return out
+    unplaced = [Dropped(n, nbytes[n], f"no param group of {argument('like')} has the parameter") for n in gone]
+    return replace(out, notes=[*out.notes, *notes]), unplaced
 
 
-def _training_state(behind: list[Dropped]) -> str:
-    """Why a merge stops at state of the adapter's training."""
+def _explain_training_state(behind: list[Dropped]) -> str:
+    """Explain why a merge stops at state of the adapter's training."""
     parts = ", ".join(dict.fromkeys(d.name.partition(".")[0] for d in behind))
     return (
         f"a merge writes weights only, and the source holds {len(behind)} entries of {parts} besides, first "
@@ -558,7 +532,7 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
 
 
 def _refuse_file_names(draft: Draft) -> None:
-    """Names of files that no file system and no store would take, as where a layout has a file for each value.
+    """Refuse names of files that no file system and no store would take, as where a layout has a file for each value.
 
     Raises:
         Unsupported: a name is longer than 255 bytes.
@@ -609,8 +583,8 @@ def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite])
     )
 
 
-def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unread]) -> str:
-    """Why a conversion stops at files that were not read."""
+def _explain_unread(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unread]) -> str:
+    """Explain why a conversion stops at files that were not read."""
     where = opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
     return (
         f"{where} is read as {opened.layout.name}, which does not include these files of the same checkpoint: "
@@ -620,14 +594,14 @@ def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unre
     )
 
 
-def caster(
+def choose_dtype(
     dtype: str | None,
     cast: Mapping[str, str],
     inside: Mapping[str, str] = MappingProxyType({}),
     codes: Encodings = Encodings(),  # noqa: B008
 ) -> layouts.Cast:
-    """The dtype that a tensor gets, by its name and its stored dtype: `dtype` for floating-point weights, `cast` for
-    names.
+    """Make the function that chooses the dtype of a tensor by its name and its stored dtype: `dtype` for weights in
+    floating point, `cast` for names.
 
     Args:
         inside: {tensor: the object of a subclass that is made of it}; those stay as they are.
@@ -667,7 +641,9 @@ def caster(
 
 
 def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
-    """Digest of everything that decides the bytes of the destination: source, draft, and the dataclasses `asked`.
+    """Compute the digest of everything that decides the bytes of the destination: source, draft, and the dataclasses
+    `asked`.
+
     Machines that see the same files agree on it. The draft says where every byte comes from, so it also tells what
     files besides the source decided, such as a config.json that names the sizes of heads.
 
@@ -685,12 +661,12 @@ def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object
         h.update(os.fsencode(f"{name} {draft.aliases.get(name)}\n"))
         for t in (entry, draft.sources.get(name)):
             if t is not None:
-                h.update(_place_of(t))
+                h.update(_encode_place(t))
     return h.hexdigest()
 
 
-def _place_of(t: TensorEntry) -> bytes:
-    """Dtype, shape and chunks of a tensor, as bytes."""
+def _encode_place(t: TensorEntry) -> bytes:
+    """Encode dtype, shape and chunks of a tensor."""
     c = t.chunks
     said = f"{t.dtype} {t.shape} {len(c)} {c.strides or ''} {c.zstd or ''}\n"
     return b"".join((said.encode(), c.file, c.offset, c.length, c.start, c.shape))

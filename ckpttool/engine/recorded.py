@@ -31,11 +31,11 @@ __all__ = [
     "MOST_RECORD_BYTES",
     "RECORD",
     "Recorded",
-    "encoded",
+    "encode_record",
+    "make_record",
     "missing",
     "of_folder",
     "other_digests",
-    "record",
 ]
 
 RECORD = "ckpttool.json"
@@ -148,7 +148,7 @@ def other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
     )
 
 
-def record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, Any]:
+def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, Any]:
     """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), the digest of every
     tensor and value, and what of the source was changed or dropped."""
     ckpt, draft, account = planned.opened.checkpoint, planned.draft, planned.account
@@ -196,6 +196,6 @@ def record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mapping[st
     }
 
 
-def encoded(record: Mapping[str, Any]) -> bytes:
+def encode_record(record: Mapping[str, Any]) -> bytes:
     """The bytes of ckpttool.json; a byte of a path that is not UTF-8 becomes a JSON escape."""
     return (printable_json(record) + "\n").encode()

@@ -14,26 +14,25 @@ from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
-from ..options import Reading, list_reading_keywords
+from ..options import Progress, Reading, WriteRequest, list_keywords, silent
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from .conservation import other_values
 from .copy.averages import Averages, averages_of, describe_negative
-from .copy.fill import Progress, silent
 from .copy.stream import Block, Reader, StreamJob
 from .copy.tensor_digests import digests_in_values, reporting, tensor_digests
 from .copy.value_digests import recorded_values, state_roots
 from .discover.unread_files import human
 from .mixups import note_of_left_out
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
-from .planning import WriteRequest, caster
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, shown_path
+from .planning import choose_dtype
 from .recorded import RECORD, other_digests
 from .transform import masters
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import Workers, WorkersSpec
 
-__all__ = ["DigestResult", "VerifyResult", "digest", "held_by", "read_back", "salvaged", "settled", "verify"]
+__all__ = ["DigestResult", "VerifyResult", "check_copied", "digest", "held_by", "read_back", "salvaged", "verify"]
 
 _SALVAGED = 5  # names of a salvaged copy that are shown
 
@@ -53,7 +52,7 @@ class DigestResult(Shown):
             yield f"blake3:{root}  {component}"
 
 
-@list_reading_keywords
+@list_keywords
 def digest(
     path: CheckpointPath,
     *,
@@ -70,7 +69,7 @@ def digest(
         until they are read. (the others): as `open`.
     """
     options = OpenOptions(only=only, **reading)
-    with open_with(path, options) as opened, workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
+    with open_checkpoint(path, options) as opened, workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
         with reporting(progress):
             ckpt = opened.locate()
         found = digest_with_workers(opened, path, options, crew, progress, "digest")
@@ -134,7 +133,7 @@ class VerifyResult(Shown):
             yield f"equal to {self.against['path']}: {', '.join(self.against['components'])}"
 
 
-@list_reading_keywords
+@list_keywords
 def verify(
     path: CheckpointPath,
     *,
@@ -158,7 +157,7 @@ def verify(
         Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the other.
     """
     options = OpenOptions(only=only, **reading)
-    with reporting(progress), open_with(path, options) as opened:
+    with reporting(progress), open_checkpoint(path, options) as opened:
         ckpt = opened.locate()
         out = VerifyResult(
             urls.display_path(shown_path(path)),
@@ -189,7 +188,7 @@ def verify(
     if against is not None:
         likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
         with (
-            open_with(against, likewise) as other,
+            open_checkpoint(against, likewise) as other,
             workers_for_reading(workers, against, other.checkpoint.nbytes) as crew,
         ):
             with reporting(progress):
@@ -355,7 +354,7 @@ def _compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> N
         )
 
 
-def settled(
+def check_copied(
     opened: OpenCheckpoint,
     draft: Draft,
     digests: dict[str, str],
@@ -363,14 +362,19 @@ def settled(
     progress: Progress,
     budget: IOBudget,
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """(the source's tensors that the destination holds, their digests by canonical name) of a draft that was filled,
-    where `digests` are those of its tensors; the source is unchanged, and has the digests that were recorded of it.
+    """Check that the source of a draft that was filled is unchanged, and has the digests that were recorded of it.
+
+    Args:
+        digests: {tensor of the draft: BLAKE3 in hex}.
+
+    Returns:
+        The source's tensors that the destination holds, and their digests by canonical name.
 
     Raises:
         SourceChanged, Corrupt: it is not.
     """
     opened.source.assert_unchanged()
-    wanted = held_by(opened.checkpoint, draft, caster(writing.dtype, writing.cast or {}))
+    wanted = held_by(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
     digests = _canonical(opened, draft, wanted, digests, progress, budget)
     _compare_recorded(opened, wanted, digests, progress, budget)
     for part in opened.inputs:
@@ -468,7 +472,7 @@ def read_back(
         allow_mixed_steps=True,
     )
     try:
-        with open_with(path, options) as back:
+        with open_checkpoint(path, options) as back:
             safetensors_header.open_with_library(back.source, back.checkpoint.files)
             if back.checkpoint.config is None and draft.checkpoint.config is not None:
                 back.checkpoint.config = draft.checkpoint.config  # one file has none beside it to tell its names

@@ -8,23 +8,20 @@ each file is the one listed in ckpttool.json. Otherwise somebody has replaced th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from ..bounded_json import parse
 from ..engine import conversion
-from ..engine.conversion import ConvertResult, RunOptions
-from ..engine.copy.fill import Progress, silent
-from ..engine.opening import OpenOptions
-from ..engine.planning import WriteRequest
+from ..engine.conversion import ConvertResult
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, Unsafe
-from ..options import Reading, list_reading_keywords
+from ..options import OpenOptions, PullKeywords, RunOptions, WriteRequest, list_keywords, split_keywords
 from ..storage import retries
 from .client import RemoteFile, Repository, RepositoryState, split
 
-__all__ = ["Pulled", "pull", "pull_with"]
+__all__ = ["Pulled", "pull", "pull_repository"]
 
 
 @dataclass
@@ -38,26 +35,14 @@ class Pulled:
     result: ConvertResult
 
 
-@list_reading_keywords
+@list_keywords
 def pull(
     repository: str,
     dst: str | os.PathLike[str],
     *,
     revision: str | None = None,
     to: str | None = "dcp",
-    options: object = None,
-    world_size: int | None = None,
-    only: Iterable[str] | None = None,
-    dtype: str | None = None,
-    cast: Mapping[str, str] | None = None,
-    canonical_keys: bool = False,
-    drop: bool = False,
-    force: bool = False,
-    ignore_recorded_digests: bool = False,
-    max_memory_bytes: int | None = None,
-    threads: int = 2,
-    progress: Progress = silent,
-    **reading: Unpack[Reading],
+    **keywords: Unpack[PullKeywords],
 ) -> Pulled:
     """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit.
 
@@ -70,26 +55,11 @@ def pull(
         Corrupt: a tensor does not have its recorded digest. CkpttoolError: one of errors.py; the
             destination is as it was before.
     """
-    return pull_with(
-        repository,
-        dst,
-        revision=revision,
-        reading=OpenOptions(only=only, **reading),
-        writing=WriteRequest(
-            to=to,
-            options=options,
-            world_size=world_size,
-            dtype=dtype,
-            cast=cast,
-            canonical_keys=canonical_keys,
-            drop=drop,
-            ignore_recorded_digests=ignore_recorded_digests,
-        ),
-        running=RunOptions(force=force, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress),
-    )
+    reading, writing, running = split_keywords({"to": to, **keywords})
+    return pull_repository(repository, dst, revision=revision, reading=reading, writing=writing, running=running)
 
 
-def pull_with(
+def pull_repository(
     repository: str,
     dst: str | os.PathLike[str],
     *,
@@ -98,7 +68,13 @@ def pull_with(
     writing: WriteRequest,
     running: RunOptions,
 ) -> Pulled:
-    """`pull`."""
+    """Convert a repository on the Hub, pinned to one commit, and compare it with the record of its push.
+
+    `pull` explains the arguments.
+
+    Raises:
+        CkpttoolError: as `pull`.
+    """
     repo_id, named = split(repository)
     hub = Repository(repo_id)
     state = hub.look(revision or named)
@@ -110,7 +86,7 @@ def pull_with(
         )
     notes: list[str] = []
     expected = None if writing.ignore_recorded_digests else _expected(hub, state, notes)
-    result = conversion.convert_with(
+    result = conversion.run_conversion(
         f"{hub.url}@{state.commit}", dst, reading, replace(writing, expected=expected), running
     )
     aside = any(r["component"] in ("optim", "extra") for r in result.not_read)

@@ -25,15 +25,20 @@ from typing import Any, TypeVar, Unpack
 from .._version import __version__
 from ..bounded_json import parse
 from ..engine import conversion, planning, recorded, verification
-from ..engine.conversion import RunOptions
-from ..engine.copy.fill import Progress, lost_notes, note_lost, silent
+from ..engine.copy.fill import lost_notes, note_lost
 from ..engine.copy.tensor_digests import reporting
-from ..engine.opening import OpenOptions
-from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument, note_change
 from ..index.names import step_count
-from ..options import Reading, list_reading_keywords
+from ..options import (
+    OpenOptions,
+    Progress,
+    PushKeywords,
+    RunOptions,
+    WriteRequest,
+    list_keywords,
+    split_keywords,
+)
 from ..storage.buffers import IOBudget
 from . import model_card, screening
 from .client import CommitConflict, FileToSend, RejectedError, Repository, RepositoryState, TransientError, split
@@ -43,7 +48,7 @@ from .push_file import PushFile
 from .push_target import PushTarget
 from .virtual_files import Content, VirtualFile, contents
 
-__all__ = ["Push", "Pushed", "push", "push_with"]
+__all__ = ["Push", "Pushed", "push", "push_checkpoint"]
 
 T = TypeVar("T")
 
@@ -73,25 +78,19 @@ class Pushed:
     not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source that no layout read
 
 
-@list_reading_keywords
+@list_keywords
 def push(
     src: str | os.PathLike[str],
     target: str,
     *,
-    options: object = None,
     public: bool = False,
     revision: str | None = None,
     pull_request: bool = False,
     message: str | None = None,
-    dtype: str | None = None,
-    cast: Mapping[str, str] | None = None,
-    drop: bool = False,
-    ignore_recorded_digests: bool = False,
     stage: str | None = None,
     threads: int = 4,
     dry_run: bool = False,
-    progress: Progress = silent,
-    **reading: Unpack[Reading],
+    **keywords: Unpack[PushKeywords],
 ) -> Pushed:
     """Push a checkpoint, in any layout, to a model repository of the Hugging Face Hub.
 
@@ -111,13 +110,11 @@ def push(
         CkpttoolError: one of errors.py. Before the commit, nothing in the repository changes, except that it or the
         branch may have been created. Differs: the Hub does not have what was uploaded.
     """
-    writing = WriteRequest(
-        options=options, dtype=dtype, cast=cast, drop=drop, ignore_recorded_digests=ignore_recorded_digests
-    )
-    return push_with(
+    reading, writing, running = split_keywords(keywords)
+    return push_checkpoint(
         os.fspath(src),
         target,
-        OpenOptions(**reading),
+        reading,
         writing,
         revision=revision,
         public=public,
@@ -126,11 +123,11 @@ def push(
         stage=stage,
         threads=threads,
         dry_run=dry_run,
-        progress=progress,
+        progress=running.progress,
     )
 
 
-def push_with(
+def push_checkpoint(
     src: str,
     target: str,
     reading: OpenOptions,
@@ -145,7 +142,11 @@ def push_with(
     dry_run: bool,
     progress: Progress,
 ) -> Pushed:
-    """`push`."""
+    """Push a checkpoint, or say what would be pushed; `push` explains the arguments.
+
+    Raises:
+        CkpttoolError: as `push`.
+    """
     with (
         reporting(progress),
         Push(
@@ -190,7 +191,7 @@ class Push:
         self.src, self.repo_id, self.revision = src, repo_id, revision or named
         self.public, self.pull, self.message, self.jobs = public, pull_request, message, threads
         self.reading, self.writing = reading, replace(writing, to="hf")
-        self.planned = planned = planning.plan_with(src, f"{repo_id}/", reading, self.writing)
+        self.planned = planned = planning.plan_conversion(src, f"{repo_id}/", reading, self.writing)
         self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
         try:
             self.files = contents(self.opened, self.draft, IOBudget(1))
@@ -308,8 +309,8 @@ class Push:
                 note_lost(self.draft, journal.files[c.name].lost)
             found |= {name: found[other] for name, other in self.draft.aliases.items()}
             budget = IOBudget(self.jobs)
-            wanted, digests = verification.settled(self.opened, self.draft, found, self.writing, progress, budget)
-            record = recorded.record(self.planned, wanted, digests)
+            wanted, digests = verification.check_copied(self.opened, self.draft, found, self.writing, progress, budget)
+            record = recorded.make_record(self.planned, wanted, digests)
             journal.settled(record)
         else:
             self.opened.source.assert_unchanged()
@@ -335,7 +336,7 @@ class Push:
                     "folder that does not exist, or remove it."
                 )
             running = RunOptions(threads=min(self.jobs, 4), progress=progress)
-            conversion.convert_with(self.src, folder, self.reading, self.writing, running)
+            conversion.run_conversion(self.src, folder, self.reading, self.writing, running)
             with open(os.path.join(folder, RECORD), "rb") as f:
                 record = parse(f.read(), RECORD)
             sums = hash_paths(paths, self.jobs, progress)
@@ -447,10 +448,10 @@ class Push:
                 if isinstance(old, dict):
                     # as text, since JSON has no tuples: the same push, only later, keeps its time and is no new commit
                     earlier = {**content, "created": old.get("created")}
-                    content = earlier if recorded.encoded(earlier) == recorded.encoded(old) else content
+                    content = earlier if recorded.encode_record(earlier) == recorded.encode_record(old) else content
             except (LookupError, Corrupt, Unsafe):
                 pass  # damaged: it is replaced
-        text = recorded.encoded(content)
+        text = recorded.encode_record(content)
         extra = {_CARD: data, RECORD: text}
         return [*weights, *(PushFile(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
 

@@ -18,7 +18,7 @@ from ..engine.copy.fill import Progress
 from ..engine.opening import OpenCheckpoint, OpenOptions
 from ..errors import CkpttoolError
 from ..extras import need
-from ..options import Reading, list_reading_keywords
+from ..options import Reading, list_keywords
 from .collectives import of_all_ranks, together
 from .live_job import LiveJob
 from .shared_index import locate_together, open_together
@@ -46,7 +46,7 @@ class Loaded:
     seconds: float = 0.0
 
 
-@list_reading_keywords
+@list_keywords
 def load(
     model: Any,
     optimizer: Any,

@@ -56,7 +56,7 @@ def _looked_at(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool
 ) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
     """The checkpoint, and why it must not be loaded."""
-    opened = opening.open_with(path, options)
+    opened = opening.open_checkpoint(path, options)
     try:
         if not is_framed(opened.checkpoint):
             opened.locate()  # such a layout finds the names there, and has nothing to parse

@@ -34,12 +34,12 @@ from typing import Any, Unpack
 from ..engine import opening
 from ..engine.copy.fill import Progress
 from ..extras import need
-from ..options import Reading, list_reading_keywords
+from ..options import Reading, list_keywords
 
 __all__ = ["storage_reader"]
 
 
-@list_reading_keywords
+@list_keywords
 def storage_reader(
     path: str | os.PathLike[str],
     *,

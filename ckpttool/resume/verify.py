@@ -21,10 +21,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Unpack
 
-from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
+from ..engine.opening import OpenCheckpoint, OpenOptions, open_checkpoint, usable
 from ..errors import CkpttoolError, RankLost, Unsupported, UsageError, argument
 from ..extras import need
-from ..options import Reading, list_reading_keywords
+from ..options import Reading, list_keywords
 from .compare.bounds import PROFILES
 from .compare.judging import MEASURING, Judged, judged_runs
 from .compare.verdict import Cause, Report
@@ -47,7 +47,7 @@ def _silent(text: str) -> None:
     return None
 
 
-@list_reading_keywords
+@list_keywords
 def resume_verify(
     source: str | os.PathLike[str],
     *,
@@ -321,7 +321,7 @@ def _report(
     try:
         if judged.failed and "reference" in plan:
             for settings in (plan["reference"], plan["candidate"]):
-                opened.append(open_with(settings.source, settings.reading))
+                opened.append(open_checkpoint(settings.source, settings.reading))
         found = causes(*sides, checks, (opened[0], opened[1]) if opened else None) if judged.failed else []
     finally:
         for one in opened:
@@ -428,7 +428,7 @@ def _other_micro_batch(settings: Settings) -> int | None:
 
 def _look(path: str | os.PathLike[str], reading: OpenOptions, start: int | None) -> tuple[int, str | None]:
     """(step of a checkpoint, the folder with its config.json)."""
-    with open_with(path, reading) as opened:
+    with open_checkpoint(path, reading) as opened:
         step = start if start is not None else step_of(opened)
         folder = opened.source.root
     return step, folder if os.path.isfile(os.path.join(folder, "config.json")) else None
@@ -436,7 +436,7 @@ def _look(path: str | os.PathLike[str], reading: OpenOptions, start: int | None)
 
 def _dtypes(path: str | os.PathLike[str], reading: OpenOptions) -> list[str]:
     """The floating dtypes of weights and optimizer in a checkpoint."""
-    with open_with(path, reading) as opened:
+    with open_checkpoint(path, reading) as opened:
         found = {t.dtype for t in opened.checkpoint.tensors.values() if t.path[0] in ("model", "optim")}
     return sorted(d for d in found if "float" in d)
 

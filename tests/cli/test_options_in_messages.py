@@ -17,8 +17,15 @@ from commands import ckpttool_here
 import ckpttool
 from ckpttool import errors
 from ckpttool.cli.main import commands, flags_of
+from ckpttool.cli.shared_options import list_shared_options
 from ckpttool.errors import CommandLine, argument, as_flags
-from ckpttool.options import OpenOptions, Reading
+from ckpttool.options import (
+    ConvertKeywords,
+    OpenOptions,
+    Reading,
+    RunOptions,
+    WriteRequest,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {name: flags_of(command) for name, command in commands()}
@@ -152,13 +159,49 @@ READERS = (
     "audit restore",
 )  # fmt: skip
 
+_CHANGES = ("--canonical-keys", "--strip-wrappers", "--vocab-size", "--regroup", "--dequantize", "--map")
+#: What a command that writes a checkpoint has no use for, and why.
+LACKS_IN_WRITING: dict[str, dict[str, str]] = {
+    "convert": {},
+    "pull": dict.fromkeys(_CHANGES, "convert changes the state of a repository, too: its source may be hf://"),
+    "push": dict.fromkeys((*_CHANGES, "--to", "--world-size"), "the Hub gets hf, which no job loads"),
+    "adapter extract": dict.fromkeys((*_CHANGES, "--to", "--world-size", "--cast", "--drop"), "PEFT's folder has one form, and holds no other state"),
+    "adapter merge": dict.fromkeys(_CHANGES, "it is the state of a base model, with nothing of the training"),
+    "audit export": dict.fromkeys((*_CHANGES, "--to", "--world-size", "--cast"), "an archive has the state as it is, at no world size"),
+    "audit restore": dict.fromkeys((*_CHANGES, "--cast", "--ignore-recorded-digests"), "the state is the archive's, and compared with it"),
+}  # fmt: skip
+#: What a command that copies tensors has no use for, and why.
+LACKS_IN_RUNNING: dict[str, dict[str, str]] = {
+    "convert": {},
+    "pull": dict.fromkeys(("--no-verify", "--max-memory", "--workers"), "convert has them, for hf:// too"),
+    "push": dict.fromkeys(("--force", "--no-verify", "--max-memory", "--workers"), "it makes a commit, and the Hub has the hashes of all files"),
+    "adapter extract": {"--workers": "an adapter is small"},
+    "adapter merge": {"--workers": "tensors are computed, by one process"},
+    "audit export": {"--workers": "an archive is one file"},
+    "audit restore": {"--workers": "an archive is one file"},
+}  # fmt: skip
+
+
+def flags_of_request(request: type) -> set[str]:
+    flags = {f.metadata["flag"] or "--" + f.name.replace("_", "-") for f in list_shared_options(request)}
+    return {flag.partition("/")[0] for flag in flags}
+
 
 def test_every_command_that_reads_a_checkpoint_has_all_options_of_reading() -> None:
-    flags = {f.metadata["flag"] or "--" + f.name.replace("_", "-") for f in fields(OpenOptions) if "help" in f.metadata}
-    wanted = {flag.partition("/")[0] for flag in flags}
+    wanted = flags_of_request(OpenOptions)
     assert {name: wanted - FLAGS[name] for name in READERS} == {n: set(LACKS.get(n, ())) for n in READERS}
     takes = {name for name, of in FLAGS.items() if {"--like", "--flat-layout"} <= of}
     assert takes == set(READERS), "another command reads checkpoints"
+
+
+@pytest.mark.parametrize(("request_", "lacks"), [(WriteRequest, LACKS_IN_WRITING), (RunOptions, LACKS_IN_RUNNING)])
+def test_every_command_that_writes_a_checkpoint_has_all_options_of_writing_and_of_running(
+    request_: type, lacks: dict[str, dict[str, str]]
+) -> None:
+    wanted = flags_of_request(request_)
+    assert {name: wanted - FLAGS[name] for name in lacks} == {name: set(reasons) for name, reasons in lacks.items()}
+    takes = {name for name, of in FLAGS.items() if {"--dtype", "--like"} <= of} - {"resume-verify"}
+    assert takes == set(lacks), "another command writes checkpoints"
 
 
 def test_a_layout_that_one_of_two_has_is_that_of_this_one(tmp_path: Path) -> None:
@@ -171,7 +214,7 @@ def test_a_layout_that_one_of_two_has_is_that_of_this_one(tmp_path: Path) -> Non
 
 
 def test_the_keywords_of_functions_are_the_fields_of_the_options() -> None:
-    made = {f.name: str(f.type) for f in fields(OpenOptions) if "help" in f.metadata and f.name != "only"}
+    made = {f.name: str(f.type) for f in list_shared_options(OpenOptions, "only")}
     assert {n: t.__forward_arg__ for n, t in Reading.__annotations__.items()} == made
     for function in (
         ckpttool.open,
@@ -187,3 +230,15 @@ def test_the_keywords_of_functions_are_the_fields_of_the_options() -> None:
         assert {listed[n].default for n in made} == {None, False}
     with pytest.raises(TypeError, match=r"digest\(\) got an unexpected keyword argument 'onyl'"):
         ckpttool.digest("x", onyl=["model"])  # type: ignore[call-arg]
+
+
+def test_convert_takes_every_field_of_the_three_requests() -> None:
+    made = {f.name: f for request in (WriteRequest, RunOptions, OpenOptions) for f in fields(request)}
+    del made["merge"]  # that is `adapter_merge`
+    assert {n: t.__forward_arg__ for n, t in ConvertKeywords.__annotations__.items()} == {
+        n: f.type for n, f in made.items()
+    }
+    listed = signature(ckpttool.convert).parameters
+    assert {n: p.default for n, p in listed.items() if n in made} == {n: f.default for n, f in made.items()}
+    with pytest.raises(TypeError, match=r"convert\(\) got an unexpected keyword argument 'world_sze'"):
+        ckpttool.convert("x", "y", world_sze=2)  # type: ignore[call-arg]

@@ -165,8 +165,8 @@ def test_python_gets_usage_errors_for_paths_that_are_none(path: str, small: Path
 
 def test_only_commas_are_not_all_components() -> None:
     with pytest.raises(errors.UsageError, match="lists nothing"):
-        terminal.comma(" , ")
-    assert terminal.comma(None) is None
+        terminal.split_commas(" , ")
+    assert terminal.split_commas("a, b,") == ["a", "b"]
 
 
 # ------------------------------------------------------------------------------------------------------------ URLs

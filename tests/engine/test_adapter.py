@@ -445,15 +445,16 @@ def test_an_interrupted_merge_goes_on_with_the_same_scaling_and_begins_anew_with
 def test_a_dry_run_counts_the_memory_of_a_merge_and_computes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpttool.engine.conversion import RunOptions
-    from ckpttool.engine.dry_run import dry_run_with
+    from ckpttool.engine.dry_run import estimate_conversion
     from ckpttool.engine.opening import MergeRequest, OpenOptions
-    from ckpttool.engine.planning import WriteRequest
+    from ckpttool.options import RunOptions, WriteRequest
 
     base, adapter = small(tmp_path)
     monkeypatch.setattr(merging, "_updated", None)
     found = [
-        dry_run_with(base, tmp_path / "out", OpenOptions(merge=merge), WriteRequest(to="hf"), RunOptions()).memory_bytes
+        estimate_conversion(
+            base, tmp_path / "out", OpenOptions(merge=merge), WriteRequest(to="hf"), RunOptions()
+        ).memory_bytes
         for merge in (None, MergeRequest(adapter=str(adapter)))
     ]
     one_reader_less = 3 * (4 << 20)

@@ -22,7 +22,7 @@ import ckpttool
 from ckpttool.engine.copy.fill import silent
 from ckpttool.engine.copy.tensor_digests import tensor_digests
 from ckpttool.engine.doctor.examine import Diagnosis, doctor
-from ckpttool.engine.opening import OpenOptions, open_with
+from ckpttool.engine.opening import OpenOptions, open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 
@@ -333,7 +333,7 @@ def test_the_command_prints_and_exits(tmp_path: Path) -> None:
 
 
 def digests(path: Path, salvage: bool = False) -> dict[str, str]:
-    with open_with(path, OpenOptions(salvage=salvage)) as opened:
+    with open_checkpoint(path, OpenOptions(salvage=salvage)) as opened:
         ckpt = opened.locate()
         return tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, silent)
 

@@ -343,7 +343,7 @@ MPI = """
 import os, sys, time
 import typer
 import worker_functions as functions
-from ckpttool.cli.terminal import Workers
+from ckpttool.cli.shared_options import Workers
 from ckpttool.engine.workers.executors import workers_of
 from ckpttool.errors import Corrupt
 

@@ -21,7 +21,7 @@ import ckpttool
 from ckpttool.engine.copy.fill import silent
 from ckpttool.engine.copy.tensor_digests import tensor_digests
 from ckpttool.engine.doctor.examine import doctor
-from ckpttool.engine.opening import OpenOptions, open_with
+from ckpttool.engine.opening import OpenOptions, open_checkpoint
 
 
 def damaged(case: str, to: Path, *lost: str) -> Path:
@@ -40,7 +40,7 @@ def hints(case: str) -> dict[str, Any]:
 
 
 def truth(case: str) -> dict[str, str]:
-    with open_with(peers.FIXTURES / case / "ckpt", OpenOptions(**hints(case))) as opened:
+    with open_checkpoint(peers.FIXTURES / case / "ckpt", OpenOptions(**hints(case))) as opened:
         ckpt = opened.locate()
         return tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, silent)
 
@@ -90,7 +90,7 @@ def test_weights_of_zero_1_and_2_are_in_the_model_file(tmp_path: Path) -> None:
         if rounded:  # as the engine rounds its masters
             with (
                 ckpttool.open(peers.FIXTURES / case / "ckpt") as whole,
-                open_with(folder, OpenOptions(salvage=True)) as left,
+                open_checkpoint(folder, OpenOptions(salvage=True)) as left,
             ):
                 for n in found.rebuilt:
                     t = left[n].torch()
@@ -118,7 +118,7 @@ def test_what_is_lost_comes_from_another_step(tmp_path: Path) -> None:
     with (
         ckpttool.open(tmp_path / "new") as new,
         ckpttool.open(tmp_path / "step-3") as old,
-        open_with(tmp_path / "step-5", OpenOptions(salvage=True)) as left,
+        open_checkpoint(tmp_path / "step-5", OpenOptions(salvage=True)) as left,
     ):
         assert set(new) == set(old)
         for name in new:

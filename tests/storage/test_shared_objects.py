@@ -135,13 +135,12 @@ def test_the_cells_of_parts_are_not_read_twice(s3: Moto, bucket: str) -> None:
 
 
 def test_a_dry_run_says_who_would_send(bucket: str) -> None:
-    from ckpttool.engine.conversion import RunOptions
-    from ckpttool.engine.dry_run import dry_run_with
+    from ckpttool.engine.dry_run import estimate_conversion
     from ckpttool.engine.opening import OpenOptions
-    from ckpttool.engine.planning import WriteRequest
+    from ckpttool.options import RunOptions, WriteRequest
 
     writing = WriteRequest(to="dcp", world_size=3)
-    found = [dry_run_with(DCP, f"{bucket}/a", OpenOptions(), writing, RunOptions(workers=n)) for n in (1, 4)]
+    found = [estimate_conversion(DCP, f"{bucket}/a", OpenOptions(), writing, RunOptions(workers=n)) for n in (1, 4)]
     assert found[0].workers is None and found[1].workers is not None
     assert found[1].workers["memory_bytes"] == found[0].memory_bytes > upload.SIZES.buffered_bytes
     assert not listed_keys(bucket)

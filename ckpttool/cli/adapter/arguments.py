@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..terminal import Meter, left_behind, note, peak, print_json, ranks, say
+from ..results import describe_read_back, print_notes, print_result
+from ..terminal import Meter, print_json, print_left_behind
 
 if TYPE_CHECKING:
     from ...engine.conversion import ConvertResult
 
-__all__ = ["AdapterConfig", "LoraAlpha", "Rslora", "run"]
+__all__ = ["AdapterConfig", "LoraAlpha", "Rslora", "run_and_print"]
 
 AdapterConfig = Annotated[
     str | None,
@@ -32,28 +32,13 @@ Rslora = Annotated[
 ]
 
 
-def run(call: Callable[[Meter], ConvertResult], *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Call it with a meter, and print the result as `ckpttool convert` does."""
-    meter = Meter(quiet)
-    began = time.monotonic()
-    try:
+def run_and_print(call: Callable[[Meter], ConvertResult], *, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Convert with a meter, and print the result as `ckpttool convert` does."""
+    with Meter(quiet) as meter:
         done = call(meter)
-    finally:
-        meter.close()
-    seconds = time.monotonic() - began
     if as_json:
-        print_json({**done.to_json(), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
+        print_json({**done.to_json(), **meter.measure_costs()})
         return
-    for text in done.notes:
-        note(f"note: {text}", quiet)
-    left_behind(done.dropped, quiet, verbose)
-    from ...engine.inspect import human
-
-    where = f" for {ranks(done.world_size)}" if done.world_size else ""
-    note(
-        f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "
-        f"{seconds:.1f} s, {peak()}" + (", read back and equal" if done.verified else ", not read back"),
-        quiet,
-    )
-    for component, root in done.digest.items():
-        say(f"digest {component:10s} blake3:{root}")
+    print_notes(done.notes, quiet)
+    print_left_behind(done.dropped, quiet, verbose)
+    print_result(done, done.layout_from, meter, quiet, describe_read_back(done))

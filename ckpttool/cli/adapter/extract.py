@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from ...options import OpenOptions
+from ...options import OpenOptions, RunOptions, WriteRequest
 from ..help import READING, about
-from ..reading import NOTHING_ASKED, reading_keywords, reads
-from ..terminal import (
-    Dtype,
-    Force,
-    IgnoreRecorded,
-    Json,
-    Latest,
-    MaxMemory,
-    NoVerify,
-    Quiet,
-    Src,
-    Threads,
-    Verbose,
-    bytes_of,
-    newest_of,
-)
-from .arguments import AdapterConfig, LoraAlpha, Rslora, run
+from ..shared_options import add_shared_options, pick_keywords
+from ..terminal import Json, Latest, Quiet, Src, Verbose, find_newest
+from .arguments import AdapterConfig, LoraAlpha, Rslora, run_and_print
 
 __all__ = ["extract"]
+
+
+#: What applies to more than an adapter.
+_OF_WHOLE_STATES = (
+    "to",
+    "world_size",
+    "cast",
+    "canonical_keys",
+    "drop",
+    "strip_wrappers",
+    "vocab_size",
+    "regroup",
+    "dequantize",
+    "map",
+    "workers",
+)
 
 
 @about(
@@ -39,12 +42,15 @@ __all__ = ["extract"]
     exits=(*READING, 5, 6),
     meaning={3: "no adapter, or no adapter_config.json", 5: "the result, read back, differs"},
 )
-@reads("only")
+@add_shared_options("only", *_OF_WHOLE_STATES)
 def extract(
     src: Src,
     dst: Annotated[
         str, typer.Argument(help="The folder to write, as PEFT's save_pretrained does.", show_default=False)
     ],
+    writing: WriteRequest,
+    reading: OpenOptions,
+    running: RunOptions,
     adapter_name: Annotated[
         str | None,
         typer.Option(
@@ -55,7 +61,6 @@ def extract(
         ),
     ] = None,
     adapter_config: AdapterConfig = None,
-    reading: OpenOptions = NOTHING_ASKED,
     lora_alpha: LoraAlpha = None,
     rslora: Rslora = False,
     base_model: Annotated[
@@ -66,13 +71,7 @@ def extract(
         str | None,
         typer.Option("--strip-prefix", help="Prefix to remove from the names of weights.", metavar="PREFIX"),
     ] = None,
-    dtype: Dtype = None,
     latest: Latest = False,
-    ignore_recorded_digests: IgnoreRecorded = False,
-    max_memory: MaxMemory = None,
-    jobs: Threads = 2,
-    force: Force = False,
-    no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -80,8 +79,8 @@ def extract(
     """Write the adapter in a checkpoint as PEFT's own folder."""
     from ...engine.adapter import adapter_extract
 
-    src = newest_of(src, latest, quiet or as_json)
-    run(
+    src = find_newest(src, latest, quiet or as_json)
+    run_and_print(
         lambda meter: adapter_extract(
             src,
             dst,
@@ -91,14 +90,7 @@ def extract(
             rslora=rslora,
             base_model=base_model,
             strip_prefix=strip_prefix,
-            dtype=dtype,
-            ignore_recorded_digests=ignore_recorded_digests,
-            force=force,
-            verify=not no_verify,
-            max_memory_bytes=bytes_of(max_memory) if max_memory else None,
-            threads=jobs,
-            progress=meter,
-            **reading_keywords(reading, "only"),
+            **pick_keywords(adapter_extract, writing, reading, replace(running, progress=meter)),
         ),
         as_json=as_json,
         quiet=quiet,

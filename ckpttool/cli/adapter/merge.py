@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from ...errors import UsageError
-from ...options import OpenOptions
+from ...options import OpenOptions, RunOptions, WriteRequest
 from ..help import READING, about
-from ..layout_options import LayoutCommand, given
-from ..reading import NOTHING_ASKED, reading_keywords, reads
-from ..terminal import (
-    Cast,
-    Drop,
-    Dtype,
-    Force,
-    IgnoreRecorded,
-    Json,
-    MaxMemory,
-    NoVerify,
-    Quiet,
-    Threads,
-    To,
-    Verbose,
-    WorldSize,
-    bytes_of,
-    cast_rules,
-    comma,
-)
-from .arguments import AdapterConfig, LoraAlpha, Rslora, run
+from ..layout_options import LayoutCommand, add_layout_options
+from ..shared_options import add_shared_options, pick_keywords
+from ..terminal import Json, Quiet, Verbose, split_commas
+from .arguments import AdapterConfig, LoraAlpha, Rslora, run_and_print
 
 __all__ = ["MergeCommand", "merge"]
+
+
+#: What applies to the optimizer, or to the names that a trainer keeps.
+_OF_TRAINING = (
+    "canonical_keys",
+    "strip_wrappers",
+    "vocab_size",
+    "regroup",
+    "dequantize",
+    "map",
+    "workers",
+)
 
 
 class MergeCommand(LayoutCommand):
@@ -50,7 +46,7 @@ class MergeCommand(LayoutCommand):
     exits=(*READING, 5, 6),
     meaning={3: "cannot be merged exactly; training state would be left out", 5: "the result, read back, differs"},
 )
-@reads()
+@add_shared_options(*_OF_TRAINING)
 def merge(
     ctx: typer.Context,
     paths: Annotated[
@@ -61,7 +57,9 @@ def merge(
             show_default=False,
         ),
     ],
-    to: To = None,
+    writing: WriteRequest,
+    reading: OpenOptions,
+    running: RunOptions,
     adapter_name: Annotated[
         str | None,
         typer.Option(
@@ -74,16 +72,6 @@ def merge(
     adapter_config: AdapterConfig = None,
     lora_alpha: LoraAlpha = None,
     rslora: Rslora = False,
-    world_size: WorldSize = None,
-    reading: OpenOptions = NOTHING_ASKED,
-    dtype: Dtype = None,
-    cast: Cast = None,
-    ignore_recorded_digests: IgnoreRecorded = False,
-    max_memory: MaxMemory = None,
-    jobs: Threads = 2,
-    drop: Drop = False,
-    force: Force = False,
-    no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -94,7 +82,6 @@ def merge(
     is written as hf.
     """
     from ...engine.adapter import adapter_merge, merge_target
-    from ...layouts import options_of
 
     if len(paths) not in (2, 3):
         raise UsageError(
@@ -102,30 +89,17 @@ def merge(
             "merge SRC DST."
         )
     src, adapter, dst = paths[0], paths[1] if len(paths) == 3 else None, paths[-1]
-    target = merge_target(to, dst)
-    options = options_of(target, given(ctx))
-    run(
+    writing = add_layout_options(ctx, replace(writing, to=merge_target(writing.to, dst).name), dst)
+    run_and_print(
         lambda meter: adapter_merge(
             src,
             dst,
             adapter=adapter,
-            adapter_name=comma(adapter_name),
+            adapter_name=None if adapter_name is None else split_commas(adapter_name),
             adapter_config=adapter_config,
             lora_alpha=lora_alpha,
             rslora=rslora,
-            to=target.name,
-            options=options,
-            world_size=world_size,
-            dtype=dtype,
-            cast=cast_rules(cast),
-            drop=drop,
-            force=force,
-            verify=not no_verify,
-            ignore_recorded_digests=ignore_recorded_digests,
-            max_memory_bytes=bytes_of(max_memory) if max_memory else None,
-            threads=jobs,
-            progress=meter,
-            **reading_keywords(reading),
+            **pick_keywords(adapter_merge, writing, reading, replace(running, progress=meter)),
         ),
         as_json=as_json,
         quiet=quiet,

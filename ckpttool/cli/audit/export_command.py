@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from ...errors import UsageError
-from ...options import OpenOptions
+from ...options import OpenOptions, RunOptions, WriteRequest
 from ..help import READING, about
-from ..reading import NOTHING_ASKED, reads
+from ..shared_options import add_shared_options
 from ..terminal import (
-    Drop,
-    Dtype,
-    IgnoreRecorded,
     Json,
     Latest,
-    MaxMemory,
     Meter,
     Quiet,
     Src,
-    bytes_of,
-    newest_of,
+    describe_memory,
+    find_newest,
     note,
-    peak,
+    parse_size,
     print_json,
     say,
 )
 from .audit_arguments import Jobs, NoLedger, threads_of
 
 __all__ = ["export"]
+
+
+#: What applies to checkpoints that a job loads; the others have help of their own.
+_NOT_OF_ARCHIVES = (
+    "to",
+    "world_size",
+    "cast",
+    "canonical_keys",
+    "strip_wrappers",
+    "vocab_size",
+    "regroup",
+    "dequantize",
+    "map",
+    "workers",
+    "force",
+    "verify",
+    "threads",
+)
 
 
 def _meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
@@ -68,13 +81,15 @@ def _epoch(reproducible: bool) -> int | None:
     exits=(*READING, 5, 6),
     meaning={5: "the archive, read back, differs", 6: "the archive exists, or must be kept"},
 )
-@reads()
+@add_shared_options(*_NOT_OF_ARCHIVES)
 def export(
     src: Src,
     dst: Annotated[
         str, typer.Argument(help="The archive: NAME.tar.zst, NAME.tar.zst.age, or an s3:// URL.", show_default=False)
     ],
-    reading: OpenOptions = NOTHING_ASKED,
+    writing: WriteRequest,
+    reading: OpenOptions,
+    running: RunOptions,
     meta: Annotated[
         list[str] | None,
         typer.Option("--meta", help="Who, why, which ticket, ...; may be repeated.", metavar="KEY=VALUE"),
@@ -121,11 +136,7 @@ def export(
         typer.Option("--encrypt-to", help="age or ssh public key, or a file of them.", metavar="RECIPIENT"),
     ] = None,
     latest: Latest = False,
-    dtype: Dtype = None,
-    ignore_recorded_digests: IgnoreRecorded = False,
-    max_memory: MaxMemory = None,
     jobs: Jobs = None,
-    drop: Drop = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing archive.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the archive back.")] = False,
     no_ledger: NoLedger = False,
@@ -134,15 +145,13 @@ def export(
 ) -> None:
     """Write a checkpoint in any layout into one archive that anyone can check."""
     from ...audit.archive_options import ArchiveOptions
-    from ...audit.export import export_with as run
-    from ...engine.conversion import RunOptions
+    from ...audit.export import export_archive as run
     from ...engine.inspect import human
-    from ...engine.planning import WriteRequest
 
     options = ArchiveOptions(
         level=level,
         shuffle=shuffle,
-        member_bytes=bytes_of(member_size),
+        member_bytes=parse_size(member_size),
         meta=_meta(meta),
         git_commit=git_commit,
         only=tuple(reading.only or ()) or None,
@@ -157,28 +166,17 @@ def export(
         chain=tuple(cert_chain or ()),
         recipients=tuple(encrypt_to or ()),
     )
-    src = newest_of(src, latest, quiet or as_json)
-    meter = Meter(quiet)
-    began = time.monotonic()
-    try:
+    src = find_newest(src, latest, quiet or as_json)
+    with Meter(quiet) as meter:
         done = run(
             src,
             dst,
             options,
             in_ledger=not no_ledger,
             reading=replace(reading, only=None),  # it is what the archive holds
-            writing=WriteRequest(dtype=dtype, drop=drop, ignore_recorded_digests=ignore_recorded_digests),
-            running=RunOptions(
-                force=force,
-                verify=not no_verify,
-                max_memory_bytes=bytes_of(max_memory) if max_memory else None,
-                threads=threads_of(jobs),
-                progress=meter,
-            ),
+            writing=writing,
+            running=replace(running, force=force, verify=not no_verify, threads=threads_of(jobs), progress=meter),
         )
-    finally:
-        meter.close()
-    seconds = time.monotonic() - began
     if as_json:
         print_json(
             {
@@ -189,8 +187,7 @@ def export(
                 "ledger": done.entry,
                 "notes": done.result.notes,
                 "not_read": done.result.not_read,
-                "seconds": round(seconds, 3),
-                "peak_memory_mib": int(peak().split()[1]),
+                **meter.measure_costs(),
             }
         )
         return
@@ -199,7 +196,7 @@ def export(
     f = done.facts
     note(
         f"{done.result.layout_from} -> {f.name}: {f.tensors:,} tensors, {human(f.tensor_bytes)} in {human(f.bytes)} "
-        f"(ratio {f.tensor_bytes / max(1, f.bytes):.2f}), {seconds:.1f} s, {peak()}"
+        f"(ratio {f.tensor_bytes / max(1, f.bytes):.2f}), {meter.seconds:.1f} s, {describe_memory()}"
         + (", read back and equal" if done.result.verified else ", not read back"),
         quiet,
     )

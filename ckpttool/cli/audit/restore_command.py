@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from ...options import OpenOptions
+from ...options import OpenOptions, RunOptions, WriteRequest
 from ..help import READING, about
-from ..layout_options import given
-from ..reading import NOTHING_ASKED, reads
-from ..terminal import (
-    Drop,
-    Dtype,
-    Force,
-    Json,
-    MaxMemory,
-    Meter,
-    NoVerify,
-    Quiet,
-    To,
-    WorldSize,
-    bytes_of,
-    note,
-    peak,
-    print_json,
-    ranks,
-    say,
-)
+from ..layout_options import add_layout_options
+from ..results import describe_read_back, print_notes, print_result
+from ..shared_options import add_shared_options
+from ..terminal import Json, Meter, Quiet, print_json
 from .audit_arguments import ArchivePath, Identity, Jobs, Scratch, threads_of
 
 __all__ = ["restore"]
+
+
+#: What the archive says itself, or what applies to the state of a job in other layouts.
+_NOT_OF_ARCHIVES = (
+    "source_layout",
+    "tag",
+    "allow_equal_ranks",
+    "allow_mixed_steps",
+    "cast",
+    "canonical_keys",
+    "strip_wrappers",
+    "vocab_size",
+    "regroup",
+    "dequantize",
+    "map",
+    "ignore_recorded_digests",
+    "threads",
+    "workers",
+)
 
 
 @about(
@@ -44,22 +47,17 @@ __all__ = ["restore"]
     exits=(*READING, 5, 6),
     meaning={4: "damaged", 5: "the state is not the one in the manifest"},
 )
-@reads("source_layout", "tag", "allow_equal_ranks", "allow_mixed_steps")
+@add_shared_options(*_NOT_OF_ARCHIVES)
 def restore(
     ctx: typer.Context,
     archive: ArchivePath,
     dst: Annotated[str, typer.Argument(help="Where to write the checkpoint.", show_default=False)],
-    to: To = None,
-    world_size: WorldSize = None,
-    reading: OpenOptions = NOTHING_ASKED,
-    dtype: Dtype = None,
+    writing: WriteRequest,
+    reading: OpenOptions,
+    running: RunOptions,
     identity: Identity = None,
     scratch: Scratch = None,
-    max_memory: MaxMemory = None,
     jobs: Jobs = None,
-    drop: Drop = False,
-    force: Force = False,
-    no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -67,46 +65,21 @@ def restore(
 
     `ckpttool convert` does the same for archives that are not encrypted.
     """
-    from ...audit.export import restore_with as run
-    from ...engine.conversion import RunOptions
-    from ...engine.inspect import human
-    from ...engine.planning import WriteRequest
-    from ...layouts import options_of, target_of
+    from ...audit.export import restore_archive as run
 
-    target = target_of(to, dst)
-    meter = Meter(quiet)
-    began = time.monotonic()
-    try:
+    writing = add_layout_options(ctx, writing, dst)
+    with Meter(quiet) as meter:
         done = run(
             archive,
             dst,
             identities=identity or (),
             scratch=scratch,
             reading=reading,
-            writing=WriteRequest(
-                to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, drop=drop
-            ),
-            running=RunOptions(
-                force=force,
-                verify=not no_verify,
-                max_memory_bytes=bytes_of(max_memory) if max_memory else None,
-                threads=threads_of(jobs),
-                progress=meter,
-            ),
+            writing=writing,
+            running=replace(running, threads=threads_of(jobs), progress=meter),
         )
-    finally:
-        meter.close()
-    seconds = time.monotonic() - began
     if as_json:
-        print_json({**done.to_json(), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
+        print_json({**done.to_json(), **meter.measure_costs()})
         return
-    for text in done.notes:
-        note(f"note: {text}", quiet)
-    note(
-        f"{archive} -> {done.layout_to}{f' for {ranks(done.world_size)}' if done.world_size else ''}: {done.tensors:,} "
-        f"tensors, {human(done.written_bytes)} in {seconds:.1f} s, {peak()}, equal to the manifest"
-        + (", read back and equal" if done.verified else ", not read back"),
-        quiet,
-    )
-    for component, digest in done.digest.items():
-        say(f"digest {component:10s} blake3:{digest}")
+    print_notes(done.notes, quiet)
+    print_result(done, archive, meter, quiet, f", equal to the manifest{describe_read_back(done)}")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
 
 from ...errors import Corrupt, UsageError
 from ..help import READING, about
+from ..shared_options import Workers
 from ..terminal import (
     Json,
     Meter,
     Quiet,
-    Workers,
+    describe_memory,
     note,
-    peak,
     print_json,
     say,
 )
@@ -69,9 +68,7 @@ def verify(
 
     if quick and (deep or against or root):
         raise UsageError("--quick reads no data, so it goes with neither --deep, --against nor --root.")
-    meter = Meter(quiet)
-    began = time.monotonic()
-    try:
+    with Meter(quiet) as meter:
         found = verify(
             archive,
             quick=quick,
@@ -87,11 +84,8 @@ def verify(
             workers=workers,
             progress=meter,
         )
-    finally:
-        meter.close()
-    seconds = time.monotonic() - began
     if as_json:
-        print_json({**found.to_json(), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
+        print_json({**found.to_json(), **meter.measure_costs()})
         if found.findings:
             note(f"error: {found.trouble()}")
             raise typer.Exit(Corrupt.exit_code)
@@ -121,7 +115,7 @@ def verify(
         "into",
     }
     said = f"{found.tensors:,} tensors, {human(found.tensor_bytes)}" if found.merkle_root else human(found.file_bytes)
-    note(f"{found.path}: sound ({what[found.depth]}); {said}; {seconds:.1f} s, {peak()}", quiet)
+    note(f"{found.path}: sound ({what[found.depth]}); {said}; {meter.seconds:.1f} s, {describe_memory()}", quiet)
     say(f"signature   {found.signature}")
     say(f"ledger      {found.ledger or 'none beside it to compare with'}")
     if found.merkle_root:

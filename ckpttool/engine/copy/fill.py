@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -33,6 +33,7 @@ from ...formats.crc import crc32, crc32_combine
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, TensorEntry, joined
 from ...index.draft import Draft, EarlierFile, Sink, Written
+from ...options import Progress, silent
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.destination_protocol import Altered, Destination, DestinationFile
 from ...storage.local_file import WriterPool
@@ -42,14 +43,6 @@ from .dtypes import NOTHING, Lost, bits_dtype
 from .stream import Block, Reader, StreamJob
 
 __all__ = ["ChunkRow", "Progress", "Scatter", "fill", "lost_notes", "note_lost", "silent"]
-
-#: Called with (what is being done, bytes done, bytes in all).
-Progress = Callable[[str, int, int], None]
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """A Progress that says nothing."""
-
 
 _JOURNAL_BYTES = 1 << 30
 _JOURNAL_SECONDS = 5.0

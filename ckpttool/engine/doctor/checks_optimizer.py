@@ -16,7 +16,7 @@ from ...index.optimizers import describe_lost_slots, find_per_rank_slots
 from ...index.param_groups import describe_group_differences, names_by_group
 from .. import mixups
 from ..copy.stream import small
-from ..opening import OpenOptions, open_with
+from ..opening import OpenOptions, open_checkpoint
 from .checks import Examined, check
 from .findings import DAMAGE, MISMATCH, NOTE, Finding, define_kind
 
@@ -56,7 +56,7 @@ def compare_param_groups(at: Examined) -> list[Finding]:
     """Find what in the param groups stops the job that wrote the checkpoint `at.request.like` from loading this one."""
     if at.request.like is None:
         return []
-    with open_with(at.request.like, OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)) as opened:
+    with open_checkpoint(at.request.like, OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)) as opened:
         other = opened.checkpoint
         here, there = names_by_group(at.ckpt), names_by_group(other)
         if here is None or there is None:

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from ... import layouts
 from ...errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteError, Unsupported, UsageError, argument
-from ...options import Search, list_reading_keywords
+from ...options import Search, list_keywords
 from ...printable import Shown
 from ...storage import urls
 from ...storage.source import Source
@@ -23,7 +23,7 @@ from ..copy.fill import Progress, silent
 from ..copy.tensor_digests import reporting
 from ..discover import detection
 from ..discover.unread_files import human
-from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
+from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, shown_path
 from ..verification import salvaged
 from .checks import Examined, Request, copy_command, run_checks
 from .checks_files import LOST, MISSING, NOT_READ, SALVAGED, UNREADABLE, file_finding
@@ -85,7 +85,7 @@ class Diagnosis(Shown):
             yield f"next: {line}"
 
 
-@list_reading_keywords
+@list_keywords
 def doctor(
     path: CheckpointPath,
     *,
@@ -123,7 +123,7 @@ def doctor(
     # the checks need a checkpoint that opens: as it is, with less of it, or what can be salvaged
     refused: CkpttoolError | None = None
     try:
-        with reporting(progress), open_with(path, usual, check_hints=False) as opened:
+        with reporting(progress), open_checkpoint(path, usual, check_hints=False) as opened:
             _examine(opened, out, request)
     except (UsageError, RemoteError):
         raise
@@ -180,7 +180,7 @@ def _read_with_less(
     by_itself = [replace(options, source_layout="hf")] if options.source_layout is None else []
     for way in (*ways, replace(options, only=("model",)), *by_itself):
         try:
-            with open_with(path, way, check_hints=False) as opened:
+            with open_checkpoint(path, way, check_hints=False) as opened:
                 _examine(opened, out, request)
         except CkpttoolError:
             continue
@@ -211,7 +211,7 @@ def _salvage_what_is_whole(
     opened: OpenCheckpoint | None = None
     for only in (None, ("model",)):
         try:
-            with open_with(path, replace(options, only=only), check_hints=False) as found:
+            with open_checkpoint(path, replace(options, only=only), check_hints=False) as found:
                 _examine(found, out, request)
             opened = found
             break

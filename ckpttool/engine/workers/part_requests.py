@@ -28,10 +28,9 @@ from blake3 import blake3
 from ... import errors, layouts
 from ...errors import CkpttoolError
 from ...index.checkpoint import Checkpoint
+from ...options import OpenOptions, WriteRequest
 from ...storage import urls
 from ...storage.source import Source
-from ..opening import OpenOptions
-from ..planning import WriteRequest
 
 __all__ = [
     "absolute_path",

@@ -14,8 +14,8 @@ from ...storage.buffers import IOBudget
 from ...storage.shared_objects import SharedObjects
 from ...storage.shared_tree import SharedTree
 from ..copy.tensor_digests import tensor_digests_and_crcs
-from ..opening import OpenCheckpoint, OpenOptions, open_with
-from ..planning import Plan, plan_id, plan_with
+from ..opening import OpenCheckpoint, OpenOptions, open_checkpoint
+from ..planning import Plan, plan_conversion, plan_id
 from .part_fill import fill_part, send_cells
 from .part_requests import encode_error, index_id, read_job
 from .parts import Part
@@ -148,7 +148,7 @@ def _open(asked: str) -> OpenCheckpoint:
         CkpttoolError: this worker finds another one.
     """
     said = json.loads(asked)
-    opened = open_with(said["path"], OpenOptions(**said["options"]), check_hints=False)
+    opened = open_checkpoint(said["path"], OpenOptions(**said["options"]), check_hints=False)
     opened.locate()
     if index_id(opened.checkpoint, opened.source) != said["index"]:
         raise CkpttoolError(
@@ -166,7 +166,7 @@ def _plan(job: str) -> Plan:
     """
     said = json.loads(job)
     src, dst, reading, writing = read_job(said)
-    planned = plan_with(src, dst, reading, writing)
+    planned = plan_conversion(src, dst, reading, writing)
     mine = plan_id(planned.opened.source, planned.draft, planned.target, reading, replace(writing, drop=False))
     if mine != said["plan"]:
         raise CkpttoolError(

@@ -1,0 +1,133 @@
+"""Options that several commands have, made from the fields of the three requests in `ckpttool.options`: how to read,
+what to write, and how to carry it out.
+
+    @add_shared_options("only")
+    def push(src: Src, writing: WriteRequest, reading: OpenOptions, quiet: Quiet = False) -> None:
+
+A field that is added there is an option of every command that takes such a request.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, fields
+from functools import wraps
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from ..options import OpenOptions, RunOptions, WriteRequest
+from .terminal import complete_layout, parse_cast_rules, parse_size, split_commas
+
+__all__ = ["NameMap", "Workers", "add_shared_options", "list_shared_options", "pick_keywords"]
+
+F = TypeVar("F", bound=Callable[..., None])
+
+_REQUESTS = (OpenOptions, WriteRequest, RunOptions)
+
+
+def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
+    """Decorate a command: each parameter that is a request is replaced by the options of its fields, and the command
+    gets the request that they make.
+
+    Args:
+        without: fields that this command has no use for, or has an option of its own for.
+        defaults: {field: default} where this command has another one.
+    """
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function, eval_str=True)
+        requests = {
+            p.name: list_shared_options(p.annotation, *without)
+            for p in own.parameters.values()
+            if p.annotation in _REQUESTS
+        }
+        parameters: list[inspect.Parameter] = []
+        for p in own.parameters.values():
+            made = [_make_parameter(f, defaults.get(f.name, f.default)) for f in requests.get(p.name, ())]
+            parameters += made if p.name in requests else [p]
+
+        @wraps(function)
+        def command(**given: Any) -> None:
+            for name, listed in requests.items():
+                values = {f.name: _parse(f, given.pop(f.name)) for f in listed}
+                given[name] = own.parameters[name].annotation(**values)
+            function(**given)
+
+        command.__dict__["__signature__"] = own.replace(parameters=parameters)
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command  # type: ignore[return-value]
+
+    return decorate
+
+
+def list_shared_options(request: Any, *without: str) -> list[Field[Any]]:
+    """List the fields of a request that are options of the command line, but for `without`."""
+    return [f for f in fields(request) if "help" in f.metadata and f.name not in without]
+
+
+def pick_keywords(function: Callable[..., Any], *requests: Any) -> dict[str, Any]:
+    """Take from requests what a function of the Python interface takes as keywords."""
+    names = inspect.signature(function).parameters
+    return {f.name: getattr(r, f.name) for r in requests for f in fields(r) if f.name in names}
+
+
+def _make_parameter(f: Field[Any], default: object) -> inspect.Parameter:
+    """Make the parameter of a command from a field."""
+    if default is True:
+        default = False  # it is turned off by its flag
+    return inspect.Parameter(f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=_annotate(f))
+
+
+def _annotate(f: Field[Any]) -> Any:
+    """Make the annotation from which typer makes an option: its type, flags and help."""
+    said = f.metadata
+    kind: Any = str | None
+    if isinstance(f.default, bool):
+        kind = bool
+    elif said["repeated"]:
+        kind = list[str] | None
+    elif str(f.type).startswith("int") and not said["size"]:
+        kind = int if isinstance(f.default, int) else int | None
+    flag = said["flag"] or "--" + f.name.replace("_", "-")
+    made = typer.Option(
+        *flag.split("/"),
+        help=said["help"],
+        metavar=said["metavar"],
+        min=said["least"],
+        autocompletion=complete_layout if said["metavar"] == "LAYOUT" else None,
+        callback=_serve_if_worker if f.name == "workers" else None,
+    )
+    return Annotated[kind, made]
+
+
+def _parse(f: Field[Any], given: Any) -> Any:
+    """Parse what the command line has for a field."""
+    if f.default is True:
+        return not given
+    if given is None:
+        return None
+    if f.metadata["size"]:
+        return parse_size(given)
+    if str(f.type).startswith("Mapping"):
+        return parse_cast_rules(given)
+    return split_commas(given) if str(f.type).startswith("Iterable") and not f.metadata["repeated"] else given
+
+
+def _serve_if_worker(spec: str | None) -> str | None:
+    """Under mpiexec, let ranks other than 0 go no further than this option."""
+    if spec is not None:
+        from ..engine.workers.executors import serve_if_worker
+
+        serve_if_worker(spec)
+    return spec
+
+
+def _annotate_field(request: Any, name: str) -> Any:
+    return next(_annotate(f) for f in fields(request) if f.name == name)
+
+
+# For commands that have one of these alone.
+Workers = Annotated[str | None, *_annotate_field(RunOptions, "workers").__metadata__]
+NameMap = Annotated[str | None, *_annotate_field(WriteRequest, "map").__metadata__]
