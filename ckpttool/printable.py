@@ -11,7 +11,6 @@ In JSON the escapes are JSON's, so that a name read back is the exact one.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -72,4 +71,6 @@ class Shown:
         return "\n".join(map(printable, self.lines()))
 
     def _repr_html_(self) -> str:
+        import html  # half of what it takes is a table of entities
+
         return f'<pre style="line-height:1.2">{html.escape(str(self))}</pre>'

@@ -12,7 +12,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -29,48 +30,60 @@ from ..errors import (
     note_change,
     what_changed,
 )
-from .adapter import app as adapter_app
-from .audit import app as audit_app
-from .clean import clean
-from .convert import convert
-from .diff import diff
-from .digest import digest
-from .doctor import doctor
-from .help import App, about, only_what_runs
-from .inspect import inspect
+from .help import App, Command, about, only_what_runs
 from .layout_options import HfCommand, LayoutCommand
-from .layouts import layouts
-from .maps import maps
-from .pull import pull
-from .push import push
-from .resume_verify import resume_verify
 from .terminal import OutputLost, note, open_streams, print_json, refuse_empty, say
-from .verify import verify
 
-__all__ = ["app", "main"]
+__all__ = ["build_app", "main"]
 
-app = App(
-    name="ckpttool",
-    help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+#: {a command: what typer makes it}, of the module and the function of its name; a group where None.
+_COMMANDS: dict[str, type[Command] | None] = {
+    "convert": LayoutCommand,
+    "inspect": Command,
+    "diff": Command,
+    "verify": Command,
+    "doctor": Command,
+    "resume-verify": Command,
+    "digest": Command,
+    "clean": Command,
+    "push": HfCommand,
+    "pull": LayoutCommand,
+    "adapter": None,
+    "audit": None,
+    "layouts": Command,
+    "maps": Command,
+}
 
 
-app.command(cls=LayoutCommand)(convert)
-app.command()(inspect)
-app.command()(diff)
-app.command()(verify)
-app.command()(doctor)
-app.command("resume-verify")(resume_verify)
-app.command()(digest)
-app.command()(clean)
-app.command(cls=HfCommand)(push)
-app.command(cls=LayoutCommand)(pull)
-app.add_typer(adapter_app)
-app.add_typer(audit_app)
-app.command()(layouts)
-app.command()(maps)
+def build_app(word: str | None = None) -> App:
+    """Build the program; where `word` is one of its commands, with that alone, so that no other module is imported."""
+    built = App(
+        name="ckpttool",
+        help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.",
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    built.callback()(_root)
+    for name in [word] if word in _COMMANDS else _COMMANDS:
+        function = name.replace("-", "_")
+        module = import_module(f".{function}", __package__)
+        if (kind := _COMMANDS[name]) is None:
+            built.add_typer(module.app)
+        else:
+            built.command(name, cls=kind)(getattr(module, function))
+    return built
+
+
+@cache
+def _whole_app() -> App:
+    return build_app()
+
+
+def __getattr__(name: str) -> Any:
+    """Build `app`, the whole program, when it is first asked for."""
+    if name == "app":
+        return _whole_app()
+    raise AttributeError(name)
 
 
 def _version(show: bool) -> None:
@@ -81,7 +94,6 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 @about(
     ("What is in this folder?", "ckpttool inspect run/ckpt"),
     ("The same state for another number of ranks", "ckpttool convert run/ckpt dcp3 --to dcp --world-size 3"),
@@ -116,8 +128,8 @@ class _Command(CommandLine):
 
 
 def commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
-    """(its words, the command) of every command."""
-    for name, found in getattr(group or typer.main.get_command(app), "commands", {}).items():
+    """Yield (its words, the command) of every command."""
+    for name, found in getattr(group or typer.main.get_command(_whole_app()), "commands", {}).items():
         if hasattr(found, "commands"):
             yield from commands(found, f"{above}{name} ")
         else:
@@ -125,7 +137,7 @@ def commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def flags_of(command: Any) -> frozenset[str]:
-    """The options of a command."""
+    """List the options of a command."""
     return frozenset(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
 
 
@@ -246,7 +258,8 @@ def _show(message: Warning | str, category: type[Warning], *more: Any, **where: 
 
 def _run() -> None:
     refuse_empty(sys.argv[1:])
-    program = typer.main.get_command(only_what_runs(app, sys.argv[1:]))
+    words = sys.argv[1:]
+    program = typer.main.get_command(only_what_runs(build_app(next(iter(words), None)), words))
     try:
         with as_flags(_Command(program)):
             status = _status(program)

@@ -10,14 +10,14 @@ import typer
 
 from .._version import __version__
 from .help import about_of
-from .main import app, commands
+from .main import build_app, commands
 
 __all__ = ["page"]
 
 
 def page() -> str:
     """The text of ckpttool.1, in roff."""
-    program: Any = typer.main.get_command(app)
+    program: Any = typer.main.get_command(build_app())
     lines = [
         f'.TH CKPTTOOL 1 "" "ckpttool {__version__}" "User Commands"',
         ".SH NAME",
