@@ -91,7 +91,7 @@ class CkpttoolError(Exception):
         return printable(super().__str__()) + (f"\n{printable_lines(self.listing)}" if self.listing else "")
 
     def add_note(self, note: str, /) -> None:
-        """A note, which Python prints below the text; safe to print, too."""
+        """Add a note, which Python prints below the text; it is made safe to print, too."""
         super().add_note(printable(note))
 
 
@@ -240,13 +240,13 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
 
 
 def kind_of(e: CkpttoolError) -> str:
-    """The name of an error's class; if it is not one of this module, that of the nearest one above it."""
+    """Get the name of an error's class; if it is not one of this module, that of the nearest one above it."""
     return next(c.__name__ for c in type(e).__mro__ if c.__name__ in __all__)
 
 
 def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) -> type[CkpttoolError]:
-    """The class of the error for a failed system call: what is not permitted, and a full disk, are no fault of the
-    file."""
+    """Choose the class of the error for a failed system call: what is not permitted, and a full disk, are no fault of
+    the file."""
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return NotPermitted
     return NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
@@ -276,11 +276,11 @@ class CommandLine:
 
     @property
     def flags(self) -> Collection[str]:
-        """Its options."""
+        """List its options."""
         return self._flags
 
     def owner(self, flag: str) -> str | None:
-        """A command that has an option which this one lacks; None where only Python has it."""
+        """Find a command that has an option which this one lacks; None where only Python has it."""
         return "ckpttool convert"
 
 
@@ -289,7 +289,7 @@ _command: CommandLine | None = None
 
 @contextmanager
 def as_flags(command: CommandLine | None = None) -> Iterator[None]:
-    """Messages made inside name options as the command line does; the process is one program then. An option that
+    """Make messages inside name options as the command line does; the process is one program then. An option that
     `command` lacks is named with a command that has it."""
     global _command
     before, _command = _command, command or CommandLine()
@@ -300,8 +300,8 @@ def as_flags(command: CommandLine | None = None) -> Iterator[None]:
 
 
 def flags_are_named() -> list[str] | None:
-    """None where `as_flags` is not in effect, otherwise the options of the command: for those who start processes whose
-    messages are shown too."""
+    """List the options of the command where `as_flags` is in effect, None where it is not: for those who start
+    processes whose messages are shown too."""
     return None if _command is None else list(_command.flags)
 
 
@@ -315,12 +315,12 @@ def note_change(what: str) -> None:
 
 
 def what_changed() -> str:
-    """What was given to `note_change` last; "" if nothing was."""
+    """Get what was given to `note_change` last; "" if nothing was."""
     return _changed
 
 
 def argument(name: str, value: object = None, of: str | None = None) -> str:
-    """An option in a message, as the caller writes it.
+    """Write an option in a message, as the caller writes it.
 
     >>> argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
     ('world_size=0', 'drop=True', 'wrap', "only=['model', 'optim']")

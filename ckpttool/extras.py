@@ -28,13 +28,13 @@ _EXTRA = {
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported; it is not imported."""
+    """Tell whether a package can be imported; it is not imported."""
     return find_spec(package) is not None
 
 
 def missing(what: str, *packages: str, why: str = "") -> MissingPackage:
-    """The error for `what`, the subject of the sentence, which needs `packages` that all come with one extra; `why`
-    they cannot be imported, where they are installed."""
+    """Make the error for `what`, the subject of the sentence, which needs `packages` that all come with one extra;
+    `why` they cannot be imported, where they are installed."""
     *first, last = (p.replace("_", "-") for p in packages)
     names = f"{', '.join(first)} and {last}" if first else last
     state = f"cannot be imported ({why})" if why and all(map(installed, packages)) else "not installed"

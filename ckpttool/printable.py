@@ -38,6 +38,7 @@ def printable_json(data: Any, default: Callable[[Any], Any] | None = None) -> st
 
 
 def _escape_as_json(line: str) -> str:
+    """Escape what does not print in a line of JSON."""
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 

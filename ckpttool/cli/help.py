@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..errors import EXIT_CODES
 
-__all__ = ["READING", "WRITING", "About", "App", "Command", "about", "about_of", "only_what_runs"]
+__all__ = ["READING", "WRITING", "About", "App", "Command", "about", "get_about", "keep_what_runs"]
 
 #: Exit codes of every command that reads a checkpoint.
 READING = (0, 1, 2, 3, 4, 7, 8, 9, 14, 130)
@@ -42,7 +42,7 @@ class About:
 def about(
     *examples: tuple[str, str], exits: Iterable[int], meaning: Mapping[int, str] | None = None
 ) -> Callable[[F], F]:
-    """A decorator for the function of a command.
+    """Decorate the function of a command with examples and exit codes, for --help and the man page.
 
     Args:
         examples: (purpose, command line).
@@ -59,14 +59,14 @@ def about(
     return decorate
 
 
-def about_of(command: Any) -> About | None:
-    """What `about` attached to a command; None if nothing."""
+def get_about(command: Any) -> About | None:
+    """Get what `about` attached to a command; None if nothing."""
     return getattr(command.callback, "about", None)
 
 
-def _closing(command: Any, formatter: Any) -> None:
-    """Write examples and exit codes."""
-    said = about_of(command)
+def _write_examples(command: Any, formatter: Any) -> None:
+    """Write the examples and exit codes of a command, as far as it has some."""
+    said = get_about(command)
     if said is None:
         return
     with formatter.section("Examples"):
@@ -76,7 +76,7 @@ def _closing(command: Any, formatter: Any) -> None:
         formatter.write_dl([(str(code), text) for code, text in said.exits.items()])
 
 
-def _sections(command: Any, ctx: Any, formatter: Any) -> None:
+def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:
     """Write arguments and options in the sections that `rich_help_panel` names."""
     rows: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(ctx):
@@ -89,7 +89,8 @@ def _sections(command: Any, ctx: Any, formatter: Any) -> None:
             formatter.write_dl(rows[title], col_max=34)
 
 
-def _wide(ctx: Any, formatter: Any) -> None:
+def _set_width(ctx: Any, formatter: Any) -> None:
+    """Make help as wide as the terminal, from 48 to 108 columns."""
     from shutil import get_terminal_size
 
     formatter.width = max(50, min(get_terminal_size().columns, _WIDTH) - 2)
@@ -99,23 +100,28 @@ class Command(TyperCommand):
     """A command whose help is plain text."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _wide(ctx, formatter)
+        """Write all of the help."""
+        _set_width(ctx, formatter)
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        _sections(self, ctx, formatter)
+        """Write the options in sections."""
+        _write_sections(self, ctx, formatter)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _closing(self, formatter)
+        """Write examples and exit codes."""
+        _write_examples(self, formatter)
 
 
 class _Group(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _wide(ctx, formatter)
+        """Write all of the help."""
+        _set_width(ctx, formatter)
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        _sections(self, ctx, formatter)
+        """Write the options in sections, then the commands."""
+        _write_sections(self, ctx, formatter)
         rows = [
             (name, (found.help or "").partition("\n\n")[0].replace("\n", " "))
             for name in self.list_commands(ctx)
@@ -125,7 +131,8 @@ class _Group(TyperGroup):
             formatter.write_dl(rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _closing(self, formatter)
+        """Write examples and exit codes."""
+        _write_examples(self, formatter)
 
 
 class App(typer.Typer):
@@ -135,16 +142,16 @@ class App(typer.Typer):
         super().__init__(cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=False, **options)
 
     def command(self, *name: Any, **options: Any) -> Callable[[Any], Any]:
-        """A decorator that adds a command; the arguments are those of `typer.Typer.command`."""
+        """Decorate a function to add it as a command; the arguments are those of `typer.Typer.command`."""
         return super().command(*name, **{"cls": Command, **options})
 
 
-def only_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
-    """The same program with only the command or group that the first argument names, if it names one."""
+def keep_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
+    """Copy a program with only the command or group that the first argument names, if it names one."""
     if not arguments:
         return app
     word, out = arguments[0], copy(app)
-    out.registered_commands = [c for c in app.registered_commands if _name(c) == word]
+    out.registered_commands = [c for c in app.registered_commands if _get_name(c) == word]
     out.registered_groups = [
         g for g in app.registered_groups if g.typer_instance and g.typer_instance.info.name == word
     ]
@@ -153,9 +160,10 @@ def only_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
     for i, group in enumerate(out.registered_groups):
         out.registered_groups[i] = copy(group)
         assert group.typer_instance is not None
-        out.registered_groups[i].typer_instance = only_what_runs(group.typer_instance, arguments[1:])
+        out.registered_groups[i].typer_instance = keep_what_runs(group.typer_instance, arguments[1:])
     return out
 
 
-def _name(command: Any) -> str:
+def _get_name(command: Any) -> str:
+    """Get the word that calls a command."""
     return str(command.name or command.callback.__name__.replace("_", "-"))

@@ -72,7 +72,7 @@ def inspect(
         if as_json:
             print_json(e.below.to_json())
             return
-        for line in _folder(e.below):
+        for line in _describe_folder(e.below):
             say(line)
         return
     with found as opened:
@@ -86,15 +86,15 @@ def inspect(
             finally:
                 meter.close()
         if name_map is not None:
-            from ..engine.map_choice import kept_text, under_other_names
+            from ..engine.map_choice import apply_name_map, read_map_text
 
-            mapped = under_other_names(opened.checkpoint, opened.source, kept_text(name_map), reading.config)
+            mapped = apply_name_map(opened.checkpoint, opened.source, read_map_text(name_map), reading.config)
             opened.checkpoint, opened.source = mapped
         if tensor is not None:
             ckpt = opened.checkpoint
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
             if not names:
-                raise UsageError(_no_match(tensor, ckpt.tensors))
+                raise UsageError(_explain_no_match(tensor, ckpt.tensors))
             rows = look.tensor_rows(ckpt, names)
             if as_json:
                 print_json(rows)
@@ -113,8 +113,8 @@ def inspect(
         draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))
 
 
-def _folder(found: Checkpoints) -> list[str]:
-    """The lines about the checkpoints below a folder, and what to do with them."""
+def _describe_folder(found: Checkpoints) -> list[str]:
+    """Describe the checkpoints below a folder, and say what to do with them."""
     n, answer = len(found.checkpoints), found.newest
     lines = [f"{found.path}: {'1 checkpoint' if n == 1 else f'{n} checkpoints'} below it", *str(found).split("\n")]
     if len(answer) == 1:
@@ -124,8 +124,8 @@ def _folder(found: Checkpoints) -> list[str]:
     return lines
 
 
-def _no_match(pattern: str, names: Iterable[str]) -> str:
-    """What to type instead of a pattern that no name matches."""
+def _explain_no_match(pattern: str, names: Iterable[str]) -> str:
+    """Say what to type instead of a pattern that no name matches."""
     from difflib import get_close_matches
 
     near = [n for n in names if pattern.strip("*").lower() in n.lower()]

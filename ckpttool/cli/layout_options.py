@@ -46,7 +46,7 @@ class LayoutCommand(Command):
 
     @property
     def params(self) -> list[Any]:
-        """The command's own options, then those of layouts."""
+        """Make the command's own options, then those of layouts, when they are first asked for."""
         if self._made is None:
             self._made = [*self._own, *(o for o in _make_options(self.targets) if o.opts[0] not in self.without)]
         return self._made
@@ -96,6 +96,7 @@ def _make_option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOptio
         text += f"  [default: {default // 10**9}GB]"
 
     def keep(ctx: Any, param: Any, value: Any) -> None:
+        """Keep the value of an option for `add_layout_options`."""
         if value is not None:  # 0 and False are values
             ctx.meta.setdefault(_META, {})[flag] = parse_size(value) if size else value
 

@@ -30,7 +30,7 @@ from ..errors import (
     note_change,
     what_changed,
 )
-from .help import App, Command, about, only_what_runs
+from .help import App, Command, about, keep_what_runs
 from .layout_options import HfCommand, LayoutCommand
 from .terminal import OutputLost, note, open_streams, print_json, refuse_empty, say
 
@@ -76,6 +76,7 @@ def build_app(word: str | None = None) -> App:
 
 @cache
 def _whole_app() -> App:
+    """Build the program with all its list_commands, once."""
     return build_app()
 
 
@@ -86,7 +87,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-def _version(show: bool) -> None:
+def _print_version(show: bool) -> None:
+    """Print the version and exit, for --version."""
     if show:
         from .._version import __version__
 
@@ -102,7 +104,7 @@ def _version(show: bool) -> None:
 )
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -116,27 +118,29 @@ class _Command(CommandLine):
 
     @cached_property
     def flags(self) -> frozenset[str]:
+        """List the options that the command has."""
         found = self._program
         for word in sys.argv[1:]:
             if (below := getattr(found, "commands", {}).get(word)) is None:
                 break
             found = below
-        return flags_of(found)
+        return list_flags(found)
 
     def owner(self, flag: str) -> str | None:
-        return next((f"ckpttool {name}" for name, command in commands() if flag in flags_of(command)), None)
+        """Find a command that has an option which this one lacks; None where none has it."""
+        return next((f"ckpttool {name}" for name, command in list_commands() if flag in list_flags(command)), None)
 
 
-def commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
+def list_commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (its words, the command) of every command."""
     for name, found in getattr(group or typer.main.get_command(_whole_app()), "commands", {}).items():
         if hasattr(found, "commands"):
-            yield from commands(found, f"{above}{name} ")
+            yield from list_commands(found, f"{above}{name} ")
         else:
             yield above + name, found
 
 
-def flags_of(command: Any) -> frozenset[str]:
+def list_flags(command: Any) -> frozenset[str]:
     """List the options of a command."""
     return frozenset(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
 
@@ -146,51 +150,53 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _stopped = 0  # how many signals have asked us to end
 
 
-def _stop(signum: int, frame: Any) -> None:
+def _interrupt(signum: int, frame: Any) -> None:
+    """Handle a signal: raise KeyboardInterrupt, or a moment later, where it would be lost."""
     global _stopped
     _stopped += 1
     while frame is not None:
-        if frame.f_code is _unraisable.__code__:  # what is raised there is lost, too, with a traceback
+        if frame.f_code is _handle_unraisable.__code__:  # what is raised there is lost, too, with a traceback
             return _interrupt_soon()
         frame = frame.f_back
     raise KeyboardInterrupt
 
 
 def main() -> None:
-    """Entry point: runs a command and turns what it raises into a line on stderr and an exit code."""
+    """Run a command, and turn what it raises into a line on stderr and an exit code."""
     global _stopped
     _stopped = 0
     note_change("")
     try:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, _stop)
-        sys.unraisablehook = _unraisable
+                signal.signal(number, _interrupt)
+        sys.unraisablehook = _handle_unraisable
         open_streams()
-        warnings.showwarning = _show
+        warnings.showwarning = _show_warning
         # a large index is millions of objects that live until the end; looking for cycles is half of the time
         gc.disable()
         _run_and_explain()
     except KeyboardInterrupt:  # before anything was begun, or another one while an error was printed
-        _end(Interrupted(_interrupted()))
+        _print_and_exit(Interrupted(_explain_interrupt()))
 
 
 def _run_and_explain() -> None:
+    """Run a command; print what it raises, and exit with the code of that."""
     try:
         _run()
     except OutputLost as e:
-        _lost(e.error)
+        _exit_without_output(e.error)
     except CkpttoolError as e:
-        _end(e)
+        _print_and_exit(e)
     except KeyboardInterrupt:
-        _end(Interrupted(_interrupted()))
+        _print_and_exit(Interrupted(_explain_interrupt()))
     except MemoryError:
-        _end(NoSpace("not enough memory."))
+        _print_and_exit(NoSpace("not enough memory."))
     except OSError as e:
-        _end(_refused(e))
+        _print_and_exit(_explain_os_error(e))
     except Exception as e:  # a fault of ours: no traceback unless asked for, but say where it was
         if _stopped:  # a library has made another error of the interrupt
-            _end(Interrupted(_interrupted()))
+            _print_and_exit(Interrupted(_explain_interrupt()))
         if os.environ.get("CKPTTOOL_DEBUG"):
             raise
         import traceback
@@ -199,14 +205,14 @@ def _run_and_explain() -> None:
         text = f"unexpected {type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})."
         whose = (
             f"fault of the package {theirs}, which adds a layout to ckpttool"
-            if (theirs := _package_of(e))
+            if (theirs := _find_foreign_package(e))
             else "bug of ckpttool"
         )
-        _end(CkpttoolError(f"{text} This is a {whose}; CKPTTOOL_DEBUG=1 shows the traceback to report."))
+        _print_and_exit(CkpttoolError(f"{text} This is a {whose}; CKPTTOOL_DEBUG=1 shows the traceback to report."))
 
 
-def _package_of(e: Exception) -> str | None:
-    """The package of another layout in whose code something was raised, or None of ckpttool's own."""
+def _find_foreign_package(e: Exception) -> str | None:
+    """Find the package of another layout in whose code something was raised; None where it was ckpttool's own."""
     from traceback import walk_tb
 
     from .. import layouts
@@ -218,8 +224,8 @@ def _package_of(e: Exception) -> str | None:
     return None if last == "ckpttool" else last
 
 
-def _interrupted() -> str:
-    """What an interrupt that no command has handled leaves behind."""
+def _explain_interrupt() -> str:
+    """Say what an interrupt that no command has handled leaves behind."""
     if done := what_changed():
         return f"interrupted. {done}"
     if _stopped > 1:
@@ -230,8 +236,8 @@ def _interrupted() -> str:
     return "interrupted; nothing was changed."
 
 
-def _unraisable(what: Any) -> None:
-    """An interrupt in a finalizer, where Python can raise nothing, comes again a moment later; anything else as
+def _handle_unraisable(what: Any) -> None:
+    """Let an interrupt in a finalizer, where Python can raise nothing, come again a moment later; show anything else as
     usual."""
     if what.exc_type is KeyboardInterrupt:
         _interrupt_soon()
@@ -240,6 +246,7 @@ def _unraisable(what: Any) -> None:
 
 
 def _interrupt_soon() -> None:
+    """Interrupt this process in 10 ms."""
     again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
     again.daemon = True
     again.start()
@@ -248,7 +255,7 @@ def _interrupt_soon() -> None:
 _usual = warnings.showwarning
 
 
-def _show(message: Warning | str, category: type[Warning], *more: Any, **where: Any) -> None:
+def _show_warning(message: Warning | str, category: type[Warning], *more: Any, **where: Any) -> None:
     """Print a warning of ckpttool in one line, and warnings of other packages as usual."""
     if category.__module__.startswith("ckpttool."):
         note(f"warning: {message}")
@@ -257,20 +264,21 @@ def _show(message: Warning | str, category: type[Warning], *more: Any, **where: 
 
 
 def _run() -> None:
+    """Run the command that the arguments name, and exit with its status."""
     refuse_empty(sys.argv[1:])
     words = sys.argv[1:]
-    program = typer.main.get_command(only_what_runs(build_app(next(iter(words), None)), words))
+    program = typer.main.get_command(keep_what_runs(build_app(next(iter(words), None)), words))
     try:
         with as_flags(_Command(program)):
-            status = _status(program)
+            status = _run_program(program)
     finally:
         sys.stdout.flush()  # here, where a failure has a handler
     _exit(status)
 
 
-def _status(program: Any) -> int:
-    """The exit status of a command line. Its mistakes are raised as errors of ours; typer would print them raw, and end
-    silently when it is interrupted."""
+def _run_program(program: Any) -> int:
+    """Run a command line and return its exit status. Its mistakes are raised as errors of ours; typer would print them
+    raw, and end silently when it is interrupted."""
     try:
         status = program(standalone_mode=False)
     except Exception as e:
@@ -287,26 +295,26 @@ def _status(program: Any) -> int:
 
 
 def _exit(status: int) -> NoReturn:
-    """End with this status; a signal from here on ends us with it at once."""
+    """End with a status; a signal from here on ends us with it at once."""
 
     def end(signum: int, frame: Any) -> None:
         os._exit(status)
 
     for number in _SIGNALS:
-        if signal.getsignal(number) is _stop:
+        if signal.getsignal(number) is _interrupt:
             signal.signal(number, end)
     atexit.register(_ignore_signals)
     sys.exit(status)
 
 
 def _ignore_signals() -> None:
-    """After the last thread has ended: Python puts the handlers of the system back, which would end us with another
-    status."""
+    """Ignore signals after the last thread has ended: Python puts the handlers of the system back, which would end us
+    with another status."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _lost(e: OSError) -> None:
+def _exit_without_output(e: OSError) -> None:
     """Exit after standard output failed. It is redirected to /dev/null, so that Python does not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if isinstance(e, BrokenPipeError):
@@ -315,11 +323,11 @@ def _lost(e: OSError) -> None:
         f"error: standard output: {e.strerror}. What was printed is incomplete; a checkpoint that this command wrote "
         "is not affected."
     )
-    _exit(_refused(e).exit_code)
+    _exit(_explain_os_error(e).exit_code)
 
 
-def _refused(e: OSError) -> CkpttoolError:
-    """The error for an OSError that no command handled."""
+def _explain_os_error(e: OSError) -> CkpttoolError:
+    """Make the error for an OSError that no command handled."""
     try:
         os.getcwd()
     except OSError:
@@ -329,8 +337,8 @@ def _refused(e: OSError) -> CkpttoolError:
     return kind(f"{name}: {e.strerror or e}" + (f" (errno {e.errno})." if e.errno else "."))
 
 
-def _end(e: CkpttoolError) -> NoReturn:
-    """Print an error and exit."""
+def _print_and_exit(e: CkpttoolError) -> NoReturn:
+    """Print an error and exit with its code."""
     if "--json" in sys.argv:
         with suppress(OutputLost):
             print_json({"error": {"kind": type(e).__name__, "exit_code": e.exit_code, "message": str(e)}})

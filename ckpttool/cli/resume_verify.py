@@ -20,9 +20,9 @@ from .terminal import (
     Latest,
     Quiet,
     Src,
-    console,
     draw,
     find_newest,
+    make_console,
     note,
     print_json,
 )
@@ -368,7 +368,7 @@ class _Telling:
             note(f"[{time.monotonic() - self.began:6.1f} s] {text}")
             return
         if self.status is None:
-            self.status = console(stderr=True).status("")
+            self.status = make_console(stderr=True).status("")
             self.status.start()
         from rich.text import Text
 

@@ -125,6 +125,7 @@ def _serve_if_worker(spec: str | None) -> str | None:
 
 
 def _annotate_field(request: Any, name: str) -> Any:
+    """Make the annotation of one field of a request."""
     return next(_annotate(f) for f in fields(request) if f.name == name)
 
 

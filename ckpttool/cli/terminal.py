@@ -30,10 +30,10 @@ __all__ = [
     "Src",
     "Verbose",
     "complete_layout",
-    "console",
     "describe_memory",
     "draw",
     "find_newest",
+    "make_console",
     "note",
     "open_streams",
     "parse_cast_rules",
@@ -192,6 +192,7 @@ class Meter:
             self.said = now
 
     def _start_bar(self, what: str, total: int) -> None:
+        """Draw the bar of a new stage."""
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -208,7 +209,7 @@ class Meter:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[memory]}"),
-            console=console(stderr=True),
+            console=make_console(stderr=True),
             transient=True,
         )
         self.task = bar.add_task(what, total=max(1, total), memory="")
@@ -233,30 +234,30 @@ class OutputLost(Exception):
 class Stdout:
     """Standard output; its failures raise OutputLost, unlike those of the files that a command works on.
 
-    Whatever is written has escapes for what does not print, but for line ends; `drawn` are controls of the terminal, by
-    rich.
+    Whatever is written has escapes for what does not print, but for line ends; `write_raw` is for controls of the
+    terminal, by rich.
     """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Like the method of a text file.
+        """Write a text, with escapes for what does not print.
 
         Raises:
             OutputLost: it failed.
         """
-        return self.drawn(printable_lines(text))
+        return self.write_raw(printable_lines(text))
 
-    def drawn(self, text: str) -> int:
-        """`write` of a text as it is."""
+    def write_raw(self, text: str) -> int:
+        """Write a text as it is."""
         try:
             return self._file.write(text)
         except OSError as e:
             raise OutputLost(e) from None
 
     def flush(self) -> None:
-        """Like the method of a text file."""
+        """Flush the stream."""
         try:
             self._file.flush()
         except OSError as e:
@@ -274,17 +275,17 @@ class Stderr:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Like the method of a text file."""
-        return self.drawn(printable_lines(text))
+        """Write a text, with escapes for what does not print."""
+        return self.write_raw(printable_lines(text))
 
-    def drawn(self, text: str) -> int:
+    def write_raw(self, text: str) -> int:
         """`write` of a text as it is."""
         with suppress(OSError):
             return self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Like the method of a text file."""
+        """Flush the stream."""
         with suppress(OSError):
             self._file.flush()
 
@@ -292,11 +293,11 @@ class Stderr:
         return getattr(self._file, name)
 
 
-class _Drawn:
-    """A `Stdout` or `Stderr` whose `write` is `drawn`."""
+class _RawStream:
+    """A `Stdout` or `Stderr` whose `write` is `write_raw`."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file, self.write = file, getattr(file, "drawn", file.write)
+        self._file, self.write = file, getattr(file, "write_raw", file.write)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -306,8 +307,9 @@ class _Drawn:
 _IN_ASCII = str.maketrans("█─│├└·→≤≥…’", "#-||`-><>.'")
 
 
-def _encodable(e: UnicodeError) -> tuple[str | bytes, int]:
-    """An error handler of codecs: ours in ASCII, and other characters, as in names of files, as escapes."""
+def _encode_rest(e: UnicodeError) -> tuple[str | bytes, int]:
+    """Handle what a stream cannot encode, as codecs ask: write characters of ours in ASCII, and others, as in names of
+    files, as escapes."""
     if not isinstance(e, UnicodeEncodeError):
         raise e
     text = e.object[e.start : e.end].translate(_IN_ASCII)
@@ -320,7 +322,7 @@ def open_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
-    codecs.register_error("ckpttool", _encodable)
+    codecs.register_error("ckpttool", _encode_rest)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="ckpttool")
@@ -341,12 +343,12 @@ def measure_peak_memory() -> int:
 
 
 def say(text: str = "") -> None:
-    """A line on stdout. Names in it cannot make lines of their own, nor control the terminal."""
+    """Print a line on stdout. Names in it cannot make lines of their own, nor control the terminal."""
     print(printable(text))  # noqa: T201
 
 
 def note(text: str, quiet: bool = False) -> None:
-    """A line for people, on stderr; otherwise as `say`."""
+    """Print a line for people on stderr, but for `quiet`; otherwise as `say`."""
     if not quiet:
         print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
 
@@ -387,20 +389,20 @@ def print_unread(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
 
 
 def print_json(data: Any) -> None:
-    """Data, on stdout."""
+    """Print data as JSON on stdout."""
     print(printable_json(data, default=str))  # noqa: T201
 
 
 def draw(*renderables: Any) -> None:
-    """Tables and trees, on stdout."""
+    """Draw tables and trees on stdout."""
     on_screen = sys.stdout.isatty()
-    screen = console(highlight=False, emoji=False, width=None if on_screen else 160)
+    screen = make_console(highlight=False, emoji=False, width=None if on_screen else 160)
     for r in renderables:
         screen.print(r, soft_wrap=not on_screen)  # in a file, a wrapped name would begin a line
 
 
-def console(stderr: bool = False, **options: Any) -> Console:
-    """A `rich.console.Console` on stdout or stderr. What it is given cannot control the terminal; what rich adds
+def make_console(stderr: bool = False, **options: Any) -> Console:
+    """Make a `rich.console.Console` on stdout or stderr. What it is given cannot control the terminal; what rich adds
     can."""
     from rich.console import Console
     from rich.segment import Segment
@@ -410,4 +412,4 @@ def console(stderr: bool = False, **options: Any) -> Console:
             for text, style, control in super().render(*given, **more):
                 yield Segment(text if control else printable_lines(text), style, control)
 
-    return Safe(file=cast("TextIO", _Drawn(sys.stderr if stderr else sys.stdout)), **options)
+    return Safe(file=cast("TextIO", _RawStream(sys.stderr if stderr else sys.stdout)), **options)

@@ -2,8 +2,8 @@
 
 Writers declare, the engine judges. `Account.add_step` compares the index before and after each change that the engine
 makes to a state (a name map, a cast); `Account.add_draft` compares it with what the writer has planned, before a byte
-is written; `other_values` compares the plan with what a reader finds in the result (verification.read_back does that
-for the bytes of tensors).
+is written; `find_other_values` compares the plan with what a reader finds in the result (verification.read_back does
+that for the bytes of tensors).
 
     kept      same name; same shape, dtype and source bytes, or an equal value
     changed   another name, dtype, shape or value, for a stated reason
@@ -26,7 +26,7 @@ from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..index.draft import Draft, Dropped
 from .copy.value_digests import data_digest, equal_values, split_lists, taken_apart, value_digest
 
-__all__ = ["Account", "changed_values", "other_values", "written_values"]
+__all__ = ["Account", "find_other_values", "list_changed_values", "list_written_values"]
 
 _SHOWN = 3
 
@@ -48,8 +48,8 @@ class Account:
         """
         if after is before:
             return
-        new = {n: t for n, t in after.tensors.items() if not _same_entry(t, before.tensors.get(n))}
-        gone = {n: t for n, t in before.tensors.items() if not _same_entry(t, after.tensors.get(n))}
+        new = {n: t for n, t in after.tensors.items() if not _is_same_entry(t, before.tensors.get(n))}
+        gone = {n: t for n, t in before.tensors.items() if not _is_same_entry(t, after.tensors.get(n))}
         here, there = _ByteRanges(gone.values()), _ByteRanges(new.values())
         # tensors of files that the source does not have are computed from some that are gone, one from each
         made = Counter((t.dtype, t.numel) for t in new.values() if min(t.chunks.file, default=0) >= len(before.files))
@@ -69,7 +69,7 @@ class Account:
         self._add_values(how, before, after)
 
     def _add_values(self, how: str, before: Checkpoint, after: Checkpoint) -> None:
-        """`add_step` for values: one that is gone is changed where its data are under another name."""
+        """Compare values as `add_step` does: one that is gone is changed where its data are under another name."""
         moved = {data_digest(v) for n, v in after.values.items() if n not in before.values}
         left = {data_digest(v) for n, v in before.values.items() if n not in after.values}
         for n, v in before.values.items():
@@ -156,6 +156,7 @@ class _Faults:
         self.rows: list[str] = []
 
     def add(self, name: str, what: str) -> None:
+        """Note an entry and what is wrong with it."""
         self.rows.append(f'"{name}" {what}')
 
     def refuse(self) -> None:
@@ -180,13 +181,13 @@ class _ByteRanges:
         self._merged: dict[int, tuple[Any, Any]] = {}
 
     def hold(self, t: TensorEntry) -> bool:
-        """Whether all bytes of a tensor are in the ranges."""
+        """Tell whether all bytes of a tensor are in the ranges."""
         import numpy as np
 
         if self._tensors is not None:
             self._merge(self._tensors)
             self._tensors = None
-        files, first, last = _columns([t])
+        files, first, last = _list_chunks([t])
         for file in np.unique(files):
             if int(file) not in self._merged:
                 return False
@@ -198,9 +199,10 @@ class _ByteRanges:
         return True
 
     def _merge(self, tensors: Iterable[TensorEntry]) -> None:
+        """Sort the ranges of each file, and merge those that touch."""
         import numpy as np
 
-        files, first, last = _columns(tensors)
+        files, first, last = _list_chunks(tensors)
         for file in np.unique(files):
             here = files == file
             order = np.argsort(first[here], kind="stable")
@@ -209,8 +211,8 @@ class _ByteRanges:
             self._merged[int(file)] = starts[apart], ends[np.append(apart[1:] - 1, len(ends) - 1)]
 
 
-def _columns(tensors: Iterable[TensorEntry]) -> tuple[Any, Any, Any]:
-    """(file, first byte, end) of every chunk that has bytes."""
+def _list_chunks(tensors: Iterable[TensorEntry]) -> tuple[Any, Any, Any]:
+    """List (file, first byte, end) of every chunk that has bytes, as three arrays."""
     import numpy as np
 
     chunks = [t.chunks for t in tensors if t.numel]
@@ -223,16 +225,17 @@ def _columns(tensors: Iterable[TensorEntry]) -> tuple[Any, Any, Any]:
     return file[held], first[held], (first + length)[held]
 
 
-def _same_entry(a: TensorEntry, b: TensorEntry | None) -> bool:
-    """Whether two entries have equal dtypes and shapes, and are the same bytes."""
+def _is_same_entry(a: TensorEntry, b: TensorEntry | None) -> bool:
+    """Tell whether two entries have equal dtypes and shapes, and are the same bytes."""
     if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     x, y = a.chunks, b.chunks
     return x is y or all(getattr(x, k) == getattr(y, k) for k in x.__slots__)
 
 
-def changed_values(before: Mapping[str, Value], after: Mapping[str, Value], how: str) -> dict[str, str]:
-    """{value that only one of two states has, or that differs in them: how}, as `Draft.changed` has it."""
+def list_changed_values(before: Mapping[str, Value], after: Mapping[str, Value], how: str) -> dict[str, str]:
+    """List the values that only one of two states has, or that differ in them, {name: how}, as `Draft.changed` has
+    it."""
     return {
         n: how
         for n in {**before, **after}
@@ -240,14 +243,16 @@ def changed_values(before: Mapping[str, Value], after: Mapping[str, Value], how:
     }
 
 
-def written_values(draft: Draft, tensors: Container[str] = ()) -> dict[str, Value]:
-    """The values of a state that its destination holds, without those that the layout had to add and those that are
-    `tensors` of one element in the state."""
+def list_written_values(draft: Draft, tensors: Container[str] = ()) -> dict[str, Value]:
+    """List the values of a state that its destination holds, without those that the layout had to add and those that
+    are `tensors` of one element in the state."""
     gone = {d.name for d in draft.dropped} | draft.synthesized_values.keys()
     return {n: v for n, v in draft.checkpoint.values.items() if n not in gone and n not in tensors}
 
 
-def other_values(found: Checkpoint, of_layout: Container[str], draft: Draft, digests: Mapping[str, str]) -> list[str]:
+def find_other_values(
+    found: Checkpoint, of_layout: Container[str], draft: Draft, digests: Mapping[str, str]
+) -> list[str]:
     """Compare the values that a reader finds in a destination with those of its draft: types, bits of numbers, keys and
     order.
 
@@ -262,7 +267,7 @@ def other_values(found: Checkpoint, of_layout: Container[str], draft: Draft, dig
     """
     faults: list[str] = []
     expected: set[str] = set()
-    written = written_values(draft)
+    written = list_written_values(draft)
     there = split_lists(found.values, written.keys() - found.values.keys()) if draft.dropped else found.values
     for n, v in written.items():
         parts = {n: v} if n in there else taken_apart({n: v})

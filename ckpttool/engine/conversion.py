@@ -23,7 +23,7 @@ from ..storage.destination_protocol import Destination
 from ..storage.source import Source
 from .copy.fill import fill, lost_notes
 from .copy.tensor_digests import reporting
-from .destination import normal_destination, open_destination, recover_old, refuse_destination, refuse_source
+from .destination import normalise_destination, open_destination, recover_old, refuse_destination, refuse_source
 from .discover.unread_files import human
 from .opening import CheckpointPath
 from .planning import Plan, plan_conversion, plan_id, read_map
@@ -67,14 +67,14 @@ class ConvertResult(Shown):
     workers: dict[str, Any] | None = None  # of a run with several workers: coordinator.fill_with_workers
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run, and what was changed {"name",
-        "how"}."""
+        """Convert to plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run, and what was changed
+        {"name", "how"}."""
         dropped = [{"name": name, "bytes": nbytes, "why": why} for name, nbytes, why in self.dropped]
         changed = [{"name": name, "how": how} for name, how in self.changed.items()]
         return {**asdict(self), "dropped": dropped, "changed": changed}
 
     def lines(self) -> Iterator[str]:
-        """What was written where, notes, and the digests."""
+        """Yield what was written where, notes, and the digests."""
         ranks = f" for {self.world_size} rank{'s' if self.world_size != 1 else ''}" if self.world_size else ""
         equal = ", read back and equal" if self.verified else ", not read back"
         yield f"{self.source} -> {self.destination}"
@@ -170,7 +170,7 @@ def run_conversion(
     note_change("")
     # what cannot be, before anything is opened
     writing, reading = read_map(writing), with_absolute_paths(reading)
-    dst = normal_destination(dst)
+    dst = normalise_destination(dst)
     refuse_source(src, dst)
     where = urls.display_path(dst)
     put_back = [] if urls.is_url(dst) else recover_old(where)
@@ -185,11 +185,11 @@ def run_conversion(
             merged = [opened.checkpoint.merged] if opened.checkpoint.merged else []
             asked = plan_id(opened.source, draft, target, reading, replace(writing, drop=False), *merged)
             destination = open_destination(dst, target.is_file, draft, asked, running.force)
-            with _keeping_work(destination):
+            with _keep_work(destination):
                 job = describe_job(src, dst, reading, writing, asked) if opened.source.has_versions() else None
                 filled = _fill(planned, job, destination, writing, running, budget, reading.config)
                 _commit(planned, filled, dst, destination, running, budget, reading.config)
-            return _result(planned, filled, where, running, [*put_back, *destination.messages])
+            return _make_result(planned, filled, where, running, [*put_back, *destination.messages])
     except KeyboardInterrupt:
         e = Interrupted(f"interrupted. {what_changed() or f'{where} is untouched, and nothing of it was written yet.'}")
         _add_notes(e, put_back)
@@ -205,8 +205,8 @@ def _add_notes(e: CkpttoolError, notes: Iterable[str]) -> None:
 
 
 @contextmanager
-def _keeping_work(destination: Destination) -> Iterator[None]:
-    """Where what is done inside fails, keep what is of use to the next run, remove everything else, and say so."""
+def _keep_work(destination: Destination) -> Iterator[None]:
+    """Do what is inside; where it fails, keep what is of use to the next run, remove everything else, and say so."""
     try:
         yield
     except BaseException as e:
@@ -232,7 +232,7 @@ class _Filled:
 
     @property
     def continued(self) -> bool:
-        """Whether an interrupted run had written a part of it."""
+        """Tell whether an interrupted run had written a part of it."""
         return self.done_before > 0 or self.filled_before > 0
 
 
@@ -252,7 +252,7 @@ def _fill(
     """
     opened, draft, target, progress = planned.opened, planned.draft, planned.target, running.progress
     ckpt, source = opened.checkpoint, opened.source
-    with _workers(job, draft, destination, running) as workers:
+    with _start_workers(job, draft, destination, running) as workers:
         # every byte
         facts: dict[str, Any] | None = None
         parallel = destination.parallel
@@ -302,8 +302,8 @@ def _commit(
             read_back(dst, planned.target, planned.draft, filled.digests, config, running.progress, budget, workers)
 
 
-def _result(planned: Plan, filled: _Filled, where: str, running: RunOptions, messages: list[str]) -> ConvertResult:
-    """Say what a conversion did; `messages` are those of its destination."""
+def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions, messages: list[str]) -> ConvertResult:
+    """Say what a conversion did; `where` is its destination for people, `messages` are those of its destination."""
     opened, draft, account = planned.opened, planned.draft, planned.account
     ckpt = opened.checkpoint
     notes = [*ckpt.notes, *draft.notes, *lost_notes(draft.lost), *messages]
@@ -341,7 +341,7 @@ def _result(planned: Plan, filled: _Filled, where: str, running: RunOptions, mes
 
 
 @contextmanager
-def _workers(
+def _start_workers(
     job: dict[str, Any] | None, draft: Draft, destination: Destination, running: RunOptions
 ) -> Iterator[Workers | None]:
     """Start the workers that fill a draft; None where this process does it alone, and a note says why if it was asked

@@ -23,18 +23,18 @@ from .planning import Plan
 from .recorded import RECORD
 
 __all__ = [
+    "can_share",
     "check_destination",
-    "normal_destination",
+    "normalise_destination",
     "open_destination",
     "recover_old",
     "refuse_destination",
     "refuse_source",
-    "sharable",
 ]
 
 
-def normal_destination(dst: str | os.PathLike[str]) -> str:
-    """The destination as it was given, if it can be one at all."""
+def normalise_destination(dst: str | os.PathLike[str]) -> str:
+    """Check the path or URL of a destination, and write its scheme in small letters."""
     text = os.fspath(dst)
     if text == "-":
         raise UsageError("A checkpoint cannot be written to standard output. Give the path of a file or folder.")
@@ -62,7 +62,7 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
     Raises:
         DestinationExists, UsageError: nothing may be written there. NoSpace: the destination does not fit.
     """
-    dst = normal_destination(dst)
+    dst = normalise_destination(dst)
     refuse_source(src, dst)
     where = urls.display_path(dst)
     refuse_destination(dst, where, force)
@@ -71,11 +71,11 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
     if urls.is_url(dst):
         return None
     refuse_target(where, planned.target.is_file, force)
-    return check_free_space(os.path.dirname(where), _room(planned.draft))
+    return check_free_space(os.path.dirname(where), _count_needed_bytes(planned.draft))
 
 
-def sharable(dst: str, is_file: bool, draft: Draft) -> bool:
-    """Whether several processes can fill a destination (`Destination.parallel`), which is not opened."""
+def can_share(dst: str, is_file: bool, draft: Draft) -> bool:
+    """Tell whether several processes can fill a destination (`Destination.parallel`), which is not opened."""
     return not urls.is_url(dst) or (
         not draft.object_lock and s3_object(dst if is_file else f"{dst}/{UNFINISHED}") is not None
     )
@@ -100,7 +100,7 @@ def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
 
 
 def _refuse_store(url: str) -> None:
-    """A store that is written to in another way."""
+    """Refuse a store that is written to in another way."""
     if url.startswith("hf://"):
         raise UsageError(f"{url}: the Hub is written to by `ckpttool push`, which makes one commit of it.")
     if url.startswith("http"):
@@ -108,7 +108,8 @@ def _refuse_store(url: str) -> None:
 
 
 def _refuse_foreign(target: str) -> None:
-    """--force replaces a checkpoint, an empty folder or an empty file; not a folder or a file of other things."""
+    """Refuse to replace what is no checkpoint: --force replaces a checkpoint, an empty folder or an empty file; not a
+    folder or a file of other things."""
     if urls.is_url(target):
         try:
             where = layouts.place(target)
@@ -159,7 +160,7 @@ def recover_old(target: str) -> list[str]:
 
 
 def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bool) -> Destination:
-    """The destination of a draft; `plan` identifies the conversion, so that the same one continues what was
+    """Open the destination of a draft; `plan` identifies the conversion, so that the same one continues what was
     interrupted.
 
     Raises:
@@ -168,12 +169,12 @@ def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bo
             system has less room than the draft needs.
     """
     if not urls.is_url(dst):
-        return LocalDestination(dst, is_file, plan, _room(draft), force)
+        return LocalDestination(dst, is_file, plan, _count_needed_bytes(draft), force)
     if is_file:
-        return ObjectDestination(dst, _room(draft), force, draft.object_lock)
+        return ObjectDestination(dst, _count_needed_bytes(draft), force, draft.object_lock)
     return PrefixDestination(dst, draft, force)
 
 
-def _room(draft: Draft) -> int:
-    """Bytes of the draft's files, of ckpttool.json and of the journal."""
+def _count_needed_bytes(draft: Draft) -> int:
+    """Count the bytes of the draft's files, of ckpttool.json and of the journal."""
     return draft.nbytes + (1 << 20)

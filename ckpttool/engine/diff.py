@@ -23,7 +23,7 @@ from .copy.fill import Progress, silent
 from .copy.stream import Block, Reader, StreamJob, side_by_side
 from .copy.tensor_digests import reporting
 from .copy.value_digests import equal_values
-from .map_choice import kept_text, under_other_names
+from .map_choice import apply_name_map, read_map_text
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, refuse_unused, with_fitting_layout
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
@@ -151,7 +151,7 @@ def diff(
         with reporting(progress):
             left, right = x.locate(), y.locate()
         if map is not None:
-            left, x.source = under_other_names(left, x.source, kept_text(os.fspath(map)), options.config)
+            left, x.source = apply_name_map(left, x.source, read_map_text(os.fspath(map)), options.config)
             x.checkpoint = left
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
         out = Difference(

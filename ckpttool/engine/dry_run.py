@@ -10,7 +10,7 @@ from ..options import OpenOptions, RunOptions, WriteRequest
 from ..storage import upload, urls
 from .conversion import PYTHON_BYTES, choose_io_budget, most_memory_bytes
 from .copy.tensor_digests import reporting
-from .destination import check_destination, normal_destination, sharable
+from .destination import can_share, check_destination, normalise_destination
 from .opening import CheckpointPath
 from .planning import Plan, choose_dtype, plan_conversion, read_map
 from .verification import held_by
@@ -58,7 +58,7 @@ class DryRun:
     not_read: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; also under the keys `from`, `to` and `destination_bytes` that earlier versions had."""
+        """Convert to plain data; also under the keys `from`, `to` and `destination_bytes` that earlier versions had."""
         return {
             **asdict(self),
             "from": self.layout_from,
@@ -85,7 +85,7 @@ def estimate_conversion(
         each = most_memory_bytes(budget, opened.source)
         if urls.is_url(os.fspath(dst)):
             each += upload.SIZES.in_flight_bytes + upload.SIZES.buffered_bytes
-        workers, memory, notes = _workers(src, os.fspath(dst), reading, writing, running, planned, each)
+        workers, memory, notes = _estimate_workers(src, os.fspath(dst), reading, writing, running, planned, each)
         return DryRun(
             source=opened.source.root,
             destination=os.fspath(dst),
@@ -108,7 +108,7 @@ def estimate_conversion(
         )
 
 
-def _workers(
+def _estimate_workers(
     src: CheckpointPath,
     dst: str,
     reading: OpenOptions,
@@ -117,15 +117,15 @@ def _workers(
     planned: Plan,
     each: int,
 ) -> tuple[dict[str, Any] | None, int, list[str]]:
-    """(who would fill the destination, memory of all processes on this machine, notes); `each` is that of one of
-    them."""
+    """Say who would fill the destination, how much memory all processes on this machine would take, and why workers
+    would not be used; `each` is the memory of one of them."""
     draft, source, spec = planned.draft, planned.opened.source, running.workers
     name, count, elsewhere = describe_workers(spec, draft.nbytes)
     if count == 1 and not elsewhere:
         return None, each, []
     job = describe_job(src, dst, reading, writing, "") if source.has_versions() else None
-    dst = normal_destination(dst)
-    why = why_one_process(draft, job, sharable(dst, planned.target.is_file, draft), urls.is_url(dst))
+    dst = normalise_destination(dst)
+    why = why_one_process(draft, job, can_share(dst, planned.target.is_file, draft), urls.is_url(dst))
     if why is not None:
         return None, each, [] if spec is None else [f"workers would not be used: {why}"]
     here = 0

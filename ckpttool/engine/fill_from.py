@@ -57,6 +57,7 @@ def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | N
     mine = {ckpt.component(x) for x in (*ckpt.tensors, *ckpt.values)}
 
     def wanted(component: str) -> bool:
+        """Tell whether a component was asked for."""
         return only is None or component in only
 
     taken = {x: t for x, t in theirs.tensors.items() if x not in ckpt.tensors and wanted(t.component)}

@@ -27,17 +27,17 @@ from .opening import OpenOptions, open_checkpoint
 from .transform.mapping import apply_map
 from .transform.premises import check_premises, read_job_arguments
 
-__all__ = ["NO_MAP", "kept_text", "under_other_names"]
+__all__ = ["NO_MAP", "apply_name_map", "read_map_text"]
 
 NO_MAP = "none"
 
 
-def kept_text(asked: str) -> str:
-    """A map as a request keeps it: its name if it comes with ckpttool, or "none", else its text."""
+def read_map_text(asked: str) -> str:
+    """Read a map as a request keeps it: its name if it comes with ckpttool, or "none", else its text."""
     return asked if asked == NO_MAP or asked in maps.names() else maps.text_of(asked)
 
 
-def under_other_names(
+def apply_name_map(
     ckpt: Checkpoint,
     source: Source,
     asked: str | None,
@@ -46,8 +46,8 @@ def under_other_names(
     vocab_size: int | None = None,
     to_hub: bool = False,
 ) -> tuple[Checkpoint, Source]:
-    """The state mapped as asked, and its files; where nothing was asked and it goes to the Hub, by the map of the
-    trainer that wrote it, if one fits; else as it is.
+    """Map a state as asked, and return it with its files; where nothing was asked and it goes to the Hub, by the map of
+    the trainer that wrote it, if one fits; else leave it as it is.
 
     Args:
         config: folder or id of the model, as `open` takes it.
@@ -61,7 +61,7 @@ def under_other_names(
     known = ckpt.config if config is None else None
     if known is None:
         known = model_files.find_model_files(source, config, [])[0]
-    found = _of_trainer(ckpt, known) if asked is None else maps.load(asked)
+    found = _choose_trainer_map(ckpt, known) if asked is None else maps.load(asked)
     if found is None:
         return ckpt, source
     text = (known or {}).get("text_config")
@@ -72,7 +72,7 @@ def under_other_names(
     facts: dict[str, Any] = {**job[0], **known}
     if (
         any(evaluate_size(e, facts) is None for e in found.sizes.values())
-        and (told := _heads(ckpt, source, found)) is not None
+        and (told := _find_heads(ckpt, source, found)) is not None
     ):
         heads, where = told
         facts = {**heads, **facts}
@@ -90,9 +90,9 @@ def under_other_names(
     return out, files
 
 
-def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
-    """The map of the trainer that wrote a checkpoint, for the model type of the config where there is one; None where
-    none covers all weights, which a note says."""
+def _choose_trainer_map(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
+    """Choose the map of the trainer that wrote a checkpoint, for the model type of the config where there is one; None
+    where none covers all weights, which a note says."""
     names = [t.local_name for t in ckpt.tensors.values() if t.component == "model"]
     model = (config or {}).get("model_type")
     every = [maps.load(name) for name in maps.names()]
@@ -109,9 +109,9 @@ def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap |
     return None
 
 
-def _heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[str, int], str] | None:
-    """(what config.json would say of the heads, the export that tells it); None where no folder beside the checkpoint
-    is an export of the same weights."""
+def _find_heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[str, int], str] | None:
+    """Find what config.json would say of the heads, and the export that tells it; None where no folder beside the
+    checkpoint is an export of the same weights."""
     if not source.local_folder:
         return None
     above = os.path.dirname(os.path.abspath(source.root))
@@ -131,17 +131,18 @@ def _heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[str, 
                     for n in ("q", "k")
                     if (t := there.tensors.get(f"model.model.layers.0.self_attn.{n}_proj.weight"))
                 }
-                if len(wanted) == 2 and (heads := _fitting(ckpt, source, found, there, export.source)) is not None:
+                if len(wanted) == 2 and (heads := _fit_heads(ckpt, source, found, there, export.source)) is not None:
                     return heads, f"../{folder}"
         except CkpttoolError:
             continue
     return None
 
 
-def _fitting(
+def _fit_heads(
     ckpt: Checkpoint, source: Source, found: NameMap, there: Checkpoint, export: Source
 ) -> dict[str, int] | None:
-    """What makes q and k of the first layer those of an export; None where nothing does, or several sizes do."""
+    """Find the sizes of heads that make q and k of the first layer those of an export; None where nothing does, or
+    several sizes do."""
     q, k = (f"model.model.layers.0.self_attn.{n}_proj.weight" for n in ("q", "k"))
     wanted = {n: there.tensors[n] for n in (q, k)}
     digests = tensor_digests(wanted, export, there.files, there.records, silent)

@@ -21,7 +21,7 @@ from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
 from .copy.value_digests import equal_values, split_lists, value_digests
 from .discover import detection, unread_files
-from .recorded import RECORD, Recorded, missing, of_folder
+from .recorded import RECORD, Recorded, explain_missing, read_record
 
 if TYPE_CHECKING:
     from . import salvage
@@ -87,7 +87,7 @@ class OpenCheckpoint:
     def recorded(self) -> Recorded | None:
         """What the ckpttool.json in the folder says; None where there is none. Read once."""
         if not self._record:
-            self._record.append(of_folder(self.source) if self.folder else None)
+            self._record.append(read_record(self.source) if self.folder else None)
         return self._record[0]
 
     def expect_recorded(self, ignore: bool = False) -> None:
@@ -127,7 +127,7 @@ class OpenCheckpoint:
         if lost.missing or lost.rebuilt or lost.problems:  # what is left of it must have the digests, and no more
             expected = {n: e for n, e in expected.items() if n in ckpt.tensors and n not in lost.rebuilt}
         if gone := [n for n in expected if n not in ckpt.tensors]:
-            raise missing(ckpt, gone, len(expected))
+            raise explain_missing(ckpt, gone, len(expected))
         for n, (dtype, shape, _) in expected.items():
             t = ckpt.tensors[n]
             if (t.dtype, t.shape) != (dtype, shape):

@@ -47,7 +47,7 @@ from .copy.averages import averages_of
 from .copy.value_digests import value_digest
 from .discover import unread_files
 from .fill_from import fill_from_other
-from .map_choice import kept_text, under_other_names
+from .map_choice import apply_name_map, read_map_text
 from .merging import open_merged
 from .opening import CheckpointPath, OpenCheckpoint, model_of, open_checkpoint, refuse_unused
 from .transform.dequantizing import dequantize
@@ -67,7 +67,7 @@ class Plan(Shown):
     account: Account
 
     def lines(self) -> Iterator[str]:
-        """What would be written, and what would be left behind."""
+        """Yield what would be written, and what would be left behind."""
         draft, ckpt = self.draft, self.draft.checkpoint
         ranks = f" for {ckpt.world_size} rank{'s' if ckpt.world_size != 1 else ''}" if ckpt.world_size else ""
         yield (
@@ -105,7 +105,7 @@ def read_map(writing: WriteRequest) -> WriteRequest:
     Raises:
         UsageError: there is no such map.
     """
-    return writing if writing.map is None else replace(writing, map=kept_text(os.fspath(writing.map)))
+    return writing if writing.map is None else replace(writing, map=read_map_text(os.fspath(writing.map)))
 
 
 def plan_conversion(
@@ -328,7 +328,7 @@ def _change(
     elif writing.strip_wrappers:
         ckpt = remove_wrappers(ckpt)
     before_map, name_map = ckpt, None if writing.map is None else os.fspath(writing.map)
-    ckpt, source = under_other_names(ckpt, source, name_map, config, vocab_size=writing.vocab_size, to_hub=to_hub)
+    ckpt, source = apply_name_map(ckpt, source, name_map, config, vocab_size=writing.vocab_size, to_hub=to_hub)
     account.add_step(f"under the names of {'the Hub' if to_hub else name_map}", before_map, ckpt)
     # a map may have cut the vocabulary already
     cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
@@ -614,6 +614,7 @@ def choose_dtype(
     rules = [(pattern, floating_dtype(to)) for pattern, to in cast.items()]
 
     def choose(name: str, stored: str) -> str:
+        """Choose the dtype of a tensor."""
         if name in inside:
             if any(fnmatch.fnmatchcase(name, pattern) for pattern, _ in rules):
                 raise Unsupported(

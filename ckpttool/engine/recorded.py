@@ -20,7 +20,7 @@ from ..formats import values
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..printable import printable_json
 from ..storage.source import Source
-from .conservation import written_values
+from .conservation import list_written_values
 from .copy.value_digests import recorded_values, state_roots
 from .discover import unread_files
 
@@ -32,10 +32,10 @@ __all__ = [
     "RECORD",
     "Recorded",
     "encode_record",
+    "explain_missing",
+    "explain_other_digests",
     "make_record",
-    "missing",
-    "of_folder",
-    "other_digests",
+    "read_record",
 ]
 
 RECORD = "ckpttool.json"
@@ -73,7 +73,7 @@ class Recorded:
     def expected(
         self, ckpt: Checkpoint, only: Iterable[str] | None = None
     ) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """Those of `tensors` that must be in a checkpoint of which some components (None: all) were opened."""
+        """Choose those of `tensors` that must be in a checkpoint of which some components (None: all) were opened."""
         kept = None if only is None else set(only)
         return {
             n: t
@@ -82,18 +82,18 @@ class Recorded:
         }
 
     def values_of(self, only: Iterable[str] | None) -> dict[str, str]:
-        """Those of `values` that are of some components (None: all)."""
+        """Choose those of `values` that are of some components (None: all)."""
         kept = None if only is None else set(only)
         return {n: d for n, d in (self.values or {}).items() if kept is None or n.partition(".")[0] in kept}
 
     def about(self, ckpt: Checkpoint) -> bool:
-        """Whether it is about the files that the checkpoint lies in, as far as it says: a DeepSpeed folder may hold the
-        save that ckpttool wrote, and later ones."""
+        """Tell whether it is about the files that the checkpoint lies in, as far as it says: a DeepSpeed folder may
+        hold the save that ckpttool wrote, and later ones."""
         return self.files is None or not ckpt.files or not self.files.isdisjoint(ckpt.files)
 
 
-def of_folder(source: Source) -> Recorded | None:
-    """The record in a folder; None where there is none. One that cannot be used says so in `problem`."""
+def read_record(source: Source) -> Recorded | None:
+    """Read the record in a folder; None where there is none. One that cannot be used says so in `problem`."""
     if not source.exists(RECORD):
         return None
     try:
@@ -101,7 +101,7 @@ def of_folder(source: Source) -> Recorded | None:
         files = found.get("files")
         digests = found.get("values")
         return Recorded(
-            {n: _tensor(*t) for n, t in found["tensors"].items()},
+            {n: _parse_tensor(*t) for n, t in found["tensors"].items()},
             tied=frozenset(found["tied"]),
             added=frozenset(map(str, found.get("added", ()))),
             made=found.get("made") or {n: v.data for n, v in values.of_json(found.get("added_values", {})).items()},
@@ -119,14 +119,15 @@ def of_folder(source: Source) -> Recorded | None:
         return Recorded(problem=f"{RECORD}: not a record of ckpttool ({type(e).__name__}: {str(e)[:80]})")
 
 
-def _tensor(dtype: Any, shape: Any, digest: Any) -> tuple[str, tuple[int, ...], str]:
+def _parse_tensor(dtype: Any, shape: Any, digest: Any) -> tuple[str, tuple[int, ...], str]:
+    """Check the entry of a tensor."""
     if type(dtype) is not str or type(digest) is not str or not all(type(n) is int for n in shape):
         raise ValueError("an entry of a tensor is not [dtype, shape, digest]")
     return dtype, tuple(shape), digest
 
 
-def missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
-    """The error for names that a record has and the checkpoint has not."""
+def explain_missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
+    """Make the error for names that a record has and the checkpoint has not."""
     parts = sorted({n.partition(".")[0] for n in names})
     left = sorted({n.partition(".")[0] for n in ckpt.tensors} - set(parts))
     hint = f"{argument('only', left)}, " if left else ""
@@ -137,8 +138,8 @@ def missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
     )
 
 
-def other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
-    """The error for tensors that are not what was recorded; `names` are those of the checkpoint."""
+def explain_other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
+    """Make the error for tensors that are not what was recorded; `names` are those of the checkpoint."""
     chunks = ckpt.tensors[names[0]].chunks
     where = f" in {ckpt.files[chunks.file[0]]}" if len(chunks) else ""
     return Corrupt(
@@ -149,10 +150,10 @@ def other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
 
 
 def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, Any]:
-    """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), the digest of every
-    tensor and value, and what of the source was changed or dropped."""
+    """Make what ckpttool.json says of a destination: where it came from (on the Hub: from which commit), the digest of
+    every tensor and value, and what of the source was changed or dropped."""
     ckpt, draft, account = planned.opened.checkpoint, planned.draft, planned.account
-    commit, held = planned.opened.source.commit, written_values(draft, wanted)
+    commit, held = planned.opened.source.commit, list_written_values(draft, wanted)
     rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
     digests = {n: d for n, d in digests.items() if n not in rebuilt}  # of what is exact
     return {
@@ -197,5 +198,5 @@ def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mappi
 
 
 def encode_record(record: Mapping[str, Any]) -> bytes:
-    """The bytes of ckpttool.json; a byte of a path that is not UTF-8 becomes a JSON escape."""
+    """Encode ckpttool.json; a byte of a path that is not UTF-8 becomes a JSON escape."""
     return (printable_json(record) + "\n").encode()

@@ -18,7 +18,7 @@ from ..options import Progress, Reading, WriteRequest, list_keywords, silent
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
-from .conservation import other_values
+from .conservation import find_other_values
 from .copy.averages import Averages, averages_of, describe_negative
 from .copy.stream import Block, Reader, StreamJob
 from .copy.tensor_digests import digests_in_values, reporting, tensor_digests
@@ -27,7 +27,7 @@ from .discover.unread_files import human
 from .mixups import note_of_left_out
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, shown_path
 from .planning import choose_dtype
-from .recorded import RECORD, other_digests
+from .recorded import RECORD, explain_other_digests
 from .transform import masters
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import Workers, WorkersSpec
@@ -393,7 +393,7 @@ def _compare_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -
         return
     found = tensor_digests(ckpt.tensors, part.source, ckpt.files, ckpt.records, progress, "digest", None, budget)
     if wrong := sorted(n for n, digest in found.items() if digest != ckpt.recorded[n]):
-        raise other_digests(ckpt, wrong, len(found))
+        raise explain_other_digests(ckpt, wrong, len(found))
 
 
 def held_by(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
@@ -447,7 +447,7 @@ def _compare_recorded(
         found |= tensor_digests(cast, opened.source, ckpt.files, ckpt.records, progress, "digest", None, budget)
     wrong = sorted(n for n in named if found[n] != ckpt.recorded[n])
     if wrong:
-        raise other_digests(ckpt, wrong, len(named))
+        raise explain_other_digests(ckpt, wrong, len(named))
 
 
 def read_back(
@@ -479,7 +479,7 @@ def read_back(
                 workers = None  # who would not know it
             back.locate()
             found = digest_with_workers(back, path, options, workers, progress, "verify", budget)
-            values = other_values(back.checkpoint, back.of_layout, draft, found)
+            values = find_other_values(back.checkpoint, back.of_layout, draft, found)
     except Unreadable as e:  # what was written there would fail the next run too
         raise Corrupt(f"the destination cannot be read back: {e}") from e
     inside = digests_in_values(draft.checkpoint.values)

@@ -16,7 +16,7 @@ from ..engine.copy.fill import Progress, silent
 from ..engine.copy.tensor_digests import tensor_digests
 from ..engine.copy.zstd_frames import ZstdDecoder
 from ..engine.opening import OpenCheckpoint
-from ..engine.recorded import other_digests
+from ..engine.recorded import explain_other_digests
 from ..errors import Unsupported
 from ..formats.stored_tensors import as_dcp_flattens
 from ..huggingface import encodings
@@ -274,7 +274,7 @@ class LiveReader:
         recorded = self.ckpt.recorded
         wrong = [n for n, digest in found.items() if digest != recorded[n]]
         if wrong:
-            raise other_digests(self.ckpt, wrong, len(found))
+            raise explain_other_digests(self.ckpt, wrong, len(found))
         self._compared.update(found)
 
     def _unfold(self, w: Wanted, chunk: Chunk) -> None:

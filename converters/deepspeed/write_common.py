@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from ckpttool.engine.conservation import changed_values
+from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.flat.training import DEEPSPEED_COUNTERS, TRAINED_ALONE, Training, group_values, tensors_of
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.pickles import Global, Opaque
@@ -185,7 +185,7 @@ class Plan:
         ):
             if before := {n: v for n, v in out.items() if n.startswith(head)}:
                 after = {n: v for n, v in after.items() if n not in self.state.inlined}
-                changed |= changed_values(before, after, how)
+                changed |= list_changed_values(before, after, how)
                 out = {n: v for n, v in out.items() if n not in before} | after
         return out | self.state.inlined, changed
 

@@ -19,7 +19,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool import bounded_json
-from ckpttool.engine.conservation import changed_values
+from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.flat import flat_layout
 from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
@@ -78,7 +78,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         out.sources,
         dropped=state.dropped,
         aliases=out.same,
-        changed=changed_values(before, after, TRAINED_ALONE) if before else {},
+        changed=list_changed_values(before, after, TRAINED_ALONE) if before else {},
         notes=[n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
     )
     return draft

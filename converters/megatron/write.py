@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.engine.conservation import changed_values
+from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import small
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles
@@ -145,7 +145,7 @@ def _values_to_be(
     read = {joined(p): Value(p, x) for p, x in leaves.items() if p[0] == "optim" and not isinstance(x, TensorEntry)}
     before = {n: v for n, v in ckpt.values.items() if v.path[0] == "optim" and n not in gone}
     rest = {n: v for n, v in ckpt.values.items() if v.path[0] != "optim"}
-    return {**rest, **read}, changed_values(before, read, "in the param groups that Megatron-Core makes")
+    return {**rest, **read}, list_changed_values(before, read, "in the param groups that Megatron-Core makes")
 
 
 def _key(t: TensorEntry, ckpt: Checkpoint) -> str | None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ckpttool import layouts
-from ckpttool.engine.conservation import changed_values
+from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import small
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats.stored_tensors import flattened, number_in
@@ -411,7 +411,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     optim = {p: leaf for p, leaf in _titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
     read = canonical(optim, shape_of, None, None).leaves if groups else {}
     after = {joined(p): Value(p, x) for p, x in read.items() if p[:2] == ("optim", "param_groups")}
-    draft.changed |= changed_values(groups, after, "torchtitan keeps options by parameter")
+    draft.changed |= list_changed_values(groups, after, "torchtitan keeps options by parameter")
     draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
     if made:
         draft.notes.append(

@@ -44,7 +44,7 @@ from ckpttool.audit.archive_verification import verify_archive
 from ckpttool.audit.export import export, restore
 from ckpttool.audit.frame_writer import FrameWriter, SplitPoint
 from ckpttool.audit.verify_in_store import verify
-from ckpttool.cli.main import _end, app
+from ckpttool.cli.main import _print_and_exit, app
 from ckpttool.engine.copy import fill
 from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, as_flags
@@ -247,7 +247,7 @@ def run(*words: object) -> tuple[int, str]:
     e = done.exception
     if isinstance(e, CkpttoolError):
         with redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit):
-            _end(e)
+            _print_and_exit(e)
         return e.exit_code, told.getvalue()
     if e is not None and not isinstance(e, SystemExit):
         raise e

@@ -13,7 +13,7 @@ from pages import Browser, browser
 from peers import REPOSITORY
 
 import ckpttool
-from ckpttool.cli.main import commands
+from ckpttool.cli.main import list_commands
 from ckpttool.errors import CkpttoolError
 from ckpttool.hub import model_card
 from ckpttool.printable import printable, printable_json
@@ -35,7 +35,7 @@ def test_every_command_is_tried(tmp_path: Path) -> None:
     r = random.Random(0)
     terminal.made(r, tmp_path / "x")
     tried = {" ".join(map(str, words[:n])) for words in terminal.commands(tmp_path / "x", r) for n in (1, 2, 3)}
-    assert {name for name, _ in commands()} - tried == {
+    assert {name for name, _ in list_commands()} - tried == {
         "audit hold",
         "audit release",
         "audit restore",

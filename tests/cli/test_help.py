@@ -13,7 +13,7 @@ import pytest
 import typer
 from commands import ckpttool_here
 
-from ckpttool.cli.help import about_of
+from ckpttool.cli.help import get_about
 from ckpttool.cli.main import app
 from ckpttool.errors import EXIT_CODES
 from ckpttool.layouts import layouts
@@ -34,7 +34,7 @@ COMMANDS = commands()
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_example_of_a_command_is_one_that_its_parser_takes(name: str) -> None:
-    said = about_of(COMMANDS[name])
+    said = get_about(COMMANDS[name])
     assert said is not None and said.examples
     for what, line in said.examples:
         words = shlex.split(line)
@@ -46,7 +46,7 @@ def test_every_example_of_a_command_is_one_that_its_parser_takes(name: str) -> N
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_shows_its_examples_and_its_exit_codes(name: str) -> None:
-    text, said = ckpttool_here(*name.split(), "--help").stdout, about_of(COMMANDS[name])
+    text, said = ckpttool_here(*name.split(), "--help").stdout, get_about(COMMANDS[name])
     assert said is not None
     for what, line in said.examples:
         assert f"  # {what}\n  {line}\n" in text
@@ -62,7 +62,7 @@ def test_exit_codes_that_a_command_is_known_to_end_with_are_in_its_help() -> Non
         "convert": {4, 6, 8, 130},
         "audit verify": {4, 5},
     }.items():
-        said = about_of(COMMANDS[name])
+        said = get_about(COMMANDS[name])
         assert said is not None and codes <= set(said.exits)
 
 

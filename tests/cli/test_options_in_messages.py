@@ -16,7 +16,7 @@ from commands import ckpttool_here
 
 import ckpttool
 from ckpttool import errors
-from ckpttool.cli.main import commands, flags_of
+from ckpttool.cli.main import list_commands, list_flags
 from ckpttool.cli.shared_options import list_shared_options
 from ckpttool.errors import CommandLine, argument, as_flags
 from ckpttool.options import (
@@ -28,7 +28,7 @@ from ckpttool.options import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FLAGS = {name: flags_of(command) for name, command in commands()}
+FLAGS = {name: list_flags(command) for name, command in list_commands()}
 EVERY = frozenset().union(*FLAGS.values())
 
 #: Options of other programs, after their names; and of the layouts' own options, whose help texts name each other.

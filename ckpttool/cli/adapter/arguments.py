@@ -33,7 +33,7 @@ Rslora = Annotated[
 
 
 def run_and_print(call: Callable[[Meter], ConvertResult], *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Convert with a meter, and print the result as `ckpttool convert` does."""
+    """Convert, showing progress, and print the result as `ckpttool convert` does."""
     with Meter(quiet) as meter:
         done = call(meter)
     if as_json:
