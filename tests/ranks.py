@@ -152,7 +152,7 @@ def forked() -> Iterator[None]:
         )  # fmt: skip
         resume_ranks.pass_on_status(folder, 0, status)
         if any(statuses):
-            resume_ranks.raise_error_of(folder, dict(enumerate(statuses)))
+            resume_ranks.raise_rank_error(folder, dict(enumerate(statuses)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resume_ranks, "run_ranks", instead)

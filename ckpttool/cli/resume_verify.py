@@ -274,9 +274,9 @@ def resume_verify(
 ) -> None:
     """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not, 12 if it
     does not fit."""
-    from ..resume.ranks.torchrun import in_job, lasting_job, leave_together
+    from ..resume.ranks.torchrun import exit_together, is_rank_of_job, lasting_job
     from ..resume.report import files as reports
-    from ..resume.report.terminal import screen
+    from ..resume.report.terminal import render_terminal
     from ..resume.verify import resume_verify as run
 
     if report is not None:
@@ -342,13 +342,13 @@ def resume_verify(
             telling.close()
         if found is not None:  # None on other ranks than the first of a job that was started from outside
             if not as_json:
-                draw(screen(found))
+                draw(render_terminal(found))
                 sys.stdout.flush()
-            reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
+            reports.write_reports(found, folder=report, junit_file=junit, metrics_file=metrics)
             if as_json:
                 print_json(found.to_json())
-        if in_job():
-            leave_together(0 if found is None else found.exit_code)
+        if is_rank_of_job():
+            exit_together(0 if found is None else found.exit_code)
     if found is not None and found.exit_code:
         raise typer.Exit(found.exit_code)
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..engine.opening import OpenOptions
 from ..errors import UsageError, argument, flags_are_named
 
-__all__ = ["Settings", "Status", "mesh_of", "read_settings", "write_settings"]
+__all__ = ["Settings", "Status", "parse_mesh", "read_settings", "write_settings"]
 
 #: Called with a sentence about what is being done.
 Status = Callable[[str], None]
@@ -79,7 +79,7 @@ class Settings:
         return math.prod(self.mesh.values())
 
 
-def mesh_of(text: str | None, world_size: int) -> dict[str, int]:
+def parse_mesh(text: str | None, world_size: int) -> dict[str, int]:
     """--mesh dp_replicate=2,dp_shard=4,tp=2, or one dimension of all ranks.
 
     Raises:

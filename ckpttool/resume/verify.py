@@ -29,14 +29,14 @@ from .compare.bounds import PROFILES
 from .compare.judging import MEASURING, Judged, judged_runs
 from .compare.verdict import Cause, Report
 from .first_step import step_of
-from .job.user_job import looked_over, refuse_no_config
-from .job.watchdog import at, stage
+from .job.user_job import check_config_exists, check_job_source
+from .job.watchdog import current_stage, enter_stage
 from .ranks.launch import launch_runs
-from .ranks.torchrun import in_job, joined_job, lost_peer, watched_job
-from .ranks.workspace import workspace
-from .settings import Settings, Status, mesh_of
+from .ranks.torchrun import is_lost_peer, is_rank_of_job, joined_job, watched_job
+from .ranks.workspace import temporary_workspace
+from .settings import Settings, Status, parse_mesh
 from .text import plural
-from .trace.batches import refuse_missing
+from .trace.batches import check_data_exists
 from .trace.model import Trace, read_reference
 from .trace.numerics import NO_KERNEL
 
@@ -158,18 +158,18 @@ def resume_verify(
     if scratch is not None and not os.path.isdir(scratch):
         raise UsageError(f"{argument('scratch', os.fspath(scratch))}: this folder does not exist.")
     if job is not None:
-        looked_over(job)
+        check_job_source(job)
     elif (config := reading.get("config")) is not None:  # with a job it may be the folder of a tokenizer alone
-        refuse_no_config(config)
-    refuse_missing(data)
-    as_rank = in_job()
+        check_config_exists(config)
+    check_data_exists(data)
+    as_rank = is_rank_of_job()
     device, gpus = _device(device)
     dims = _mesh(world_size, mesh, as_rank, device, gpus)
     asked = OpenOptions(**reading)
     # `config` also builds the model, whether or not the layout needs it; `source_layout` is that of the candidate
     recorded: Trace | None = None
     with ExitStack() as stack:
-        folder = stack.enter_context(workspace())
+        folder = stack.enter_context(temporary_workspace())
 
         def planned() -> Plans:
             """The runs, and those that are made if these leave it unsure. Called on one rank alone, since it reads the
@@ -192,7 +192,7 @@ def resume_verify(
             model_config = found_config if asked.config is None and job is None else asked.config
             shared = None if as_rank else folder
             if scratch is not None and round_trip:
-                shared = stack.enter_context(workspace(os.fspath(scratch)))
+                shared = stack.enter_context(temporary_workspace(os.fspath(scratch)))
             settings = Settings(
                 source=os.fspath(source),
                 reading=candidate_reading,
@@ -228,7 +228,7 @@ def resume_verify(
                     settings,
                     source=os.fspath(against),
                     reading=reference_reading,
-                    mesh=mesh_of(None, against_world_size) if against_world_size else dims,
+                    mesh=parse_mesh(None, against_world_size) if against_world_size else dims,
                     config=original_config or model_config if asked.config is None and job is None else asked.config,
                     round_trip=False,
                     reread=False,
@@ -309,10 +309,10 @@ def _report(
     """The report on these traces; opens both checkpoints if a check failed."""
     from .._version import __version__
     from .compare.differences import in_stored_dtypes
-    from .compare.limits import gates, metrics
-    from .compare.misfit import advice, does_not_fit
-    from .compare.not_verified import unverified
-    from .diagnosis.causes import causes
+    from .compare.limits import check_gates, compute_metrics
+    from .compare.misfit import describe_misfit, does_not_fit
+    from .compare.not_verified import list_not_verified
+    from .diagnosis.causes import find_causes
 
     got, reference = traces["candidate"], traces.get("reference") or recorded
     checks, envelope, calibration, _ = judged
@@ -322,15 +322,15 @@ def _report(
         if judged.failed and "reference" in plan:
             for settings in (plan["reference"], plan["candidate"]):
                 opened.append(open_checkpoint(settings.source, settings.reading))
-        found = causes(*sides, checks, (opened[0], opened[1]) if opened else None) if judged.failed else []
+        found = find_causes(*sides, checks, (opened[0], opened[1]) if opened else None) if judged.failed else []
     finally:
         for one in opened:
             one.source.close()
     if does_not_fit(reference, got):
-        found = [Cause("does-not-fit", advice(got), [str(got.failed)])]
-    unseen = unverified(reference, got, checks)
-    numbers = metrics(got, peak_tflops)
-    checks.extend(gates(got, numbers, **limits))
+        found = [Cause("does-not-fit", describe_misfit(got), [str(got.failed)])]
+    unseen = list_not_verified(reference, got, checks)
+    numbers = compute_metrics(got, peak_tflops)
+    checks.extend(check_gates(got, numbers, **limits))
     return Report(
         got,
         reference,
@@ -374,8 +374,8 @@ def _mesh(world_size: int | None, mesh: str | None, as_rank: bool, device: str, 
         if world_size is not None and world_size != ranks:
             raise UsageError(f"{argument('world_size', world_size)}, but this job was started with {ranks} ranks.")
     else:
-        ranks = world_size or (math.prod(mesh_of(mesh, 1).values()) if mesh else max(1, gpus))
-    dims = mesh_of(mesh, ranks)
+        ranks = world_size or (math.prod(parse_mesh(mesh, 1).values()) if mesh else max(1, gpus))
+    dims = parse_mesh(mesh, ranks)
     if (size := math.prod(dims.values())) != ranks:
         raise UsageError(f"{argument('mesh', mesh)} has {size} ranks, but there are {ranks}.")
     if device == "cuda" and not as_rank and ranks > gpus:
@@ -461,12 +461,14 @@ def _failures_named() -> Iterator[None]:
 
         traceback.print_exc()
         text = " ".join(str(e).split()).rstrip(".")
-        if lost_peer(e):
+        if is_lost_peer(e):
             raise RankLost(
-                f"rank {os.environ['RANK']} lost another rank in {stage()!r} ({text}). The rank that ended first is "
-                "the cause: torchrun lists it with its exit code, and srun prints it."
+                f"rank {os.environ['RANK']} lost another rank in {current_stage()!r} ({text}). The rank that ended "
+                "first is the cause: torchrun lists it with its exit code, and srun prints it."
             ) from None
-        raise CkpttoolError(f"rank {os.environ['RANK']} failed in {stage()!r}: {type(e).__name__}: {text}.") from None
+        raise CkpttoolError(
+            f"rank {os.environ['RANK']} failed in {current_stage()!r}: {type(e).__name__}: {text}."
+        ) from None
 
 
 def _run_here(
@@ -489,7 +491,7 @@ def _run_here(
     with _failures_named(), joined_job(*joining), watched_job(joining[2], status):
         import torch.distributed as dist
 
-        at("reading the indices")
+        enter_stage("reading the indices")
         plan, again = of_first_rank(planned)
         out: dict[str, Trace] = {}
         first = dist.get_rank() == 0
@@ -501,12 +503,12 @@ def _run_here(
                     f"the {label} has a mesh of {settings.world_size} ranks, but this job has {dist.get_world_size()}; "
                     "to run at another world size, start ckpttool without torchrun on one machine."
                 )
-            trace = worker.run(settings, os.path.join(folder, f"probe-{label}.npy"), mine)
+            trace = worker.run_job(settings, os.path.join(folder, f"probe-{label}.npy"), mine)
             if trace is not None:
                 out[label] = trace
 
         def verdict() -> Judged | None:
-            at("judging the run" if first else "waiting for the verdict of rank 0", computes=first)
+            enter_stage("judging the run" if first else "waiting for the verdict of rank 0", computes=first)
             return judged(out) if first else None
 
         for label, settings in plan.items():

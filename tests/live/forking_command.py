@@ -68,5 +68,5 @@ def started(words: list[str], environment: Mapping[str, str], log: str) -> Forke
 
 if __name__ == "__main__":
     tempfile.tempdir = None  # what this was forked from has asked for it
-    ranks.started = started  # type: ignore[assignment]
+    ranks.start_rank = started  # type: ignore[assignment]
     main()

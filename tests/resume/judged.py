@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import ckpttool
 from ckpttool.resume.compare.judge import judge
 from ckpttool.resume.compare.verdict import Cause, Check
-from ckpttool.resume.diagnosis.causes import causes
+from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.ranks.launch import launch_runs
 from ckpttool.resume.settings import Settings
 from ckpttool.resume.trace.model import Trace, read_reference
@@ -153,8 +153,8 @@ def verdict(runs: Runs, name: str, known: str, recorded: Trace, changed: Mapping
     reference, got = replace(runs.traces[known], **changed), runs.traces[name]
     checks, _ = judge(reference, got)
     with ckpttool.open(runs.plan[known].source) as left, ckpttool.open(runs.plan[name].source) as right:
-        found = causes(reference, got, checks, (left, right))
+        found = find_causes(reference, got, checks, (left, right))
     dynamic, _ = judge(bare(reference), bare(got))
     trajectory = replace(recorded, **changed)
     judged, _ = judge(trajectory, got)
-    return Verdict(checks, found, dynamic, judged, causes(trajectory, got, judged))
+    return Verdict(checks, found, dynamic, judged, find_causes(trajectory, got, judged))

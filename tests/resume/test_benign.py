@@ -32,10 +32,10 @@ from ranks import forked, one_at_a_time, torchrun
 from spoiling import Spoil, slot, weight, zero
 
 import ckpttool
-from ckpttool.resume.compare.bounds import SIGNALS, column
+from ckpttool.resume.compare.bounds import SIGNALS, choose_column
 from ckpttool.resume.compare.differences import in_stored_dtypes
 from ckpttool.resume.compare.judge import judge
-from ckpttool.resume.diagnosis.causes import causes
+from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.settings import Settings
 from ckpttool.resume.trace.model import Trace, read_reference
 from ckpttool.resume.verify import resume_verify
@@ -317,7 +317,7 @@ def test_updates_of_bf16_parameters_still_show_what_is_wrong_with_moments(name: 
     reference = done.traces[reference_of(Run(LOW))]
     checks, _ = judge(numbers_of(reference), numbers_of(done.traces[name]))
     by_name = {c.name: c for c in checks}
-    assert column("strict", reference, done.traces[name]) == "bf16 parameters"
+    assert choose_column("strict", reference, done.traces[name]) == "bf16 parameters"
     assert name_of(first(checks)) == low_faults()[name][1], [f"{c.name} {c.number}" for c in checks]
     assert by_name["step1.worst_update"].verdict == "fail"
 
@@ -339,7 +339,7 @@ def test_rounded_weights_pass_where_that_is_allowed_and_a_fault_on_top_has_its_n
     assert name_of(first(checks)) == "state.digests"
     sources = done.plan[reference_of(Run(job))].source, done.plan[label].source
     with ckpttool.open(sources[0]) as left, ckpttool.open(sources[1]) as right:
-        found = causes(*in_stored_dtypes(reference, got), checks, (left, right))
+        found = find_causes(*in_stored_dtypes(reference, got), checks, (left, right))
     assert found[0].kind == kind, [c.text for c in found]
     assert found[0].tensors == [f"model.{RELAXED[job][name == 'norm reset']}"]
 
@@ -368,7 +368,7 @@ def test_the_largest_deviations(done: Runs, zoo_original: Zoo, herd: Herd) -> No
     most: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for name, run in CHOSEN.items():
         for reference in (recording_of(run, zoo_original, herd), done.traces[reference_of(run)]):
-            of = column("standard" if run.standard else "strict", reference, done.traces[name])
+            of = choose_column("standard" if run.standard else "strict", reference, done.traces[name])
             for check in judge(reference, done.traces[name])[0]:
                 if check.number is not None and check.name.partition(".")[2] in (*SIGNALS, "logits"):
                     most[of][check.name] = max(most[of][check.name], check.number)

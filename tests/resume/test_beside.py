@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpttool
-from ckpttool.resume.trace.side_state import named, taken
+from ckpttool.resume.trace.side_state import collect_side_state, flatten_side_state
 
 
 def tree() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def tree() -> dict[str, Any]:
 @pytest.mark.parametrize("layout", ["full", "dcp"])
 def test_a_checkpoint_and_the_job_it_was_saved_by_give_the_same_values_and_marks(tmp_path: Path, layout: str) -> None:
     state = tree()
-    here = taken(named(state))
+    here = collect_side_state(flatten_side_state(state))
     everything = {"model": {"w": torch.ones(2)}, **state}
     if layout == "full":
         torch.save(everything, tmp_path / "x")
@@ -54,9 +54,12 @@ def test_a_checkpoint_and_the_job_it_was_saved_by_give_the_same_values_and_marks
         dcp.save(everything, checkpoint_id=tmp_path / "x", no_dist=True)
     with ckpttool.open(tmp_path / "x") as opened:
         ckpt = opened.checkpoint
-        there = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] != "model"})
+        there = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.path[0] != "model"})
         arrays = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "model"}
-        marks = {n: (t.dtype, t.shape, taken({t.path: opened[n].torch()}).others[n][2]) for n, t in arrays.items()}
+        marks = {
+            n: (t.dtype, t.shape, collect_side_state({t.path: opened[n].torch()}).others[n][2])
+            for n, t in arrays.items()
+        }
     assert there.values == here.values
     assert there.others | marks == here.others
     assert here.values["scheduler._schedulers.1.T_max"] == 9 and here.values["trainer.epoch"] == 2
@@ -70,19 +73,21 @@ def test_a_checkpoint_and_the_job_it_was_saved_by_give_the_same_values_and_marks
 
 
 def test_one_element_more_or_less_shows_in_the_mark_of_an_array_a_list_and_bytes() -> None:
-    one = taken(named(tree())).others
+    one = collect_side_state(flatten_side_state(tree())).others
     other = tree()
     other["dataloader"]["order"][7] += 1
     other["losses"][2, 1] = np.nextafter(other["losses"][2, 1], 1)
     other["blob"] += b"\x00"
     other["ema"]["layer.0.w"][2, 4] += 1
-    changed = taken(named(other)).others
+    changed = collect_side_state(flatten_side_state(other)).others
     names = {n for n, found in one.items() if changed[n] != found}
     assert names == {"dataloader.order", "extra.losses", "extra.blob", "extra.ema.layer.0.w"}
 
 
 def test_what_is_no_plain_data_is_a_word_for_its_class() -> None:
-    found = taken(named({"hook": print, "point": collections.namedtuple("Point", "x")(1), "kind": torch.float16}))
+    found = collect_side_state(
+        flatten_side_state({"hook": print, "point": collections.namedtuple("Point", "x")(1), "kind": torch.float16})
+    )
     assert found.values == {
         "extra.hook": "<builtins.builtin_function_or_method>",
         "extra.point": "<test_beside.Point>",

@@ -14,7 +14,7 @@ import ckpttool
 from ckpttool.resume.compare.judge import judge
 from ckpttool.resume.compare.verdict import Check
 from ckpttool.resume.trace.model import Trace
-from ckpttool.resume.trace.side_state import taken
+from ckpttool.resume.trace.side_state import collect_side_state
 
 CHECKS = ("config.scheduler", "config.rng", "config.dataloader", "config.scaler", "config.values")
 
@@ -60,9 +60,9 @@ def trace_of(path: Path) -> Trace:
     """What a run knows of a checkpoint beside model and optimizer."""
     with ckpttool.open(path) as opened:
         ckpt = opened.locate()
-        found = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
+        found = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
         rest = {n: t for n, t in ckpt.tensors.items() if t.path[0] not in ("model", "optim")}
-        tensors = {n: taken({t.path: opened[n].torch()}).others[n] for n, t in rest.items()}
+        tensors = {n: collect_side_state({t.path: opened[n].torch()}).others[n] for n, t in rest.items()}
         return Trace(layout=opened.layout.name, values=found.values, others=found.others | tensors)
 
 

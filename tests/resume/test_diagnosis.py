@@ -28,15 +28,15 @@ import ckpttool
 from ckpttool.resume.compare.judge import judge
 from ckpttool.resume.compare.verdict import Cause
 from ckpttool.resume.diagnosis import files as inspection
-from ckpttool.resume.diagnosis.causes import causes
+from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.diagnosis.files import place_of
-from ckpttool.resume.text import spoken
+from ckpttool.resume.text import readable_name
 from ckpttool.resume.trace.model import Trace
 
 
 def blamed(reference: Trace | None, got: Trace, **how: Any) -> list[Cause]:
     checks, _ = judge(reference, got)
-    return causes(reference, got, checks, **how)
+    return find_causes(reference, got, checks, **how)
 
 
 def kinds(reference: Trace | None, got: Trace, **how: Any) -> list[str]:
@@ -410,9 +410,12 @@ def test_steps_of_zero_are_blamed_without_a_reference() -> None:
 
 
 def test_names_are_spoken_as_people_do() -> None:
-    assert spoken("optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg") == "layer 1, self_attn.q_proj, exp_avg"
-    assert spoken("model.model.embed_tokens.weight") == "embed_tokens"
-    assert spoken("model.transformer.h.11.attn.c_attn.bias") == "layer 11, attn.c_attn.bias"
+    assert (
+        readable_name("optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg")
+        == "layer 1, self_attn.q_proj, exp_avg"
+    )
+    assert readable_name("model.model.embed_tokens.weight") == "embed_tokens"
+    assert readable_name("model.transformer.h.11.attn.c_attn.bias") == "layer 11, attn.c_attn.bias"
 
 
 # ------------------------------------------------------------------------------------------------------- with the files

@@ -31,14 +31,14 @@ from ranks import forked, one_at_a_time, torchrun
 from spoiling import Fault
 
 import ckpttool
-from ckpttool.resume.compare.bounds import column
-from ckpttool.resume.compare.judge import judge, noise
-from ckpttool.resume.compare.side_state_differences import beside_differences
+from ckpttool.resume.compare.bounds import choose_column
+from ckpttool.resume.compare.judge import judge, measure_noise
+from ckpttool.resume.compare.side_state_differences import compare_side_state
 from ckpttool.resume.compare.verdict import Report
 from ckpttool.resume.settings import Settings
 from ckpttool.resume.trace import batches
 from ckpttool.resume.trace.model import Trace, read_reference
-from ckpttool.resume.trace.side_state import taken
+from ckpttool.resume.trace.side_state import collect_side_state
 from ckpttool.resume.verify import resume_verify
 from fixtures import jobs
 
@@ -270,13 +270,13 @@ def test_a_loop_in_bf16_is_compared_as_sharply_as_the_runner_only_where_it_compu
         return Trace(dtype="bf16", global_batch=24, micro_batch=micro, sequence=16, **more)
 
     runner = {"environment": {"deterministic": True}}
-    assert column("strict", told(6), told(6, **runner)) == "bf16, micro-batch held"
-    assert column("strict", told(8), told(8, **runner)) == "bf16", "a third is no power of two"
-    assert column("strict", told(8, **runner), told(8, **runner)) == "bf16, micro-batch held"
+    assert choose_column("strict", told(6), told(6, **runner)) == "bf16, micro-batch held"
+    assert choose_column("strict", told(8), told(8, **runner)) == "bf16", "a third is no power of two"
+    assert choose_column("strict", told(8, **runner), told(8, **runner)) == "bf16, micro-batch held"
 
 
 def test_calibration_between_two_accumulations_leaves_the_bounds_as_sharp_as_they_are_in_fp32(benign: Runs) -> None:
-    found = noise(benign.traces["1: fp32"], benign.traces["1: fp32, 12 rows a pass"])
+    found = measure_noise(benign.traces["1: fp32"], benign.traces["1: fp32, 12 rows a pass"])
     assert "probe.logits" not in found, "another number of rows is another probe"
     assert max(found.values()) < 1e-5
     checks, _ = judge(benign.traces["4: fp32"], benign.traces["1: fp32"], "strict", found)
@@ -413,8 +413,8 @@ def beside_the_model(saved: Path, config: str) -> Trace:
     """What a trainer's own checkpoint holds beside model and optimizer, of step 4."""
     with ckpttool.open(saved, config=config) as opened:
         ckpt = opened.checkpoint
-        found = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
-        arrays = taken(
+        found = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
+        arrays = collect_side_state(
             {t.path: opened[n].torch() for n, t in ckpt.tensors.items() if t.path[0] not in ("model", "optim")}
         )
     return Trace(layout="full", start=4, values=found.values, others=found.others | arrays.others)
@@ -441,8 +441,8 @@ def test_the_recipes_of_the_documentation_record_what_the_trainers_themselves_sa
             saved = tmp_path / name / ("step-4" if name == "accelerate" else "out/checkpoint-4")
             got = beside_the_model(saved, str(tmp_path / "trainer" / "out" / "checkpoint-4"))
             for component, least in (("scheduler", 4), ("rng", 3)):
-                found = beside_differences(reference, got, component)
+                found = compare_side_state(reference, got, component)
                 assert not found.problems and found.compared >= least, (name, component)
         if name != "trainer":  # which shuffles
-            digests = [f"{batches.digest(jobs.batch(s).numpy()):032x}" for s in range(4)]
+            digests = [f"{batches.digest_rows(jobs.batch(s).numpy()):032x}" for s in range(4)]
             assert [s.batch for s in reference.steps] == digests

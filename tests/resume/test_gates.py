@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.resume.compare.limits import PEAKS, gates, metrics, peak_flops
+from ckpttool.resume.compare.limits import PEAKS, check_gates, compute_metrics, peak_flops
 from ckpttool.resume.compare.verdict import Report
-from ckpttool.resume.job.load_cost import spread
+from ckpttool.resume.job.load_cost import describe_load_costs
 from ckpttool.resume.trace.model import Step, Trace
 
 
@@ -66,7 +66,7 @@ def test_every_peak_says_where_it_is_published() -> None:
 
 
 def test_numbers_of_a_run_are_those_of_a_hand_calculation() -> None:
-    found = metrics(run())
+    found = compute_metrics(run())
     assert found == {
         "step_seconds": 8.0,  # median of 8, 7, 9; the first step is warming up
         "tokens_per_second": 64 * 8192 / 8,
@@ -78,25 +78,29 @@ def test_numbers_of_a_run_are_those_of_a_hand_calculation() -> None:
 
 
 def test_the_peak_is_never_guessed() -> None:
-    assert "mfu" not in metrics(run(environment={"gpu": "NVIDIA X900"}))
-    assert "mfu" not in metrics(run(environment={}))
-    assert "mfu" not in metrics(run(dtype="fp32"))  # with or without TF32, it is another peak
-    assert "mfu" not in metrics(run(dtype=None))
-    assert metrics(run(environment={}, dtype="fp32"), 100.0)["mfu"] == pytest.approx(6 * 8e9 * 64 * 8192 / 64e14)
+    assert "mfu" not in compute_metrics(run(environment={"gpu": "NVIDIA X900"}))
+    assert "mfu" not in compute_metrics(run(environment={}))
+    assert "mfu" not in compute_metrics(run(dtype="fp32"))  # with or without TF32, it is another peak
+    assert "mfu" not in compute_metrics(run(dtype=None))
+    assert compute_metrics(run(environment={}, dtype="fp32"), 100.0)["mfu"] == pytest.approx(
+        6 * 8e9 * 64 * 8192 / 64e14
+    )
 
 
 def test_what_is_not_known_is_not_there() -> None:
-    assert metrics(Trace()) == {}
-    assert "step_seconds" not in metrics(run(steps=[Step(1, 2.0, seconds=3.0)]))
-    found = metrics(run(global_batch=None, steps=[Step(k, 2.0, tokens=100, seconds=2.0) for k in range(3)]))
+    assert compute_metrics(Trace()) == {}
+    assert "step_seconds" not in compute_metrics(run(steps=[Step(1, 2.0, seconds=3.0)]))
+    found = compute_metrics(run(global_batch=None, steps=[Step(k, 2.0, tokens=100, seconds=2.0) for k in range(3)]))
     assert found["tokens_per_second"] == 50
 
 
 def test_limits_are_judged_where_they_are_given() -> None:
     trace = run()
-    numbers = metrics(trace)
-    assert gates(trace, numbers) == []
-    checks = gates(trace, numbers, min_mfu=0.40, max_reserved_gib=60.0, max_step_seconds=8.5, max_load_seconds=19.0)
+    numbers = compute_metrics(trace)
+    assert check_gates(trace, numbers) == []
+    checks = check_gates(
+        trace, numbers, min_mfu=0.40, max_reserved_gib=60.0, max_step_seconds=8.5, max_load_seconds=19.0
+    )
     assert [(c.name, c.verdict, c.bound, c.source) for c in checks] == [
         ("gate.min_mfu", "fail", 0.40, "given"), ("gate.max_reserved_gib", "pass", 60.0, "given"),
         ("gate.max_step_seconds", "pass", 8.5, "given"), ("gate.max_load_seconds", "fail", 19.0, "given"),
@@ -104,12 +108,12 @@ def test_limits_are_judged_where_they_are_given() -> None:
     assert checks[0].text == "MFU is 0.3976, at least 0.4 is required"
     assert checks[3].text == "the time of loading is 20 s, at most 19 s is required"
     assert Report(trace, None, "strict", checks).word == "gate failed"
-    assert gates(trace, numbers, min_mfu=0.3)[0].verdict == "pass"
+    assert check_gates(trace, numbers, min_mfu=0.3)[0].verdict == "pass"
 
 
 def test_a_limit_whose_number_cannot_be_known_fails_and_says_what_to_give() -> None:
     def text(trace: Trace, **limit: float) -> str:
-        (check,) = gates(trace, metrics(trace), **limit)  # type: ignore[arg-type]
+        (check,) = check_gates(trace, compute_metrics(trace), **limit)  # type: ignore[arg-type]
         assert (check.verdict, check.number) == ("fail", None)
         return check.text
 
@@ -130,13 +134,13 @@ def test_the_cost_of_a_load_is_told_over_all_ranks_with_the_worst_one() -> None:
         {"rank": 1, "seconds": 9.5, "bytes": 1_000_000_000, "host_bytes": 1 << 30, "device_bytes": None},
         {"rank": 2, "seconds": 2.0, "bytes": 2_000_000_000, "host_bytes": 3 << 30, "device_bytes": None},
     ]
-    assert dict(spread(loads)) == {
+    assert dict(describe_load_costs(loads)) == {
         "load time of a rank": "1 s, 2 s, 9.5 s (least, median, most: rank 1)",
         "bytes read by a rank": "1 GB, 2 GB, 3 GB (least, median, most: rank 0)",
         "peak host memory of a load": "1 GiB, 2 GiB, 3 GiB (least, median, most: rank 2)",
     }
-    assert dict(spread([{**loads[0], "bytes": 5_000_000, "device_bytes": 1 << 29}])) == {
+    assert dict(describe_load_costs([{**loads[0], "bytes": 5_000_000, "device_bytes": 1 << 29}])) == {
         "load time of a rank": "1 s", "bytes read by a rank": "5 MB", "peak host memory of a load": "2 GiB",
         "peak device memory of a load": "0.5 GiB",
     }  # fmt: skip
-    assert spread([]) == []
+    assert describe_load_costs([]) == []

@@ -18,20 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import UsageError
-from ckpttool.resume.compare.bounds import COLUMNS, PROFILES, bounds, column
+from ckpttool.resume.compare.bounds import COLUMNS, PROFILES, choose_bounds, choose_column
 from ckpttool.resume.compare.differences import (
-    alike,
-    config_aside,
+    are_alike,
     config_differences,
-    deviation,
-    options_aside,
+    ignored_config_keys,
+    ignored_options,
     rates_by_group,
+    relative_deviation,
 )
-from ckpttool.resume.compare.judge import ORDER, judge, noise
+from ckpttool.resume.compare.judge import ORDER, judge, measure_noise
 from ckpttool.resume.compare.judging import judged_runs
 from ckpttool.resume.compare.verdict import Check, Report
-from ckpttool.resume.text import changed
-from ckpttool.resume.trace.model import Step, Trace, to_json
+from ckpttool.resume.text import describe_changes
+from ckpttool.resume.trace.model import Step, Trace, trace_to_json
 
 LAYERS = 4
 HIDDEN = 64
@@ -235,7 +235,7 @@ def test_noise_as_it_was_measured_raises_no_alarm(kind: str, tmp_path: Path) -> 
     b.micro_batch = 6 if kind.endswith("held") else 3
     b.world_size = 8
     profile = "standard" if kind.endswith("kernels") else "strict"
-    assert column(profile, a, b) == kind
+    assert choose_column(profile, a, b) == kind
     scaled(b, loss=loss, later=later)
     for s in b.steps:
         s.grad_norm, s.update_norm = (s.grad_norm or 0) * (1 - grad), (s.update_norm or 0) * (1 + update)
@@ -254,7 +254,7 @@ def test_with_the_shape_of_the_micro_batch_held_bf16_is_as_sharp_as_fp32() -> No
     b.micro_batch = 3
     assert failing(a, b) == set()
     a.micro_batch = b.micro_batch = None
-    assert column("strict", a, b) == "bf16"
+    assert choose_column("strict", a, b) == "bf16"
 
 
 def test_tensors_whose_gradient_is_rounding_noise_raise_no_alarm() -> None:
@@ -660,9 +660,9 @@ def test_a_number_that_another_layout_holds_as_a_tensor_is_the_same_number() -> 
 
     a, b = job(), job()
     del b.values["scaler.scale"]
-    b.others["scaler.scale"] = beside.mark(torch.tensor(65536.0))
+    b.others["scaler.scale"] = beside.mark_array(torch.tensor(65536.0))
     assert one("config.scaler", a, b).verdict == "pass"
-    b.others["scaler.scale"] = beside.mark(torch.tensor(32768.0))
+    b.others["scaler.scale"] = beside.mark_array(torch.tensor(32768.0))
     assert "scaler.scale is float32 [] and was 65536.0" in one("config.scaler", a, b).text
 
 
@@ -676,11 +676,11 @@ def test_objects_of_unknown_classes_are_neither_equal_nor_different() -> None:
 
 
 def test_values_are_alike_whatever_holds_them_but_true_is_not_one() -> None:
-    assert alike((0.9, [1, "a"]), [0.9, (1.0, "a")])
-    assert alike({"a": math.nan}, {"a": math.nan})
-    assert not alike(True, 1)
-    assert not alike([1], [1, 2])
-    assert not alike({"a": 1}, {"a": 1, "b": 2})
+    assert are_alike((0.9, [1, "a"]), [0.9, (1.0, "a")])
+    assert are_alike({"a": math.nan}, {"a": math.nan})
+    assert not are_alike(True, 1)
+    assert not are_alike([1], [1, 2])
+    assert not are_alike({"a": 1}, {"a": 1, "b": 2})
 
 
 def test_keys_of_a_configuration_that_say_nothing_about_the_computation_are_ignored() -> None:
@@ -690,14 +690,14 @@ def test_keys_of_a_configuration_that_say_nothing_about_the_computation_are_igno
     assert config_differences(a, {**b, "text": {"eps": 1e-6, "dtype": "y"}}) == {}
     assert config_differences(a, {**b, "text": {"eps": 1e-5}}) == {"text.eps": (1e-6, 1e-5)}
     assert config_differences(a, {"rope_parameters": {"rope_theta": 5e5}}) == {"rope_theta": (1e4, 5e5)}
-    assert config_aside(a, b) == ["new", "rope_parameters.rope_type", "text.eps"]
+    assert ignored_config_keys(a, b) == ["new", "rope_parameters.rope_type", "text.eps"]
 
 
 def test_a_key_that_one_configuration_lacks_differs_where_the_same_transformers_wrote_both() -> None:
     a: dict[str, Any] = {"hidden_size": 8, "sliding_window": 4096, "pad_token_id": None, "transformers_version": "5.0"}
     b = {k: a[k] for k in ("hidden_size", "transformers_version")}
-    assert changed(config_differences(a, b)) == ["sliding_window is missing and was 4096"]
-    assert changed(config_differences(b, a)) == ["sliding_window is 4096 and was missing"]
+    assert describe_changes(config_differences(a, b)) == ["sliding_window is missing and was 4096"]
+    assert describe_changes(config_differences(b, a)) == ["sliding_window is 4096 and was missing"]
     assert config_differences(a, {**b, "transformers_version": "4.57"}) == {}
 
 
@@ -708,7 +708,7 @@ def test_an_option_that_one_param_group_lacks_differs_but_for_those_that_another
     assert "decoupled_weight_decay is missing and was True" in one("config.groups", a, b).text
     b.environment = {"torch": "2.10.0"}
     assert one("config.groups", a, b).text.startswith("param groups differ: lr_mult is missing and was 0.5 for")
-    assert options_aside(a, b) == ["decoupled_weight_decay"]
+    assert ignored_options(a, b) == ["decoupled_weight_decay"]
     assert "lr_mult is 0.5 and was missing" in one("config.groups", b, a).text
 
 
@@ -842,7 +842,7 @@ def test_a_tensor_that_one_side_does_not_have_is_far_away() -> None:
 
 def test_noise_of_the_job_itself_widens_bounds_to_five_times_and_never_narrows_them() -> None:
     a, b = job(dtype="bf16"), scaled(job(dtype="bf16"), loss=4e-6, later=1e-5)
-    measured = noise(a, b)
+    measured = measure_noise(a, b)
     assert measured["step1.loss"] == pytest.approx(4e-6)
     assert measured["steps.loss"] == pytest.approx(1e-5)
     assert measured["step1.update_norm"] == 0
@@ -864,7 +864,7 @@ def test_a_run_with_too_much_noise_of_its_own_proves_nothing() -> None:
 
 def test_profiles_widen_bounds_from_strict_to_relaxed_and_others_do_not_exist() -> None:
     a, b = job(dtype="bf16"), job(dtype="bf16", micro_batch=3)
-    each = [bounds(p, a, b) for p in PROFILES]
+    each = [choose_bounds(p, a, b) for p in PROFILES]
     for name in each[0]:
         assert each[0][name].relative <= each[1][name].relative <= each[2][name].relative or name.endswith("grad_norm")
     assert set(COLUMNS) == {
@@ -884,7 +884,7 @@ def test_profiles_widen_bounds_from_strict_to_relaxed_and_others_do_not_exist() 
 
 @given(st.floats(allow_nan=True, allow_infinity=True), st.floats(allow_nan=True, allow_infinity=True))
 def test_a_deviation_is_zero_for_equal_numbers_only(x: float, y: float) -> None:
-    d = deviation(x, y)
+    d = relative_deviation(x, y)
     assert (d == 0) == (x == y) or (d == 0 and abs(x - y) / abs(y) == 0)
     assert math.isnan(d) == (math.isnan(x) or math.isnan(y))
     assert not d < 0
@@ -932,7 +932,7 @@ def test_the_round_trip_must_give_back_what_was_saved() -> None:
     assert one("roundtrip.state", None, job(roundtrip={"differing": ["model.x"]})).verdict == "fail"
     found = one("roundtrip.state", None, job(roundtrip={"skipped": "no room"}))
     assert (found.verdict, found.text) == ("not comparable", "no save and load: no room")
-    json.dumps(to_json(job()), allow_nan=False)
+    json.dumps(trace_to_json(job()), allow_nan=False)
 
 
 # ------------------------------------------------------------------------------------------- what a hostile tester found
@@ -967,12 +967,14 @@ def test_parameters_of_16_bits_are_judged_as_such_and_are_not_held_at_another_wo
     def trace(world: int, dtype: str) -> Trace:
         return Trace(world_size=world, dtype="fp32", micro_batch=1, sequence=8, state={"model.w": (dtype, (2,), "ab")}, environment={"deterministic": True})  # fmt: skip
 
-    assert bounds.column("strict", trace(1, "float32"), trace(2, "float32")) == "fp32"
-    assert bounds.column("strict", trace(2, "bfloat16"), trace(2, "bfloat16")) == "bf16, micro-batch held"
-    assert bounds.column("strict", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16 parameters"
+    assert bounds.choose_column("strict", trace(1, "float32"), trace(2, "float32")) == "fp32"
+    assert bounds.choose_column("strict", trace(2, "bfloat16"), trace(2, "bfloat16")) == "bf16, micro-batch held"
+    assert bounds.choose_column("strict", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16 parameters"
     recorded = replace(trace(2, "bfloat16"), environment={})
-    assert bounds.column("strict", recorded, trace(2, "bfloat16")) == "bf16 parameters"
-    assert bounds.column("standard", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16 parameters, other kernels"
+    assert bounds.choose_column("strict", recorded, trace(2, "bfloat16")) == "bf16 parameters"
+    assert (
+        bounds.choose_column("standard", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16 parameters, other kernels"
+    )
 
 
 def test_an_update_of_16_bits_is_judged_by_its_quanta() -> None:
@@ -1087,11 +1089,11 @@ def test_a_first_update_that_deviates_alone_is_measured_unless_the_job_is_random
 
 def test_noise_counts_double_against_a_recording_and_that_of_later_steps_for_the_first_update() -> None:
     noise = {"step1.update_norm": 1e-7, "steps.update_norm": 1e-5, "step1.loss": 1e-6, "steps.loss": 1e-4}
-    ours = bounds("strict", job(), job(), noise)
-    theirs = bounds("strict", job(layout=None), job(), noise)
+    ours = choose_bounds("strict", job(), job(), noise)
+    theirs = choose_bounds("strict", job(layout=None), job(), noise)
     found = [b[f"step1.{s}"].relative for b in (ours, theirs) for s in ("update_norm", "loss")]
     assert found == pytest.approx([1e-6, 5e-6, 1e-4, 1e-5])
-    chaos = bounds("strict", job(layout=None), job(), {"steps.loss": 2e-3})["steps.loss"].obstacle()
+    chaos = choose_bounds("strict", job(layout=None), job(), {"steps.loss": 2e-3})["steps.loss"].obstacle()
     assert chaos is not None and "differ by 0.002, and a bound of 10 times that" in chaos
 
 

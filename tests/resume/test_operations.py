@@ -24,7 +24,7 @@ from commands import ckpttool_here
 from peers import REPOSITORY
 from ranks import ENVIRONMENT, LIVE, NURSERIES, one_at_a_time
 
-from ckpttool.resume.ranks.workspace import workspace
+from ckpttool.resume.ranks.workspace import temporary_workspace
 
 SOURCE = REPOSITORY / "fixtures" / "awkward_w3" / "ckpt"
 BATCHES = ["--global-batch", "4", "--micro-batch", "2"]
@@ -220,11 +220,11 @@ def test_a_killed_command_takes_its_ranks_along_and_the_next_one_removes_its_fol
     assert none_left(command.folder), "the healthy rank and the stopped one"
     (left,) = command.left()
     monkeypatch.setattr("tempfile.tempdir", str(command.folder / "tmp"))
-    with workspace() as one:
+    with temporary_workspace() as one:
         assert os.path.basename(one) in command.left() and left in command.left(), "a new folder may be one that begins"
         for folder in (left, os.path.basename(one)):
             os.utime(command.folder / "tmp" / folder, (0, 0))
-        with workspace() as two:
+        with temporary_workspace() as two:
             assert sorted(command.left()) == sorted(map(os.path.basename, (one, two)))
     assert command.left() == []
 

@@ -11,10 +11,10 @@ import torch
 
 from ckpttool.errors import UsageError
 from ckpttool.resume import verify as launch
-from ckpttool.resume.job.build import Job, _blocks
-from ckpttool.resume.job.user_job import fitting, looked_over
+from ckpttool.resume.job.build import Job, _repeated_blocks
+from ckpttool.resume.job.user_job import check_batches_fit_model, check_job_source
 from ckpttool.resume.trace import batches
-from ckpttool.resume.trace.live_facts import numbers_of, plain_groups
+from ckpttool.resume.trace.live_facts import optimizer_numbers, plain_param_groups
 
 GOOD = "def build(mesh, *, device='cpu'):\n    pass\n"
 
@@ -28,7 +28,7 @@ GOOD = "def build(mesh, *, device='cpu'):\n    pass\n"
 )  # fmt: skip
 def test_a_recipe_that_may_work_is_not_refused_and_never_runs(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.py").write_text("raise SystemExit('it ran')\n" + text)
-    looked_over(f"{tmp_path / 'r.py'}:build")
+    check_job_source(f"{tmp_path / 'r.py'}:build")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_recipe_that_may_work_is_not_refused_and_never_runs(tmp_path: Path, te
 def test_a_recipe_that_cannot_work_is_refused_by_its_text(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "r.py").write_text(text)
     with pytest.raises(UsageError, match=said):
-        looked_over(f"{tmp_path / 'r.py'}:build")
+        check_job_source(f"{tmp_path / 'r.py'}:build")
 
 
 def test_modules_are_found_as_the_ranks_will_find_them_and_not_imported(
@@ -52,12 +52,12 @@ def test_modules_are_found_as_the_ranks_will_find_them_and_not_imported(
     (inner / "recipe.py").write_text(GOOD)
     (tmp_path / "single.py").write_text("def other(): pass")
     monkeypatch.chdir(tmp_path)
-    looked_over("jobs.llama.recipe:build")
-    looked_over("math:build")  # of C: nothing is known before it is imported
+    check_job_source("jobs.llama.recipe:build")
+    check_job_source("math:build")  # of C: nothing is known before it is imported
     with pytest.raises(UsageError, match="no function main"):
-        looked_over("jobs.llama.recipe:main")
+        check_job_source("jobs.llama.recipe:main")
     with pytest.raises(UsageError, match=r"no function build\. It defines other"):
-        looked_over("single")
+        check_job_source("single")
     for absent in (
         "jobs.none:build",
         "jobs.llama.recipe.deeper:build",
@@ -66,11 +66,11 @@ def test_modules_are_found_as_the_ranks_will_find_them_and_not_imported(
         "jobs/single:build",
     ):
         with pytest.raises(UsageError, match="there is no module"):
-            looked_over(absent)
+            check_job_source(absent)
     with pytest.raises(UsageError, match=r"Did you mean jobs/llama/recipe\.py:build\?"):
-        looked_over("jobs/llama/recipe:build")
+        check_job_source("jobs/llama/recipe:build")
     with pytest.raises(UsageError, match="does not exist"):
-        looked_over("jobs/none.py:build")
+        check_job_source("jobs/none.py:build")
 
 
 def test_an_installed_module_comes_before_one_in_the_current_folder(
@@ -82,7 +82,7 @@ def test_an_installed_module_comes_before_one_in_the_current_folder(
         (tmp_path / place / "my_jobs.py").write_text(f"def {function}(): pass")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.chdir(tmp_path / "here")
-    looked_over("my_jobs:build")
+    check_job_source("my_jobs:build")
 
 
 def test_a_recipe_is_looked_over_before_the_checkpoint_is_opened(tmp_path: Path) -> None:
@@ -118,16 +118,18 @@ def row(n: int = 4) -> Any:
 )  # fmt: skip
 def test_data_that_the_model_cannot_be_called_with_is_refused_in_a_sentence(model: Any, data: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        fitting(model, None, batches.of_user(data), 31)
+        check_batches_fit_model(model, None, batches.wrap_user_data(data), 31)
 
 
 def test_data_that_fits_is_taken_and_a_loss_of_the_user_takes_any() -> None:
-    fitting(Usual(), None, batches.of_user([row()]), 31)
-    fitting(Usual(), None, batches.of_user([{"input_ids": row(), "labels": row()}]), None)
-    fitting(torch.nn.parallel.DataParallel(Usual()), None, batches.of_user([row()]), 31)
-    fitting(Tokens(), lambda model, batch: (0, 1), batches.of_user([{"pixels": np.zeros((3, 3))}]), 31)
+    check_batches_fit_model(Usual(), None, batches.wrap_user_data([row()]), 31)
+    check_batches_fit_model(Usual(), None, batches.wrap_user_data([{"input_ids": row(), "labels": row()}]), None)
+    check_batches_fit_model(torch.nn.parallel.DataParallel(Usual()), None, batches.wrap_user_data([row()]), 31)
+    check_batches_fit_model(
+        Tokens(), lambda model, batch: (0, 1), batches.wrap_user_data([{"pixels": np.zeros((3, 3))}]), 31
+    )
     with pytest.raises(UsageError, match=r"called as loss\(model, batch\), but has \(batch\)"):
-        fitting(Tokens(), lambda batch: (0, 1), batches.of_user([row()]), 31)
+        check_batches_fit_model(Tokens(), lambda batch: (0, 1), batches.wrap_user_data([row()]), 31)
 
 
 def test_a_scheduler_takes_steps_by_itself_unless_they_need_a_metric() -> None:
@@ -143,9 +145,9 @@ def test_a_scheduler_takes_steps_by_itself_unless_they_need_a_metric() -> None:
 def test_blocks_that_share_a_parameter_are_left_to_the_root() -> None:
     model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4)))
     layers = list(model[0])  # type: ignore[arg-type]
-    assert _blocks(model) == layers
+    assert _repeated_blocks(model) == layers
     layers[3].weight = layers[1].weight
-    assert _blocks(model) == [layers[0], layers[2]]
+    assert _repeated_blocks(model) == [layers[0], layers[2]]
 
 
 def test_numbers_in_the_state_of_an_optimizer_are_known_and_tensors_among_its_options_are_compared() -> None:
@@ -154,8 +156,8 @@ def test_numbers_in_the_state_of_an_optimizer_are_known_and_tensors_among_its_op
     optimizer.state[model.weight] = {"step": 7, "gain": 0.5, "on": True, "buffer": torch.ones(1), "kind": "a"}
     optimizer.param_groups[0] |= {"plan": {"warm": (1, 2)}, "sizes": torch.tensor([1.0, 2.0])}
     names = {"step": 7.0, "gain": 0.5, "on": 1.0}
-    assert numbers_of(model, optimizer) == {f"optim.state.weight.{k}": v for k, v in names.items()}
-    (group,) = plain_groups(model, optimizer)
+    assert optimizer_numbers(model, optimizer) == {f"optim.state.weight.{k}": v for k, v in names.items()}
+    (group,) = plain_param_groups(model, optimizer)
     assert group["plan"] == {"warm": [1, 2]} and group["sizes"].startswith("float32 (2,) ")
     optimizer.param_groups[0]["sizes"] = torch.tensor([2.0, 1.0])
-    assert plain_groups(model, optimizer)[0]["sizes"] != group["sizes"]
+    assert plain_param_groups(model, optimizer)[0]["sizes"] != group["sizes"]

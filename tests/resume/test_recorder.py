@@ -21,11 +21,11 @@ from ckpttool.errors import UsageError
 from ckpttool.resume.compare import run_checks, state_checks
 from ckpttool.resume.compare.bounds import Bound
 from ckpttool.resume.compare.judge import judge
-from ckpttool.resume.compare.not_verified import unverified
-from ckpttool.resume.compare.side_state_differences import beside_differences
+from ckpttool.resume.compare.not_verified import list_not_verified
+from ckpttool.resume.compare.side_state_differences import compare_side_state
 from ckpttool.resume.trace import live_facts, probing, recorded_state
-from ckpttool.resume.trace.model import Step, Trace, line, read_reference
-from ckpttool.resume.trace.side_state import named, taken
+from ckpttool.resume.trace.model import Step, Trace, read_reference, record_line
+from ckpttool.resume.trace.side_state import collect_side_state, flatten_side_state
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_what_fails_later_is_a_warning_and_a_line(tmp_path: Path, monkeypatch: p
 
     recorder = ckpttool.Recorder(tmp_path / "r.jsonl", model, optimizer, extra=gone, scheduler=gone, probe=[[1, 2]])
     recorder.state(0)
-    monkeypatch.setattr(live_facts, "local", gone)
+    monkeypatch.setattr(live_facts, "local_shard", gone)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     with pytest.warns(RuntimeWarning) as seen:
@@ -148,7 +148,7 @@ def test_a_model_whose_state_cannot_be_read_leaves_the_rest_recorded(tmp_path: P
 def read_reference_of_state(path: Path) -> Trace:
     """A recording that has no step yet."""
     with open(path, "a", encoding="utf-8") as f:
-        f.write(line("step", step=9, loss=1.0))
+        f.write(record_line("step", step=9, loss=1.0))
     return read_reference(path)
 
 
@@ -167,13 +167,13 @@ def test_a_disk_that_is_full_ends_no_training_even_where_warnings_are_errors(
 
 def test_an_earlier_recording_is_read_and_what_it_lacks_is_named(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
-    state = line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
-    file.write_text(state + line("step", step=2, loss=1.0, batch="00"))
+    state = record_line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
+    file.write_text(state + record_line("step", step=2, loss=1.0, batch="00"))
     trace = read_reference(file)
     assert (
         set(trace.unrecorded) == {"scheduler", "scaler", "dataloader", "extra", "probe"} and trace.steps[0].rows == []
     )
-    file.write_text(line("step", step=2, loss=1.0))
+    file.write_text(record_line("step", step=2, loss=1.0))
     assert "Recorder.state was not called" in read_reference(file).unrecorded["model"]
 
 
@@ -181,8 +181,8 @@ def test_an_earlier_recording_is_read_and_what_it_lacks_is_named(tmp_path: Path)
 
 
 def sketched(reference: Any, got: Any) -> Any:
-    recorded = Trace(probe={"rows": {}, **probing.sketch(reference)})
-    return run_checks.logits(recorded, Trace(probe={"recorded": probing.sketch(got)}))
+    recorded = Trace(probe={"rows": {}, **probing.sketch_logits(reference)})
+    return run_checks.compare_logits(recorded, Trace(probe={"recorded": probing.sketch_logits(got)}))
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.5])
@@ -204,17 +204,19 @@ def test_infinite_logits_of_a_padded_vocabulary_are_no_difference_and_new_ones_a
     assert sketched(x, x)[0] == 0.0
     y = x.copy()
     y[1, 1] = np.nan
-    check = run_checks.probe(Trace(probe=probing.sketch(x)), Trace(probe={"recorded": probing.sketch(y)}), Bound(1e-6))
+    check = run_checks.check_probe(
+        Trace(probe=probing.sketch_logits(x)), Trace(probe={"recorded": probing.sketch_logits(y)}), Bound(1e-6)
+    )
     assert check.verdict == "fail" and math.isinf(sketched(x, y)[0])
 
 
 def test_a_probe_that_one_side_could_not_make_is_not_comparable() -> None:
-    reference = Trace(probe={"rows": {}, **probing.sketch(np.ones((2, 3)))})
-    assert "did not compute" in str(run_checks.logits(reference, Trace()))
-    assert "why not" in str(run_checks.logits(reference, Trace(probe={"recorded": {"skipped": "why not"}})))
+    reference = Trace(probe={"rows": {}, **probing.sketch_logits(np.ones((2, 3)))})
+    assert "did not compute" in str(run_checks.compare_logits(reference, Trace()))
+    assert "why not" in str(run_checks.compare_logits(reference, Trace(probe={"recorded": {"skipped": "why not"}})))
     assert "shape [2, 4]" in str(sketched(np.ones((2, 3)), np.ones((2, 4))))
-    other = replace(Trace(probe={"recorded": probing.sketch(np.ones((2, 3)))}), dtype="bf16")
-    assert "computes in bf16" in str(run_checks.logits(replace(reference, dtype="fp32"), other))
+    other = replace(Trace(probe={"recorded": probing.sketch_logits(np.ones((2, 3)))}), dtype="bf16")
+    assert "computes in bf16" in str(run_checks.compare_logits(replace(reference, dtype="fp32"), other))
 
 
 # --------------------------------------------------------------------------------- recordings compared with checkpoints
@@ -224,20 +226,20 @@ def recorded_rng(ranks: int = 3) -> tuple[Trace, dict[int, dict[str, Any]]]:
     """A recording's generators, and the states by rank."""
     states: dict[int, dict[str, Any]] = {}
     generators = []
-    with probing.generators_kept():
+    with probing.preserving_generators():
         for rank in range(ranks):
             torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
             np.random.rand(rank + 1)
             states[rank] = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
-            generators.append(recorded_state.of_ranks({}, "cpu")["generators"][0])
+            generators.append(recorded_state.gather_side_state({}, "cpu")["generators"][0])
     return Trace(start=3, generators=generators), states
 
 
 def rng_of(tree: dict[str, Any], reference: Trace) -> Any:
     """The differences of random states in a checkpoint with this tree."""
-    found = taken(named(tree))
+    found = collect_side_state(flatten_side_state(tree))
     got = Trace(start=3, layout="dcp", values=found.values, others=found.others)
-    return beside_differences(reference, got, "rng")
+    return compare_side_state(reference, got, "rng")
 
 
 def test_random_states_are_found_under_any_name_and_must_be_those_of_their_rank() -> None:
@@ -257,10 +259,10 @@ def test_random_states_are_found_under_any_name_and_must_be_those_of_their_rank(
     assert {p.partition(" ")[0] for p in rng_of(exchanged, reference).problems} >= {"rng.1.torch", "rng.2.python.1"}
     two = {"rng": {"0": states[0], "1": states[1]}}
     assert rng_of(two, reference).missing == ["torch's of rank 2", "numpy's of rank 2", "python's of rank 2"]
-    one = taken(named({"rng": {"0": states[0]}}))
+    one = collect_side_state(flatten_side_state({"rng": {"0": states[0]}}))
     for layout, lost in (("dcp", 0), ("trainer", 6), ("accelerate", 6)):
         got = Trace(start=3, layout=layout, values=one.values, others=one.others)
-        assert len(beside_differences(reference, got, "rng").missing) == lost, "a script may save those of rank 0 alone"
+        assert len(compare_side_state(reference, got, "rng").missing) == lost, "a script may save those of rank 0 alone"
     other = torch.Generator().manual_seed(9).get_state()
     assert not rng_of({"rng": {str(r): {**s, "loader": other} for r, s in states.items()}}, reference).problems
 
@@ -275,12 +277,13 @@ def test_random_states_of_another_step_fail_and_a_checkpoint_without_any_is_not_
         numbers = list(state["numpy"])
         numbers[2] += 2
         assert list(rng_of({"rng": {str(rank): {"numpy": tuple(numbers)}}}, reference).found) == [f"rng.{rank}.numpy.2"]
-    alone = taken(named({"rng_state": torch.get_rng_state()}))
+    alone = collect_side_state(flatten_side_state({"rng_state": torch.get_rng_state()}))
     checks = {
-        c.name: c for c in state_checks.configuration(reference, Trace(start=3, layout="dcp", others=alone.others))
+        c.name: c
+        for c in state_checks.check_configuration(reference, Trace(start=3, layout="dcp", others=alone.others))
     }
     assert checks["config.rng"].verdict == "fail" and "has other contents" in checks["config.rng"].text
-    checks = {c.name: c for c in state_checks.configuration(reference, Trace(start=3, layout="dcp"))}
+    checks = {c.name: c for c in state_checks.check_configuration(reference, Trace(start=3, layout="dcp"))}
     assert checks["config.rng"].verdict == "not comparable" and "no random states" in checks["config.rng"].text
 
 
@@ -293,7 +296,7 @@ def test_a_value_that_ranks_held_differently_may_be_that_of_any_of_them() -> Non
     def problems(at: int, digest: str, start: int = 3) -> list[str]:
         others = {"dataloader.order": ("int64", (3,), digest)}
         got = Trace(start=start, layout="dcp", values={"dataloader.at": at}, others=others)
-        return beside_differences(reference, got, "dataloader").problems
+        return compare_side_state(reference, got, "dataloader").problems
 
     assert not problems(5, "aa") and not problems(6, "bb")
     assert problems(7, "bb") == ["dataloader.at is 7 and was 5"] and len(problems(6, "cc")) == 1
@@ -308,7 +311,7 @@ def test_what_was_not_passed_to_a_recorder_is_listed_each_by_its_name(tmp_path: 
     reference = read_reference(tmp_path / "r.jsonl", 0)
     got = Trace(layout="dcp", clip=1.0, state=reference.state, values={"scaler.scale": 2.0}, steps=[Step(1, 1.0)])
     checks, _ = judge(reference, got)
-    lines = "\n".join(unverified(reference, got, checks))
+    lines = "\n".join(list_not_verified(reference, got, checks))
     for what in ("scheduler", "dataloader", "extra", "probe"):
         assert f"{what} was not passed to Recorder" in lines
     assert "scaler" not in lines.replace("grad scaler", "") and "no random states" in lines

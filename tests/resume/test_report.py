@@ -26,15 +26,15 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from ckpttool.errors import NoSpace, UsageError
-from ckpttool.resume.compare.misfit import advice
+from ckpttool.resume.compare.misfit import describe_misfit
 from ckpttool.resume.compare.verdict import Cause, Check, Report
-from ckpttool.resume.report.facts import relative, rows, sentence
-from ckpttool.resume.report.files import write
-from ckpttool.resume.report.html_page import page
-from ckpttool.resume.report.junit import junit
+from ckpttool.resume.report.facts import compared_rows, relative_difference, verdict_sentence
+from ckpttool.resume.report.files import write_reports
+from ckpttool.resume.report.html_page import render_html
+from ckpttool.resume.report.junit import render_junit
 from ckpttool.resume.report.prometheus import METRICS as ALL_METRICS
-from ckpttool.resume.report.prometheus import prometheus
-from ckpttool.resume.report.terminal import screen
+from ckpttool.resume.report.prometheus import render_metrics
+from ckpttool.resume.report.terminal import render_terminal
 from ckpttool.resume.trace.model import OF_BUILD, Step, Trace
 
 ALERTS = REPOSITORY / "ckpttool" / "resume" / "report" / "alerts.yml"
@@ -202,7 +202,7 @@ def unfit() -> Report:
     )
     checks = [Check("state", "state.loaded", "fail", "the checkpoint could not be loaded into the job", source="exact")]
     report = Report(ours, trace(5), "standard", checks)
-    report.causes = [Cause("does-not-fit", advice(ours), [str(ours.failed)])]
+    report.causes = [Cause("does-not-fit", describe_misfit(ours), [str(ours.failed)])]
     report.not_verified = ["everything after loading: the checkpoint could not be loaded"]
     return report
 
@@ -244,7 +244,7 @@ def hostile() -> Report:
 
 
 def test_no_output_has_a_character_that_does_not_print(tmp_path: Path) -> None:
-    write(hostile(), folder=tmp_path, junit_file=tmp_path / "x.xml", metrics_file=tmp_path / "x.prom")
+    write_reports(hostile(), folder=tmp_path, junit_file=tmp_path / "x.xml", metrics_file=tmp_path / "x.prom")
     for file in tmp_path.iterdir():
         assert all(line.isprintable() for line in file.read_text().split("\n")), file.name
 
@@ -270,7 +270,7 @@ every_report = pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
 
 def shown(report: Report, width: int = 160) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False).print(screen(report))
+    Console(file=out, width=width, highlight=False).print(render_terminal(report))
     return out.getvalue().splitlines()
 
 
@@ -315,8 +315,8 @@ def test_a_reference_that_is_not_there_is_said() -> None:
 def test_what_was_not_verified_is_in_every_form_of_the_report() -> None:
     report = failing()
     text = " ".join(" ".join(shown(report, 80)).split())
-    words = " ".join(" ".join(Outline(page(report)).words).split())
-    (suite,) = Xml.fromstring(junit(report))
+    words = " ".join(" ".join(Outline(render_html(report)).words).split())
+    (suite,) = Xml.fromstring(render_junit(report))
     properties = [p.get("value") for p in suite.findall("properties/property") if "not verified" in str(p.get("name"))]
     assert text.index("not verified by this run:") > text.index("likely cause")
     for line in report.not_verified:
@@ -326,21 +326,21 @@ def test_what_was_not_verified_is_in_every_form_of_the_report() -> None:
         "not verified by this run:",
         *(f"- {x}" for x in report.not_verified),
     ]
-    assert samples(prometheus(report))["not_verified"] == {"": "7"}
+    assert samples(render_metrics(report))["not_verified"] == {"": "7"}
     assert not any("not verified" in line for line in shown(passing()))
 
 
 def test_a_checkpoint_that_does_not_fit_is_no_failure_and_says_what_would_make_it_fit() -> None:
     report = unfit()
     assert (report.word, report.exit_code) == ("does not fit", 12)
-    assert "module_prefix='net.'" in sentence(report)
-    assert samples(prometheus(report))["verdict"]['verdict="fail"'] == "0"
+    assert "module_prefix='net.'" in verdict_sentence(report)
+    assert samples(render_metrics(report))["verdict"]['verdict="fail"'] == "0"
 
 
 def test_data_of_build_has_no_seed_and_the_step_is_not_overwritten_by_the_time_of_a_step() -> None:
     report = passing()
     report.candidate.data = OF_BUILD
-    (suite,) = Xml.fromstring(junit(report))
+    (suite,) = Xml.fromstring(render_junit(report))
     properties = {p.get("name"): p.get("value") for p in suite.findall("properties/property")}
     assert properties["data"] == "given by build()" and properties["reference data"] == "tokens.bin, seed 7"
     assert (properties["step"], properties["reference step"], properties["step time"]) == ("300", "300", "0.52 s")
@@ -363,10 +363,16 @@ def test_many_checks_and_steps_are_counted() -> None:
 def test_differences_that_are_no_numbers_lie_outside() -> None:
     report = passing(2)
     report.candidate.steps[0].loss = math.nan
-    (first, second) = rows(report)
+    (first, second) = compared_rows(report)
     assert math.isnan(first.differences["loss"]) and first.outside and not second.outside
-    assert relative(math.nan, math.nan) is not None and math.isnan(relative(math.nan, math.nan) or 0)
-    assert (relative(1.0, 0.0), relative(0.0, 0.0), relative(None, 1.0)) == (math.inf, 0.0, None)
+    assert relative_difference(math.nan, math.nan) is not None and math.isnan(
+        relative_difference(math.nan, math.nan) or 0
+    )
+    assert (relative_difference(1.0, 0.0), relative_difference(0.0, 0.0), relative_difference(None, 1.0)) == (
+        math.inf,
+        0.0,
+        None,
+    )
 
 
 def test_the_envelope_belongs_to_steps_that_both_have() -> None:
@@ -374,7 +380,7 @@ def test_the_envelope_belongs_to_steps_that_both_have() -> None:
     assert report.reference is not None
     del report.reference.steps[0]
     report.envelope = {"loss": [1e-5, 2e-5, 3e-5]}
-    assert [r.bounds.get("loss") for r in rows(report)] == [None, 1e-5, 2e-5, 3e-5]
+    assert [r.bounds.get("loss") for r in compared_rows(report)] == [None, 1e-5, 2e-5, 3e-5]
 
 
 # --------------------------------------------------------------------------------------------------------------- JUnit
@@ -383,7 +389,7 @@ def test_the_envelope_belongs_to_steps_that_both_have() -> None:
 @every_report
 def test_junit_has_a_case_for_every_check(make: Callable[[], Report]) -> None:
     report = make()
-    root = Xml.fromstring(junit(report))
+    root = Xml.fromstring(render_junit(report))
     (suite,) = root
     cases = suite.findall("testcase")
     unjudged = report.word == "not comparable"
@@ -397,7 +403,7 @@ def test_junit_has_a_case_for_every_check(make: Callable[[], Report]) -> None:
 
 
 def test_junit_explains_a_failure() -> None:
-    (suite,) = Xml.fromstring(junit(failing()))
+    (suite,) = Xml.fromstring(render_junit(failing()))
     failure = suite.find("testcase[@name='step1.update_norm']/failure")
     assert (
         failure is not None
@@ -412,7 +418,7 @@ def test_junit_explains_a_failure() -> None:
 
 
 def test_junit_spells_out_what_xml_has_no_place_for() -> None:
-    (suite,) = Xml.fromstring(junit(hostile()))
+    (suite,) = Xml.fromstring(render_junit(hostile()))
     names = [case.get("name") for case in suite.findall("testcase")]
     assert names[:3] == [f"state.{SCRIPT}", 'state.a"b\\n', "state.\\x1b[2J\\x1b]0;title\\x07"]
     assert "state.\\ud800" in names and len(names[3] or "") == 506
@@ -438,14 +444,14 @@ def samples(text: str) -> dict[str, dict[str, str]]:
 
 @every_report
 def test_promtool_accepts_the_metrics(make: Callable[[], Report]) -> None:
-    text = prometheus(make(), training='odd "name"\\', now=1.5e9, previous=prometheus(passing()))
+    text = render_metrics(make(), training='odd "name"\\', now=1.5e9, previous=render_metrics(passing()))
     samples(text)
     done = subprocess.run([program("promtool"), "check", "metrics"], input=text.encode(), capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), (done.stdout, done.stderr)
 
 
 def test_metrics_say_what_the_report_says() -> None:
-    found = samples(prometheus(failing(), now=1_500_000_000.25))
+    found = samples(render_metrics(failing(), now=1_500_000_000.25))
     assert found["verdict"] == {
         'verdict="pass"': "0", 'verdict="fail"': "1", 'verdict="gate failed"': "0", 'verdict="not comparable"': "0",
         'verdict="no reference"': "0", 'verdict="does not fit"': "0",
@@ -464,11 +470,11 @@ def test_metrics_say_what_the_report_says() -> None:
 
 
 def test_metrics_leave_out_what_is_not_known() -> None:
-    found = samples(prometheus(REPORTS["empty"]()))
+    found = samples(render_metrics(REPORTS["empty"]()))
     assert set(found) == {
         "verdict", "checks_failed", "checks_not_comparable", "not_verified", "timestamp_seconds", "checkpoint_step", "steps", "info",
     }  # fmt: skip
-    found = samples(prometheus(hostile()))
+    found = samples(render_metrics(hostile()))
     assert found["loss_difference_ratio"] == {"": "NaN"} and found["steps_not_finite"] == {"": "3"}
     assert not any("\n" in labels or "\x1b" in labels for of in found.values() for labels in of)
 
@@ -476,16 +482,16 @@ def test_metrics_leave_out_what_is_not_known() -> None:
 def test_the_step_time_before_is_that_of_the_same_job(tmp_path: Path) -> None:
     path = tmp_path / "llama.prom"
     report = passing()
-    write(report, metrics_file=path)
+    write_reports(report, metrics_file=path)
     assert 'training="llama"' in path.read_text() and "previous_step" not in path.read_text()
     report.metrics = report.metrics | {"step_seconds": 0.61}
-    write(report, metrics_file=path)
+    write_reports(report, metrics_file=path)
     assert samples(path.read_text())["previous_step_seconds"] == {'training="llama"': "0.52"}
     report.candidate.world_size = 8
-    write(report, metrics_file=path)
+    write_reports(report, metrics_file=path)
     assert "previous_step" not in path.read_text()
     path.write_bytes(b"\xff\x00 nothing that one of us wrote")
-    write(report, metrics_file=path)
+    write_reports(report, metrics_file=path)
     assert "previous_step" not in path.read_text()
 
 
@@ -495,10 +501,12 @@ def test_every_metric_is_in_the_documentation_and_the_other_way_round() -> None:
     assert listed == list(ALL_METRICS)
     assert set(re.findall(r"ckpttool_resume_(\w+)", text)) == set(ALL_METRICS)
     printed = {
-        name for make in REPORTS.values() for name in samples(prometheus(make(), previous=prometheus(passing())))
+        name
+        for make in REPORTS.values()
+        for name in samples(render_metrics(make(), previous=render_metrics(passing())))
     }
     assert printed == set(ALL_METRICS)
-    (info,) = samples(prometheus(passing()))["info"]
+    (info,) = samples(render_metrics(passing()))["info"]
     (labels,) = re.findall(r"Labels of `ckpttool_resume_info`.*?: (.*?)\.\n", text, re.DOTALL)
     assert re.findall(r"(\w+)=", info) == re.findall(r"`(\w+)`", labels)
 
@@ -536,7 +544,7 @@ def test_every_alert_is_documented_tested_and_about_metrics_that_are_there() -> 
 def test_files_are_written_whole(tmp_path: Path) -> None:
     report = hostile()
     folder, xml, metrics = tmp_path / "new" / "report", tmp_path / "ci" / "junit.xml", tmp_path / "llama.prom"
-    assert write(report, folder=folder, junit_file=xml, metrics_file=metrics) == [
+    assert write_reports(report, folder=folder, junit_file=xml, metrics_file=metrics) == [
         folder / "report.json", folder / "report.html", xml, metrics,
     ]  # fmt: skip
     data = json.loads((folder / "report.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
@@ -562,14 +570,14 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     path.write_text("old")
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(NoSpace, match=r"junit\.xml cannot be written: No space left on device"):
-        write(passing(), junit_file=path)
+        write_reports(passing(), junit_file=path)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["junit.xml"]
     monkeypatch.undo()
     with pytest.raises(UsageError, match=r"No such file or directory"):
-        write(passing(), metrics_file=tmp_path / "typo" / "x.prom")
+        write_reports(passing(), metrics_file=tmp_path / "typo" / "x.prom")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match=r"not a regular file"):
-        write(passing(), junit_file=tmp_path / "pipe")
+        write_reports(passing(), junit_file=tmp_path / "pipe")
 
 
 # ---------------------------------------------------------------------------------------------------------------- page
@@ -608,7 +616,7 @@ class Outline(HTMLParser):
 @every_report
 def test_a_page_is_well_formed_and_loads_nothing(make: Callable[[], Report]) -> None:
     report = make()
-    text = page(report)
+    text = render_html(report)
     assert len(text.encode()) < 1.5e6
     outline = Outline(text)
     tags = [t for t, _ in outline.tags]
@@ -622,11 +630,11 @@ def test_a_page_is_well_formed_and_loads_nothing(make: Callable[[], Report]) -> 
     (policy,) = [a["content"] for t, a in outline.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     assert ("html", {"lang": "en"}) in outline.tags
-    assert sentence(report)[:60] in " ".join(outline.words)
+    assert verdict_sentence(report)[:60] in " ".join(outline.words)
 
 
 def test_a_page_has_everything_that_a_person_asks_for() -> None:
-    words = " ".join(" ".join(Outline(page(failing())).words).split())
+    words = " ".join(" ".join(Outline(render_html(failing())).words).split())
     for text in (
         "fail", "4 → 2", "The optimizer started anew: its moments were not loaded.", "exp_avg is zero on every rank",
         "__0_0.distcp, bytes 4096 to 1052672, rank 0", "4 (dp 4) differs", "≤ 0.002 measured", "seed 7", "56.00 GiB",
@@ -652,11 +660,11 @@ def test_no_number_is_too_odd_to_be_shown(numbers: list[tuple[float | None, ...]
     given = [x for n in numbers for x in n if x is not None]
     checks = [Check("steps", f"steps.{i}", "fail", "So it is.", x, x, "measured") for i, x in enumerate(given)]
     report = Report(of(0), of(1), "standard", checks, envelope={"loss": bounds, "grad_norm": bounds})
-    drawn = page(report)
+    drawn = render_html(report)
     Outline(drawn)
     assert not re.search(r'="[^"<>]*(nan|inf)[^"<>]*"', re.sub(r'aria-label="[^"]*"', "", drawn))  # no place in a chart
-    samples(prometheus(report))
-    Xml.fromstring(junit(report))
+    samples(render_metrics(report))
+    Xml.fromstring(render_junit(report))
     for width in (80, 160):
         assert shown(report, width)[-1] == report.word
 
@@ -673,7 +681,7 @@ def test_a_browser_shows_the_page(make: Callable[[], Report], chromium: Browser,
     """Nothing on the console, nothing refused, nothing executed, no overflow, charts to be seen: wide, narrow, dark."""
     report = make()
     path = tmp_path / "report.html"
-    path.write_text(page(report))
+    path.write_text(render_html(report))
     colours = set()
     for width, dark in ((1280, False), (400, False), (1280, True), (400, True)):
         chromium.open(path, width=width, dark=dark)
@@ -698,7 +706,7 @@ def test_verdict_cause_and_what_was_not_verified_are_on_the_first_screen(
     """Whole and in this order, in a window of 1280x800."""
     report = make()
     path = tmp_path / "report.html"
-    path.write_text(page(report))
+    path.write_text(render_html(report))
     chromium.open(path, width=1280, height=800)
     boxes = [
         chromium.ask(f"document.querySelector('{at}').getBoundingClientRect().toJSON()")
@@ -712,11 +720,11 @@ def test_verdict_cause_and_what_was_not_verified_are_on_the_first_screen(
     assert chromium.ask(lines) == report.not_verified
     report.causes[0].text = "the checkpoint could not be loaded: " + "a long name, " * 120
     report.not_verified = [f"{i}: " + "one more reason, " * 18 for i in range(9)]
-    path.write_text(page(report))
+    path.write_text(render_html(report))
     chromium.open(path, width=1280, height=800)
     tops = "['#not-verified', '.cause.first h3'].map(x => document.querySelector(x).getBoundingClientRect().top)"
     assert max(chromium.ask(tops)) < 760
-    path.write_text(page(passing()))
+    path.write_text(render_html(passing()))
     chromium.open(path, width=1280, height=800)
     assert chromium.ask("document.querySelector('#not-verified')") is None
 
@@ -725,10 +733,12 @@ def test_verdict_cause_and_what_was_not_verified_are_on_the_first_screen(
 def test_a_hole_in_a_page_would_be_seen(chromium: Browser, tmp_path: Path) -> None:
     """That the test above can fail: pages that do not escape, and that load something."""
     path = tmp_path / "report.html"
-    path.write_text(page(hostile()).replace(str(markupsafe.escape(SCRIPT)), "<script>window.hacked = 1</script>"))
+    path.write_text(
+        render_html(hostile()).replace(str(markupsafe.escape(SCRIPT)), "<script>window.hacked = 1</script>")
+    )
     chromium.open(path)
     assert chromium.ask("window.hacked") == 1
-    path.write_text(page(passing()).replace("<main>", '<main><img src="https://example.org/x.png">'))
+    path.write_text(render_html(passing()).replace("<main>", '<main><img src="https://example.org/x.png">'))
     chromium.open(path)
     assert "Content Security Policy" in " ".join(chromium.console())
 
@@ -736,7 +746,7 @@ def test_a_hole_in_a_page_would_be_seen(chromium: Browser, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_what_moves_in_a_page(chromium: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    path.write_text(page(failing()))
+    path.write_text(render_html(failing()))
     chromium.open(path)
     rows_shown = "[...document.querySelectorAll('.check')].filter(r => r.offsetHeight > 0).map(r => r.querySelector('th').innerText)"
     assert len(chromium.ask(rows_shown)) == 10
@@ -764,7 +774,7 @@ def test_what_moves_in_a_page(chromium: Browser, tmp_path: Path) -> None:
 def test_every_text_stands_out_from_what_is_behind_it(chromium: Browser, tmp_path: Path, dark: bool) -> None:
     """Contrast of 4.5 and more (WCAG AA), for every text that is shown."""
     path = tmp_path / "report.html"
-    path.write_text(page(failing()))
+    path.write_text(render_html(failing()))
     chromium.open(path, dark=dark)
     chromium.ask("document.querySelectorAll('details').forEach(d => d.open = true)")
     faint = chromium.ask(CONTRAST)

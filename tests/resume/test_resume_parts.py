@@ -20,15 +20,15 @@ from ckpttool.engine.opening import OpenOptions
 from ckpttool.errors import Corrupt, MissingPackage, Unsupported, UsageError
 from ckpttool.formats.pickles import Truncated
 from ckpttool.resume import verify as launch
-from ckpttool.resume.compare.bounds import held
+from ckpttool.resume.compare.bounds import same_micro_batch_shape
 from ckpttool.resume.first_step import step_of
-from ckpttool.resume.job.peft_model import adapted
+from ckpttool.resume.job.peft_model import add_lora_layers
 from ckpttool.resume.ranks import launch as ranks
 from ckpttool.resume.ranks import worker
-from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
+from ckpttool.resume.settings import Settings, parse_mesh, read_settings, write_settings
 from ckpttool.resume.trace import batches, fingerprint, live_facts
-from ckpttool.resume.trace.model import Step, Trace, line, read_reference, read_trace, to_json
-from ckpttool.resume.trace.numerics import numerics, use_numerics, use_recorded_buffers
+from ckpttool.resume.trace.model import Step, Trace, read_reference, read_trace, record_line, trace_to_json
+from ckpttool.resume.trace.numerics import read_numerics, use_numerics, use_recorded_buffers
 
 # --------------------------------------------------------------------------------------------------------- batches
 
@@ -50,12 +50,12 @@ def test_a_rank_without_a_micro_batch_of_its_own_repeats_one_that_does_not_count
 
 def test_the_digest_of_a_batch_knows_its_rows_and_not_their_order_or_their_ranks() -> None:
     rows = np.arange(24).reshape(4, 6)
-    whole = batches.digest(rows)
-    assert batches.digest(rows[::-1]) == whole
-    assert (batches.digest(rows[:1]) + batches.digest(rows[1:])) % (1 << 128) == whole
-    assert batches.digest(rows.astype("i4")) == whole
-    assert batches.digest(rows + 1) != whole
-    assert batches.digest(np.concatenate([rows, rows[:1]])) != whole
+    whole = batches.digest_rows(rows)
+    assert batches.digest_rows(rows[::-1]) == whole
+    assert (batches.digest_rows(rows[:1]) + batches.digest_rows(rows[1:])) % (1 << 128) == whole
+    assert batches.digest_rows(rows.astype("i4")) == whole
+    assert batches.digest_rows(rows + 1) != whole
+    assert batches.digest_rows(np.concatenate([rows, rows[:1]])) != whole
 
 
 def test_synthetic_rows_are_a_function_of_seed_and_index() -> None:
@@ -105,10 +105,10 @@ def test_data_that_is_none_is_refused_with_its_place(tmp_path: Path, name: str, 
 
 
 def test_data_of_build_is_a_function_or_a_sequence_and_no_iterator() -> None:
-    assert batches.of_user([[1, 2], [3, 4]])(3)["input_ids"].tolist() == [3, 4]
-    assert batches.of_user(lambda i: {"input_ids": torch.tensor([i, i])})(3)["input_ids"].tolist() == [3, 3]
+    assert batches.wrap_user_data([[1, 2], [3, 4]])(3)["input_ids"].tolist() == [3, 4]
+    assert batches.wrap_user_data(lambda i: {"input_ids": torch.tensor([i, i])})(3)["input_ids"].tolist() == [3, 3]
     with pytest.raises(UsageError, match="list_iterator"):
-        batches.of_user(iter([1]))
+        batches.wrap_user_data(iter([1]))
 
 
 # ---------------------------------------------------------------------------------------------------- fingerprints
@@ -125,8 +125,10 @@ def mixed(bits: int, index: int) -> int:
 
 def test_a_fingerprint_is_the_sum_of_its_definition() -> None:
     values = torch.tensor([0, 1, -1, 77, -(1 << 62)], dtype=torch.int64)
-    assert fingerprint.flat(values, 3) == sum(mixed(int(v), 3 + i) for i, v in enumerate(values)) % (1 << 64)
-    assert fingerprint.flat(torch.tensor([True, False]), 0) == (mixed(1, 0) + mixed(0, 1)) % (1 << 64)
+    assert fingerprint.fingerprint_flat(values, 3) == sum(mixed(int(v), 3 + i) for i, v in enumerate(values)) % (
+        1 << 64
+    )
+    assert fingerprint.fingerprint_flat(torch.tensor([True, False]), 0) == (mixed(1, 0) + mixed(0, 1)) % (1 << 64)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64, torch.complex64, torch.complex128, torch.float8_e4m3fn]  # fmt: skip
@@ -137,25 +139,27 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool,
 def test_boxes_of_any_cut_add_up_to_the_whole(dtype: torch.dtype, shape: list[int], dim: int, at: int) -> None:
     torch.manual_seed(1)
     whole = (torch.rand(shape) * 100).to(dtype)
-    want = fingerprint._piece(whole, (0,) * len(shape), shape)
+    want = fingerprint._fingerprint_box(whole, (0,) * len(shape), shape)
     if not shape:
         return
     dim, at = dim % len(shape), at % (shape[dim % len(shape)] + 1)
     parts = whole.split([at, shape[dim] - at], dim)
     offsets = [0, at]
-    got = sum(fingerprint._piece(p.contiguous(), [o if d == dim else 0 for d in range(len(shape))], shape) for p, o in zip(parts, offsets, strict=True))  # fmt: skip
+    got = sum(fingerprint._fingerprint_box(p.contiguous(), [o if d == dim else 0 for d in range(len(shape))], shape) for p, o in zip(parts, offsets, strict=True))  # fmt: skip
     assert got % (1 << 64) == want
 
 
 def test_a_fingerprint_sees_one_bit_an_exchange_and_a_shift() -> None:
     whole = torch.randn(5, 7)
-    prints, _ = fingerprint.in_memory({"a": whole}, "cpu")
+    prints, _ = fingerprint.fingerprint_tensors({"a": whole}, "cpu")
     for change in (whole.flip(0), whole.roll(1), -whole, whole.bfloat16().float()):
-        assert fingerprint.in_memory({"a": change}, "cpu")[0] != prints
+        assert fingerprint.fingerprint_tensors({"a": change}, "cpu")[0] != prints
     bit = whole.clone()
     bit.view(torch.int32)[2, 3] ^= 1
-    assert fingerprint.in_memory({"a": bit}, "cpu")[0] != prints
-    assert fingerprint.in_memory({"b": whole.clone()}, "cpu")[0]["b"] == prints["a"], "it does not depend on the name"
+    assert fingerprint.fingerprint_tensors({"a": bit}, "cpu")[0] != prints
+    assert fingerprint.fingerprint_tensors({"b": whole.clone()}, "cpu")[0]["b"] == prints["a"], (
+        "it does not depend on the name"
+    )
 
 
 def test_the_files_have_the_fingerprints_of_what_was_saved(tmp_path: Path) -> None:
@@ -163,10 +167,10 @@ def test_the_files_have_the_fingerprints_of_what_was_saved(tmp_path: Path) -> No
     torch.save(state, tmp_path / "x.pt")
     with ckpttool.open(tmp_path / "x.pt") as opened:
         names = list(opened.checkpoint.tensors)
-        got = fingerprint.in_files(opened, names, 0, 1, "cpu")
-        split = [fingerprint.in_files(opened, names, r, 2, "cpu") for r in range(2)]
+        got = fingerprint.fingerprint_files(opened, names, 0, 1, "cpu")
+        split = [fingerprint.fingerprint_files(opened, names, r, 2, "cpu") for r in range(2)]
         assert opened.read("model.n") == (3).to_bytes(8, "little")
-    want, apart = fingerprint.in_memory({f"model.{k}": v for k, v in state["model"].items()}, "cpu")
+    want, apart = fingerprint.fingerprint_tensors({f"model.{k}": v for k, v in state["model"].items()}, "cpu")
     assert got == want and not apart
     assert {n: f"{sum(int(s[n], 16) for s in split) % (1 << 64):016x}" for n in names} == want, (
         "ranks share the reading"
@@ -175,7 +179,7 @@ def test_the_files_have_the_fingerprints_of_what_was_saved(tmp_path: Path) -> No
 
 def test_norms_are_added_up_in_float64() -> None:
     t = torch.full((1000, 1000), 1e-3)
-    assert fingerprint.norms({"t": t, "none": torch.empty(0)}, "cpu") == {
+    assert fingerprint.global_norms({"t": t, "none": torch.empty(0)}, "cpu") == {
         "t": pytest.approx(float(t.double().norm()), rel=1e-14),
         "none": 0.0,
     }
@@ -189,7 +193,7 @@ def test_a_trace_comes_back_from_its_json_with_its_infinities(tmp_path: Path) ->
         source="x", start=3, state={"model.w": ("float32", (2, 3), "ab")}, values={"extra.word": "nan"},
         steps=[Step(4, math.nan, math.inf, learning_rates=[0.1], grads={"w": -math.inf})],
     )  # fmt: skip
-    (tmp_path / "t.json").write_text(json.dumps(to_json(trace), allow_nan=False))
+    (tmp_path / "t.json").write_text(json.dumps(trace_to_json(trace), allow_nan=False))
     back = read_trace(tmp_path / "t.json")
     assert math.isnan(back.steps[0].loss) and back.steps[0].grad_norm == math.inf
     assert back.steps[0].grads == {"w": -math.inf} and back.values == {"extra.word": "nan"}
@@ -199,11 +203,11 @@ def test_a_trace_comes_back_from_its_json_with_its_infinities(tmp_path: Path) ->
 def test_recorded_lines_are_read_in_any_order_and_the_last_of_a_step_counts(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     file.write_text(
-        line("start", world_size=4, global_batch=8, nonsense=1)
-        + line("step", step=2, loss=2.0)
-        + line("step", step=1, loss=1.0)
-        + line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
-        + line("step", step=2, loss=2.5)
+        record_line("start", world_size=4, global_batch=8, nonsense=1)
+        + record_line("step", step=2, loss=2.0)
+        + record_line("step", step=1, loss=1.0)
+        + record_line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
+        + record_line("step", step=2, loss=2.5)
         + '{"kind": "step", "st'  # the job was killed here
     )
     trace = read_reference(file)
@@ -227,12 +231,12 @@ def test_a_file_that_no_recorder_wrote_is_refused_with_its_line(tmp_path: Path, 
 
 
 def test_meshes_are_written_as_dimensions_and_refused_with_what_is_wrong() -> None:
-    assert mesh_of(None, 3) == {"dp_shard": 3}
-    assert mesh_of("dp_replicate=2,dp_shard=3,tp=2", 1) == {"dp_replicate": 2, "dp_shard": 3, "tp": 2}
-    assert mesh_of("tp=2", 1) == {"dp_shard": 1, "tp": 2}
+    assert parse_mesh(None, 3) == {"dp_shard": 3}
+    assert parse_mesh("dp_replicate=2,dp_shard=3,tp=2", 1) == {"dp_replicate": 2, "dp_shard": 3, "tp": 2}
+    assert parse_mesh("tp=2", 1) == {"dp_shard": 1, "tp": 2}
     for bad in ("dp=2", "tp", "tp=0", "tp=2,tp=2", "tp=x", ""):
         with pytest.raises(UsageError, match="mesh="):
-            mesh_of(bad, 1)
+            parse_mesh(bad, 1)
 
 
 def test_settings_reach_the_workers_as_they_are(tmp_path: Path) -> None:
@@ -272,7 +276,7 @@ def test_a_recorder_writes_what_the_optimizer_did_in_numbers_that_are_not_rounde
     (step,) = trace.steps
     assert trace.dropout and trace.global_batch == 2 and trace.clip == 0.01 and trace.world_size == 1
     assert step.loss == loss.item() and step.tokens == 4 and step.learning_rates == [0.1]
-    assert step.grad_norm == float(norm) and step.batch == f"{batches.digest(ids.numpy()):032x}"
+    assert step.grad_norm == float(norm) and step.batch == f"{batches.digest_rows(ids.numpy()):032x}"
     assert step.grads == {n: pytest.approx(float(g.norm()), rel=1e-6) for n, g in grads.items()}, "before clipping"
     moved = {n: float((p.detach() - before[n]).norm()) for n, p in model.named_parameters() if p.requires_grad}
     assert step.updates == {n: pytest.approx(v, rel=1e-6) for n, v in moved.items()}
@@ -294,7 +298,7 @@ def test_buffers_that_no_checkpoint_has_are_those_of_the_recorded_job(tmp_path: 
     recorder = ckpttool.Recorder(tmp_path / "r.jsonl", torch.compile(theirs, backend="eager"))
     recorder.state(0)
     with (tmp_path / "r.jsonl").open("a") as f:
-        f.write(line("step", step=1, loss=1.0))
+        f.write(record_line("step", step=1, loss=1.0))
     known = read_reference(tmp_path / "r.jsonl", 0)
     assert [*known.buffers] == ["rope.inv_freq"], "neither what the checkpoint has nor what is large"
     (note,) = use_recorded_buffers(ours, known.buffers)
@@ -308,19 +312,23 @@ def test_buffers_that_no_checkpoint_has_are_those_of_the_recorded_job(tmp_path: 
 def test_kernels_of_a_gpu_are_those_of_the_recorded_job() -> None:
     try:
         use_numerics(True, {})
-        assert numerics() == {"deterministic": True, "tf32": False, "bf16_reduced_precision": False}
+        assert read_numerics() == {"deterministic": True, "tf32": False, "bf16_reduced_precision": False}
         known = {"deterministic": False, "tf32": True, "bf16_reduced_precision": True}
         use_numerics(False, known)
-        assert numerics() == known
+        assert read_numerics() == known
         torch.use_deterministic_algorithms(True, warn_only=True)
-        assert numerics()["deterministic"] is False, "attention adds in any order with warn_only"
+        assert read_numerics()["deterministic"] is False, "attention adds in any order with warn_only"
     finally:
         use_numerics(False, {"tf32": False, "bf16_reduced_precision": True})
     a = Trace(
         micro_batch=4, sequence=8, dtype="bf16", device="cuda", global_batch=8, environment={"deterministic": True}
     )
-    assert held(a, a) and not held(a, replace(a, environment={"deterministic": False}))
-    assert held(a, replace(a, device="cpu", environment={"deterministic": False})), "the CPU has one order"
+    assert same_micro_batch_shape(a, a) and not same_micro_batch_shape(
+        a, replace(a, environment={"deterministic": False})
+    )
+    assert same_micro_batch_shape(a, replace(a, device="cpu", environment={"deterministic": False})), (
+        "the CPU has one order"
+    )
 
 
 def test_a_job_that_needs_more_gpus_names_the_cpu() -> None:
@@ -386,7 +394,7 @@ def test_a_missing_jinja2_is_named_before_anything_starts(tmp_path: Path, monkey
 
 def test_a_reference_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x.pt")
-    (tmp_path / "r.jsonl").write_text(line("step", step=3, loss=1.0))
+    (tmp_path / "r.jsonl").write_text(record_line("step", step=3, loss=1.0))
     with pytest.raises(UsageError, match=r"steps 3\.\.3, but the checkpoint is of step 3"):
         launch.resume_verify(tmp_path / "x.pt", reference=tmp_path / "r.jsonl", device="cpu")
 
@@ -422,8 +430,8 @@ def test_the_step_of_a_checkpoint_with_a_file_of_a_later_one_is_that_of_its_fold
 
 
 def test_of_several_recorded_states_that_of_the_checkpoint_counts(tmp_path: Path) -> None:
-    states = [line("state", step=n, state={"model.w": ["float32", [2], f"{n:02x}"]}) for n in (3, 6, 9)]
-    (tmp_path / "r.jsonl").write_text("".join(states) + line("step", step=10, loss=1.0))
+    states = [record_line("state", step=n, state={"model.w": ["float32", [2], f"{n:02x}"]}) for n in (3, 6, 9)]
+    (tmp_path / "r.jsonl").write_text("".join(states) + record_line("step", step=10, loss=1.0))
     assert read_reference(tmp_path / "r.jsonl", 6).state["model.w"][2] == "06"
     assert read_reference(tmp_path / "r.jsonl", 7).start == 9
 
@@ -435,14 +443,14 @@ def test_of_several_recorded_states_that_of_the_checkpoint_counts(tmp_path: Path
      {"kind": "state", "step": 1, "state": {}, "scalars": [1]}, {"kind": "state", "step": 1, "state": {}, "groups": [3]}],
 )  # fmt: skip
 def test_a_reference_whose_facts_are_of_another_kind_is_refused_before_a_run(tmp_path: Path, record: Any) -> None:
-    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n" + line("step", step=2, loss=1.0))
+    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n" + record_line("step", step=2, loss=1.0))
     with pytest.raises(Corrupt, match="line 1"):
         read_reference(tmp_path / "r.jsonl")
 
 
 def test_a_recorder_that_begins_again_takes_away_the_half_line_of_the_killed_one(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
-    file.write_text(line("step", step=1, loss=1.0) + '{"kind": "step", "st')
+    file.write_text(record_line("step", step=1, loss=1.0) + '{"kind": "step", "st')
     ckpttool.Recorder(file).step(2, loss=2.0)
     assert [s.step for s in read_reference(file).steps] == [1, 2]
 
@@ -488,7 +496,7 @@ def test_lora_layers_that_cannot_be_made_are_refused(tmp_path: Path, names: list
     settings = Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path / "of_model"))
     model = torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3)})
     with ckpttool.open(tmp_path / "x.pt") as opened, pytest.raises(Unsupported, match=says):
-        adapted(model, settings, opened)
+        add_lora_layers(model, settings, opened)
 
 
 def test_an_adapter_config_is_found_beside_the_checkpoint_and_needs_a_peft_that_knows_it(
@@ -501,7 +509,7 @@ def test_an_adapter_config_is_found_beside_the_checkpoint_and_needs_a_peft_that_
     (tmp_path / "of_model").mkdir()
     settings = Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path / "of_model"))
     with ckpttool.open(tmp_path / "x.pt") as opened:
-        made = adapted(torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3)}), settings, opened)
+        made = add_lora_layers(torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3)}), settings, opened)
         assert "q.lora_magnitude_vector.default.weight" in dict(made.named_parameters())
 
         @dataclass
@@ -512,7 +520,7 @@ def test_an_adapter_config_is_found_beside_the_checkpoint_and_needs_a_peft_that_
         with pytest.raises(
             Unsupported, match=r"sets 'target_modules', which PEFT .* here does not have\. Install a newer"
         ):
-            adapted(made, settings, opened)
+            add_lora_layers(made, settings, opened)
 
 
 def test_only_fields_that_say_which_layers_there_are_are_taken_from_an_adapter_config(tmp_path: Path) -> None:
@@ -527,23 +535,23 @@ def test_only_fields_that_say_which_layers_there_are_are_taken_from_an_adapter_c
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with ckpttool.open(tmp_path / "x.pt") as opened:
         model = torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3), "k": torch.nn.Linear(3, 3)})
-        made = adapted(model, Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path)), opened)
+        made = add_lora_layers(model, Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path)), opened)
     assert {n for n, _ in made.named_parameters() if "lora" in n} == {"q.lora_A.x.weight", "q.lora_B.x.weight"}
     assert "antigravity" not in sys.modules
 
 
 def test_data_that_ends_says_which_samples_a_step_reads() -> None:
-    rows = batches.of_user(lambda index: [[1, 2], [3, 4]][index])
+    rows = batches.wrap_user_data(lambda index: [[1, 2], [3, 4]][index])
     assert rows(1)["input_ids"].tolist() == [3, 4]
     with pytest.raises(UsageError, match=r"has no sample 2 \(list index out of range\)\. Step n .*index % len"):
         rows(2)
 
 
 def test_an_error_of_a_rank_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "leave", lambda status: None)
-    worker._fail(str(tmp_path), 1, Truncated("__1_0.distcp ends early."))
+    monkeypatch.setattr(worker, "exit_process", lambda status: None)
+    worker._leave_with_error(str(tmp_path), 1, Truncated("__1_0.distcp ends early."))
     with pytest.raises(Corrupt, match=r"__1_0\.distcp ends early") as raised:
-        ranks.raise_error_of(str(tmp_path), {1: 1})
+        ranks.raise_rank_error(str(tmp_path), {1: 1})
     assert raised.value.exit_code == 4
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.resume.compare.judge import judge
-from ckpttool.resume.compare.row_differences import explained, overlap
-from ckpttool.resume.diagnosis.causes import causes
+from ckpttool.resume.compare.row_differences import count_common_rows, describe_row_mismatch
+from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.trace import batches
 from ckpttool.resume.trace.model import Step, Trace
 
@@ -36,7 +36,7 @@ def said(reference: Trace, got: Trace) -> tuple[str, str] | None:
     """The kind and text of the cause."""
     checks, _ = judge(reference, got)
     assert next(c for c in checks if c.name == "step1.batch").verdict == "fail"
-    (cause,) = [c for c in causes(reference, got, checks) if c.kind.startswith("data")]
+    (cause,) = [c for c in find_causes(reference, got, checks) if c.kind.startswith("data")]
     return cause.kind, cause.text
 
 
@@ -66,13 +66,13 @@ def test_a_shift_is_found_at_any_world_size_or_something_weaker_is_said(
 ) -> None:
     reference, got = run(plain, world=theirs, steps=steps), run(lambda i, r: i + k, world=ours, steps=steps)
     pairs = list(zip(reference.steps, got.steps, strict=True))
-    found = explained(reference, got, pairs)
+    found = describe_row_mismatch(reference, got, pairs)
     if k % 24 == 0:
         return  # whole batches, found by their digests
     if abs(k) < 24 * (steps - 1):
         assert found is not None and f"shifted by {abs(k)} sample" in found[1]
         assert ("ahead" in found[1]) == (k > 0)
-    assert overlap(*pairs[0]) == (max(0, 24 - abs(k)), 24)
+    assert count_common_rows(*pairs[0]) == (max(0, 24 - abs(k)), 24)
 
 
 def test_a_rank_with_the_rows_of_another_is_named() -> None:

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.resume.diagnosis import tensor_diff as tensor_diff_module
-from ckpttool.resume.diagnosis.tensor_diff import TensorDiff, tensor_diff
+from ckpttool.resume.diagnosis.tensor_diff import TensorDiff, compare_tensors
 
 RNG = np.random.default_rng(7)
 W = RNG.normal(size=(32, 12)).astype(np.float32)
 
 
 def like(got: Any, reference: Any = W) -> TensorDiff:
-    found = tensor_diff(reference, got)
+    found = compare_tensors(reference, got)
     assert found is not None
     return found
 
@@ -83,12 +83,12 @@ def test_tensor_diff_names_what_was_done(got: Any, kind: str, text: str) -> None
 
 
 def test_equal_tensors_have_no_difference_and_bits_count() -> None:
-    assert tensor_diff(W, W.copy()) is None
-    assert tensor_diff(np.array([np.nan, 1.0]), np.array([np.nan, 1.0])) is None
+    assert compare_tensors(W, W.copy()) is None
+    assert compare_tensors(np.array([np.nan, 1.0]), np.array([np.nan, 1.0])) is None
     assert like(np.array([-0.0, 1.0]), np.array([0.0, 1.0])).count == 1
     assert like(W.astype("f8"), W).kind == "dtype"
     with pytest.raises(ValueError):
-        tensor_diff(W, W[:4])
+        compare_tensors(W, W[:4])
 
 
 def test_where_it_differs_is_told_exactly() -> None:
@@ -103,7 +103,7 @@ def test_where_it_differs_is_told_exactly() -> None:
 def test_every_dtype_is_compared(dtype: Any) -> None:
     a = (np.arange(48) % 2).reshape(8, 6).astype(dtype)
     b = a.copy()
-    assert tensor_diff(a, b) is None
+    assert compare_tensors(a, b) is None
     b[2, 1] = not a[2, 1]
     found = like(b, a)
     assert (found.kind, found.first, found.count) == ("elements", 13, 1)
@@ -114,7 +114,7 @@ def test_scalars_and_single_elements() -> None:
     assert like(np.array(0.0, "f4"), np.array(300.0, "f4")).kind == "zero"
     found = like(np.array(299.0, "f4"), np.array(300.0, "f4"))
     assert (found.kind, "299.0 instead of 300.0" in found.text) == ("elements", True)
-    assert tensor_diff(np.empty((0, 3)), np.empty((0, 3))) is None
+    assert compare_tensors(np.empty((0, 3)), np.empty((0, 3))) is None
 
 
 def test_two_flipped_bits_are_not_one_and_values_that_vanish_are_zeros() -> None:
@@ -152,7 +152,7 @@ def test_the_range_of_a_difference_is_that_of_numpy(seed: int, rows: int, column
     a = (rng.normal(size=(rows, columns)) * 10).astype(dtype)
     b = np.where(rng.random(a.shape) < 0.1, (rng.normal(size=a.shape) * 10).astype(dtype), a)
     where = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{a.itemsize}"))
-    found = tensor_diff(a, b)
+    found = compare_tensors(a, b)
     assert (found is None) == (len(where) == 0)
     if found is not None:
         assert (found.first, found.last, found.count) == (where[0], where[-1], len(where))
@@ -376,7 +376,7 @@ def test_no_two_arrays_of_one_shape_are_too_strange(seed: int, shape: Any, dtype
         3: lambda: cast(cast(a, "f8") + 1, dtype), 4: lambda: flat[rng.permutation(a.size)].reshape(shape),
         5: lambda: cast(cast(a, ml_dtypes.bfloat16), dtype), 6: lambda: a[..., ::-1] if a.ndim else a,
     }[way]()  # fmt: skip
-    found = tensor_diff(a, b)
+    found = compare_tensors(a, b)
     if found is not None:
         assert 0 <= found.first <= found.last < max(1, a.size)
         assert found.text and found.plain

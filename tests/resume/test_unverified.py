@@ -13,13 +13,13 @@ from rich.console import Console
 
 import ckpttool
 from ckpttool.resume.compare.judge import judge
-from ckpttool.resume.compare.misfit import advice, compared, does_not_fit
-from ckpttool.resume.compare.not_verified import unverified
+from ckpttool.resume.compare.misfit import compare_names, describe_misfit, does_not_fit
+from ckpttool.resume.compare.not_verified import list_not_verified
 from ckpttool.resume.compare.verdict import Report
-from ckpttool.resume.report.html_page import page
-from ckpttool.resume.report.terminal import screen
+from ckpttool.resume.report.html_page import render_html
+from ckpttool.resume.report.terminal import render_terminal
 from ckpttool.resume.trace.model import Trace
-from ckpttool.resume.trace.side_state import taken
+from ckpttool.resume.trace.side_state import collect_side_state
 
 MARK = ("float32", (2,), "ab")
 
@@ -35,7 +35,7 @@ def run(**more: Any) -> Trace:
 
 def lines(reference: Trace | None, got: Trace) -> list[str]:
     """What was not verified, but for checks that could not be made."""
-    return [x for x in unverified(reference, got, []) if x]
+    return [x for x in list_not_verified(reference, got, []) if x]
 
 
 def test_two_runs_of_one_recipe_see_no_fault_of_it() -> None:
@@ -104,18 +104,20 @@ def test_what_a_recording_does_not_tell_to_be_lost_is_in_every_form_of_the_repor
     found = {}
     for path in (saved, folder):
         with ckpttool.open(path) as opened:
-            beside = taken({v.path: v.data for v in opened.checkpoint.values.values() if v.path[0] != "optim"})
+            beside = collect_side_state(
+                {v.path: v.data for v in opened.checkpoint.values.values() if v.path[0] != "optim"}
+            )
             others = {n: (t.dtype, t.shape, "ab") for n, t in opened.checkpoint.tensors.items() if t.path[0] == "rng"}
             got = run(values=beside.values, others=beside.others | others, layout=opened.layout.name)
         checks, _ = judge(recorded, got)
-        found[path] = Report(got, recorded, "strict", checks, not_verified=unverified(recorded, got, checks))
+        found[path] = Report(got, recorded, "strict", checks, not_verified=list_not_verified(recorded, got, checks))
     assert [line for line in found[saved].not_verified if line.startswith((random, counters))] == []
     report = found[folder]
     lines = [line for line in report.not_verified[:5] if line.startswith((random, counters))]
     assert len(lines) == 2, report.not_verified
     out = io.StringIO()
-    Console(file=out, width=200).print(screen(report))
-    assert all(f"- {line}" in out.getvalue() and line in page(report) for line in lines)
+    Console(file=out, width=200).print(render_terminal(report))
+    assert all(f"- {line}" in out.getvalue() and line in render_html(report) for line in lines)
     assert lines == [line for line in report.to_json()["not_verified"] if line in lines]
 
 
@@ -138,7 +140,7 @@ def test_keys_that_only_one_version_writes_are_listed() -> None:
 def test_checks_that_could_not_be_made_are_listed_by_their_reason() -> None:
     a, b = Trace(unrecorded={"scaler": "it was not given", "extra": "nothing was given"}), run()
     checks = judge(a, b)[0]
-    found = unverified(a, b, checks)
+    found = list_not_verified(a, b, checks)
     aside = [c for c in checks if c.verdict == "not comparable"]
     assert len(aside) > 10
     assert sum(any(c.name in x or "more:" in x for x in found) for c in aside) == len(aside)
@@ -149,7 +151,9 @@ def test_checks_that_could_not_be_made_are_listed_by_their_reason() -> None:
 
 def test_of_a_load_that_failed_nothing_else_is_listed() -> None:
     b = run(failed="no", dropout_off=0.1)
-    assert unverified(run(), b, judge(run(), b)[0]) == ["everything after loading: the checkpoint could not be loaded"]
+    assert list_not_verified(run(), b, judge(run(), b)[0]) == [
+        "everything after loading: the checkpoint could not be loaded"
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- does not fit
@@ -159,41 +163,41 @@ PREFIXED = {f"a.net.{n}": shape for n, shape in JOB.items()}
 
 
 def test_a_module_that_all_names_begin_with_is_found_on_either_side() -> None:
-    assert compared(PREFIXED, JOB, [])["prefix"] == "a.net."
-    assert compared(PREFIXED, {f"net.{n}": s for n, s in JOB.items()}, [])["prefix"] == "a."
-    assert compared(JOB, PREFIXED, [])["job_prefix"] == "a.net."
+    assert compare_names(PREFIXED, JOB, [])["prefix"] == "a.net."
+    assert compare_names(PREFIXED, {f"net.{n}": s for n, s in JOB.items()}, [])["prefix"] == "a."
+    assert compare_names(JOB, PREFIXED, [])["job_prefix"] == "a.net."
     other = {**PREFIXED, "a.net.head.w": (17, 4)}
-    assert compared(other, JOB, [])["prefix"] == "", "a shape differs besides"
-    assert compared({**PREFIXED, "a.more": (1,)}, JOB, [])["prefix"] == ""
+    assert compare_names(other, JOB, [])["prefix"] == "", "a shape differs besides"
+    assert compare_names({**PREFIXED, "a.more": (1,)}, JOB, [])["prefix"] == ""
 
 
 def test_one_name_of_a_tied_parameter_is_enough() -> None:
     tied = [["block.w", "head.w"]]
     job = {**JOB, "head.w": (8, 4)}
     stored = {f"net.{n}": s for n, s in job.items() if n != "head.w"}
-    assert compared(stored, job, tied)["prefix"] == "net." and compared(stored, job, [])["prefix"] == ""
+    assert compare_names(stored, job, tied)["prefix"] == "net." and compare_names(stored, job, [])["prefix"] == ""
 
 
 def test_the_advice_names_what_makes_it_fit() -> None:
-    assert "module_prefix='a.net.'" in advice(Trace(misfit=compared(PREFIXED, JOB, [])))
-    assert 'Let the job be the module below "a.net"' in advice(Trace(misfit=compared(JOB, PREFIXED, [])))
-    rows = compared({**JOB, "head.w": (17, 4)}, JOB, [])
-    assert rows["rows"] == [17, 16] and "convert it with vocab_size=16" in advice(Trace(misfit=rows))
-    assert "rows" not in compared({**JOB, "head.w": (17, 5)}, JOB, [])
-    text = advice(Trace(misfit=compared({"x": (1,), "head.w": (3,)}, JOB, [])))
+    assert "module_prefix='a.net.'" in describe_misfit(Trace(misfit=compare_names(PREFIXED, JOB, [])))
+    assert 'Let the job be the module below "a.net"' in describe_misfit(Trace(misfit=compare_names(JOB, PREFIXED, [])))
+    rows = compare_names({**JOB, "head.w": (17, 4)}, JOB, [])
+    assert rows["rows"] == [17, 16] and "convert it with vocab_size=16" in describe_misfit(Trace(misfit=rows))
+    assert "rows" not in compare_names({**JOB, "head.w": (17, 5)}, JOB, [])
+    text = describe_misfit(Trace(misfit=compare_names({"x": (1,), "head.w": (3,)}, JOB, [])))
     assert text.startswith(
         "the checkpoint lacks 2 tensors of the job, first block.w; it has 1 tensor that the job lacks, first x; 1 tensor"
     )
     base = {"q.base_layer.weight": (8, 8)}
     adapter = {"q.lora_A.default.weight": (2, 8), "q.lora_B.default.weight": (8, 2)}
-    text = advice(Trace(misfit=compared(adapter, {**base, **adapter}, [])))
+    text = describe_misfit(Trace(misfit=compare_names(adapter, {**base, **adapter}, [])))
     assert "an adapter (r=2, 1 module) and none of the 1 tensor of the base model" in text and "adapter merge" in text
-    assert "an adapter" not in advice(
-        Trace(misfit=compared({**base, **adapter}, {**base, **adapter, "k.weight": (8, 8)}, []))
+    assert "an adapter" not in describe_misfit(
+        Trace(misfit=compare_names({**base, **adapter}, {**base, **adapter, "k.weight": (8, 8)}, []))
     )
-    assert "the optimizer or the scheduler does not" in advice(Trace(misfit=compared(JOB, JOB, [])))
+    assert "the optimizer or the scheduler does not" in describe_misfit(Trace(misfit=compare_names(JOB, JOB, [])))
     why = "c does not fit the job: the state of the job's LambdaLR has base_lrs. Leave the scheduler out."
-    assert advice(Trace(failed=why, misfit=compared(JOB, JOB, []))).endswith(
+    assert describe_misfit(Trace(failed=why, misfit=compare_names(JOB, JOB, []))).endswith(
         "LambdaLR has base_lrs. Leave the scheduler out"
     )
 
@@ -204,8 +208,8 @@ def state(names: dict[str, Any]) -> dict[str, Any]:
 
 def test_it_does_not_fit_where_nothing_says_that_something_was_lost() -> None:
     part = {n: s for n, s in JOB.items() if n != "head.w"}
-    got = run(failed="no", misfit=compared(part, JOB, []), state=state(part))
-    fits, fails = run(state=state(JOB)), run(failed="no", misfit=compared(part, JOB, []))
+    got = run(failed="no", misfit=compare_names(part, JOB, []), state=state(part))
+    fits, fails = run(state=state(JOB)), run(failed="no", misfit=compare_names(part, JOB, []))
     recorded, other = Trace(state=state(JOB)), Trace(state=state(part))
     cases = {
         "none": None,
@@ -222,9 +226,9 @@ def test_it_does_not_fit_where_nothing_says_that_something_was_lost() -> None:
 
 
 def test_names_that_only_begin_otherwise_are_no_loss_and_other_errors_are_no_misfit() -> None:
-    got = run(failed="no", misfit=compared(PREFIXED, JOB, []), state=state(PREFIXED))
+    got = run(failed="no", misfit=compare_names(PREFIXED, JOB, []), state=state(PREFIXED))
     assert does_not_fit(run(state=state(JOB)), got)
     damaged = run(failed="a file is damaged", state=state(JOB))
     assert not does_not_fit(None, damaged) and Report(damaged, None, "strict", judge(None, damaged)[0]).exit_code == 10
-    lost = run(failed="no scheduler", misfit=compared(JOB, JOB, []), state=state(JOB))
+    lost = run(failed="no scheduler", misfit=compare_names(JOB, JOB, []), state=state(JOB))
     assert not does_not_fit(Trace(state=state(JOB), values={"scheduler.last_epoch": 3}), lost)

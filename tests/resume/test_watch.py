@@ -24,11 +24,11 @@ import torch.distributed as dist
 from ckpttool.errors import RankLost
 from ckpttool.resume.job import watchdog as watch
 from ckpttool.resume.job.watchdog import Beat, Stall, Watch
-from ckpttool.resume.ranks.torchrun import _keys_of_this_attempt
-from ckpttool.resume.ranks.workspace import workspace
+from ckpttool.resume.ranks.torchrun import _prefix_of_attempt
+from ckpttool.resume.ranks.workspace import temporary_workspace
 
 TIMEOUT = 100.0
-PERIOD = watch.period_of(TIMEOUT)
+PERIOD = watch.beat_period(TIMEOUT)
 
 
 def after(beats: dict[int, Beat], seconds: float, dead: tuple[int, ...] = ()) -> Stall | None:
@@ -47,7 +47,7 @@ def of(rank: int, position: int = 5, waits: str = "all_reduce", where: str = "tr
 
 def text(found: Stall | None) -> str:
     assert found is not None
-    error = found.error()
+    error = found.to_error()
     assert isinstance(error, RankLost) and error.exit_code == 13
     return str(error)
 
@@ -122,23 +122,23 @@ def test_a_process_of_this_machine_is_looked_at() -> None:
 def test_beats_say_the_stage_the_stack_and_how_long_nothing_moved(tmp_path: Path) -> None:
     published: list[Beat] = []
     watch.write_stages_to(str(tmp_path / "stage"))
-    with (tmp_path / "stack").open("a") as stacks, watch.beating(3, 1.0, published.append, stacks):
-        watch.at("a stage")
+    with (tmp_path / "stack").open("a") as stacks, watch.publishing_beats(3, 1.0, published.append, stacks):
+        watch.enter_stage("a stage")
         time.sleep(0.55)
-        watch.moved()
+        watch.report_progress()
         time.sleep(0.25)
         with (tmp_path / "much").open("wb") as f:
             f.write(bytes(2 << 20))
         time.sleep(0.25)
-    assert watch.stage() == "a stage"
+    assert watch.current_stage() == "a stage"
     assert [b.count for b in published] == list(range(1, len(published) + 1)) and len(published) >= 6
     last = published[-1]
     assert (last.rank, last.pid, last.what, last.waits) == (3, os.getpid(), "a stage", "")
     assert any("in test_beats_say" in frame for frame in last.stack)
     falls = sum(b.quiet < a.quiet for a, b in pairwise(published))
     assert falls >= 2, [b.quiet for b in published]
-    assert watch.with_stage(Beat(3), str(tmp_path / "stage")).what == "a stage"
-    assert watch.parsed(watch.written(last)) == last
+    assert watch.read_later_stage(Beat(3), str(tmp_path / "stage")).what == "a stage"
+    assert watch.beat_from_json(watch.beat_to_json(last)) == last
     ends = time.monotonic() + 30  # `beating` waits two periods, here 0.2 s, less than a busy machine may take
     while "ckpttool-pulse" in {t.name for t in threading.enumerate()} and time.monotonic() < ends:
         time.sleep(0.01)
@@ -159,8 +159,8 @@ def test_a_stack_says_which_collective_it_waits_in() -> None:
     objects = (f"{torch}/distributed/distributed_c10d.py", "all_gather_object")
     fsdp = (f"{torch}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "unshard")
     user = ("/home/me/job.py", "loss")
-    assert watch._stack_of(frames(gather, wrapper, objects, user))[0] == "all_gather_object"
-    assert watch._stack_of(frames(gather, wrapper, fsdp, user, fsdp)) == (
+    assert watch._inspect_stack(frames(gather, wrapper, objects, user))[0] == "all_gather_object"
+    assert watch._inspect_stack(frames(gather, wrapper, fsdp, user, fsdp)) == (
         "all_gather",
         [
             "distributed_c10d.py:7 in all_gather",
@@ -170,9 +170,9 @@ def test_a_stack_says_which_collective_it_waits_in() -> None:
             "_fsdp_param_group.py:7 in unshard",
         ],
     )
-    assert watch._stack_of(frames(user, fsdp))[0] == "", "its own code, called by FSDP"
+    assert watch._inspect_stack(frames(user, fsdp))[0] == "", "its own code, called by FSDP"
     saving = (f"{torch}/distributed/checkpoint/filesystem.py", "write_data")
-    assert watch._stack_of(frames(saving, user))[0] == "", "it writes files"
+    assert watch._inspect_stack(frames(saving, user))[0] == "", "it writes files"
 
 
 def test_on_a_file_system_without_locks_a_run_works_and_removes_no_other(
@@ -182,9 +182,9 @@ def test_on_a_file_system_without_locks_a_run_works_and_removes_no_other(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with workspace(str(tmp_path)) as one:
+    with temporary_workspace(str(tmp_path)) as one:
         os.utime(one, (0, 0))
-        with workspace(str(tmp_path)) as two:
+        with temporary_workspace(str(tmp_path)) as two:
             assert sorted(os.listdir(tmp_path)) == sorted(map(os.path.basename, (one, two)))
     assert not os.listdir(tmp_path)
 
@@ -192,12 +192,12 @@ def test_on_a_file_system_without_locks_a_run_works_and_removes_no_other(
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_judge_that_uses_its_cpu_is_not_silent_and_a_rank_that_may_only_poll_is(computes: bool) -> None:
     seen: list[Beat] = []
-    watch.at("judging the run", computes=computes)
-    with watch.beating(0, 2.0, seen.append, 2):
+    watch.enter_stage("judging the run", computes=computes)
+    with watch.publishing_beats(0, 2.0, seen.append, 2):
         began = time.process_time()
         while time.process_time() - began < 0.9:
             pass
-    watch.at("nothing")
+    watch.enter_stage("nothing")
     assert len(seen) > 3
     assert any(beat.quiet for beat in seen) != computes
 
@@ -212,7 +212,7 @@ def test_an_attempt_of_torchrun_meets_under_keys_that_no_earlier_one_has_used() 
 
         def join(rank: int, world: int = world, found: dict[int, Any] = found) -> None:
             time.sleep(0.1 * (rank == 1))
-            found[rank] = _keys_of_this_attempt(store, rank, world, patience)
+            found[rank] = _prefix_of_attempt(store, rank, world, patience)
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world)]
         for thread in threads:
@@ -228,4 +228,4 @@ def test_a_rank_that_does_not_come_is_counted() -> None:
     store = dist.HashStore()
     store.set("ckpttool-asks-1", "of an earlier attempt")
     with pytest.raises(dist.DistStoreError, match="of 2 ranks, 1 did not come"):
-        _keys_of_this_attempt(store, 0, 2, timedelta(seconds=0.1))
+        _prefix_of_attempt(store, 0, 2, timedelta(seconds=0.1))

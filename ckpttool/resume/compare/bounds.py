@@ -1,4 +1,4 @@
-"""How far two correct runs of one job differ: the bounds that `judge` uses, and where they come from.
+"""How far two correct runs of one job differ: the bounds that judge.py uses, and where they come from.
 
 The table was measured with a Llama of four layers (hidden 64, FSDP2, AdamW, clipping at 1.0, on CPU with gloo) whose
 checkpoint was loaded at 1, 2, 3, 4 and 8 ranks, with other attention kernels, other orders of the samples, gradient
@@ -37,11 +37,11 @@ __all__ = [
     "QUANTA",
     "SIGNALS",
     "Bound",
-    "bounds",
-    "column",
-    "held",
-    "low",
-    "precision",
+    "choose_bounds",
+    "choose_column",
+    "compute_precision",
+    "has_16bit_parameters",
+    "same_micro_batch_shape",
 ]
 
 #: The signals, as in names of checks, in the order in which they are judged.
@@ -183,22 +183,22 @@ class Bound(NamedTuple):
         )
 
 
-def precision(reference: Trace | None, got: Trace) -> str:
+def compute_precision(reference: Trace | None, got: Trace) -> str:
     """ "fp32" or "bf16": the dtype of the computation. A side that did not record it is taken to be like the other; if
     both did not, bf16. fp16 is more precise than bf16 and uses its bounds.
     """
     words = [t.dtype for t in (got, reference) if t is not None and t.dtype]
-    if low(got):
+    if has_16bit_parameters(got):
         return "bf16"
     return "fp32" if words and all(w.removeprefix("torch.") in ("fp32", "float32", "float") for w in words) else "bf16"
 
 
-def low(trace: Trace) -> bool:
+def has_16bit_parameters(trace: Trace) -> bool:
     """Whether the parameters themselves have 16 bits, and so the gradients that accumulate over forward passes."""
     return any(d in ("bfloat16", "float16") for n, (d, _, _) in trace.state.items() if n.startswith("model."))
 
 
-def held(reference: Trace, got: Trace) -> bool:
+def same_micro_batch_shape(reference: Trace, got: Trace) -> bool:
     """Whether every forward pass is known to have had the same shape on both sides, and gradients the same rounding.
 
     The runner divides the loss of a micro-batch by the tokens of the global batch before the backward pass; a loop with
@@ -213,13 +213,13 @@ def held(reference: Trace, got: Trace) -> bool:
     if got.device == "cuda" and got.environment.get("deterministic") is False:
         return False  # the backward pass of attention adds in any order
     recorded = "deterministic" not in reference.environment  # what every trace of the runner says
-    if low(got) and (recorded or got.world_size != reference.world_size):
+    if has_16bit_parameters(got) and (recorded or got.world_size != reference.world_size):
         return False
     passes = (reference.global_batch or got.global_batch or got.micro_batch) // got.micro_batch
     return not recorded or passes & (passes - 1) == 0
 
 
-def column(profile: str, reference: Trace, got: Trace) -> str:
+def choose_column(profile: str, reference: Trace, got: Trace) -> str:
     """The column of the table that applies.
 
     Raises:
@@ -229,15 +229,17 @@ def column(profile: str, reference: Trace, got: Trace) -> str:
         raise UsageError(f"{argument('profile', profile)}: choose one of {', '.join(PROFILES)}.")
     if profile == "relaxed":
         return "relaxed"
-    kind = precision(reference, got)
-    if low(got):
+    kind = compute_precision(reference, got)
+    if has_16bit_parameters(got):
         kind = "bf16 parameters"
     if profile == "standard":
         return f"{kind}, other kernels"
-    return kind if kind == "fp32" or not held(reference, got) else "bf16, micro-batch held"
+    return kind if kind == "fp32" or not same_micro_batch_shape(reference, got) else "bf16, micro-batch held"
 
 
-def bounds(profile: str, reference: Trace, got: Trace, noise: Mapping[str, float] | None = None) -> dict[str, Bound]:
+def choose_bounds(
+    profile: str, reference: Trace, got: Trace, noise: Mapping[str, float] | None = None
+) -> dict[str, Bound]:
     """{name of a check: Bound} for "probe.logits", "step1.<signal>" and "steps.<signal>".
 
     `noise` {name of a check: deviation between two runs of the same job} widens a bound to five times what was found;
@@ -245,7 +247,7 @@ def bounds(profile: str, reference: Trace, got: Trace, noise: Mapping[str, float
     whose gradients are rounded otherwise in the first step already: there, bounds are ten times the noise, and those of
     the first step's updates come from the later ones too.
     """
-    chosen = column(profile, reference, got)
+    chosen = choose_column(profile, reference, got)
     table = COLUMNS[chosen]
     out = {"probe.logits": Bound(table["probe"][0])}
     for signal in SIGNALS:
@@ -254,7 +256,7 @@ def bounds(profile: str, reference: Trace, got: Trace, noise: Mapping[str, float
             out[f"{stage}.{signal}"] = Bound(table[signal][k], "measured", absolute)
     if chosen in ("relaxed", "fp32, other kernels", "bf16 parameters, other kernels"):
         out = {n: b._replace(source="given") for n, b in out.items()}
-    if chosen != "relaxed" and _muon(got) and reference.world_size != got.world_size:
+    if chosen != "relaxed" and _uses_muon(got) and reference.world_size != got.world_size:
         for k, stage in enumerate(("step1", "steps")):
             for name, bound in ((f"{stage}.{s}", _MUON[s][k]) for s in SIGNALS):
                 out[name] = out[name]._replace(relative=max(bound, out[name].relative))
@@ -271,5 +273,5 @@ def bounds(profile: str, reference: Trace, got: Trace, noise: Mapping[str, float
     return out
 
 
-def _muon(trace: Trace) -> bool:
+def _uses_muon(trace: Trace) -> bool:
     return any("ns_steps" in group for group in trace.groups)

@@ -1,4 +1,4 @@
-"""The differences of two traces, as data: `judge` turns them into checks, `diagnosis` looks for causes in them.
+"""The differences of two traces, as data: `judge` turns them into checks, diagnosis/ looks for causes in them.
 
 Comparisons use full-precision values, not the rounded values shown. Equal numbers have the deviation 0; NaN never
 equals NaN. A tied parameter is found under any of its names. What one side did not record is not a difference.
@@ -17,29 +17,29 @@ from .bounds import QUANTA
 
 __all__ = [
     "MISSING",
-    "alike",
-    "config_aside",
+    "are_alike",
+    "common_steps",
     "config_differences",
-    "copies_differ",
-    "deviation",
-    "differing",
-    "first_pair",
+    "differing_tensors",
+    "first_common_step",
+    "ignored_config_keys",
+    "ignored_options",
     "in_stored_dtypes",
-    "judged",
+    "job_obstacle",
     "missing_and_extra",
-    "not_as_stored",
-    "not_finite",
+    "must_be_equal",
+    "non_finite_values",
+    "optimizer_steps",
     "option_differences",
-    "options",
-    "options_aside",
-    "other_job",
-    "pairs",
+    "options_by_parameter",
     "rates_by_group",
+    "relative_deviation",
     "shape_differences",
     "state_obstacle",
-    "steps_of",
     "tensor_deviations",
-    "ties",
+    "tensors_not_as_stored",
+    "tensors_with_unequal_copies",
+    "tied_groups",
 ]
 
 #: Options that change how the optimizer computes, but not the result.
@@ -116,7 +116,7 @@ class _Missing:
 MISSING = _Missing()
 
 
-def deviation(got: float, expected: float) -> float:
+def relative_deviation(got: float, expected: float) -> float:
     """|got - expected| / |expected|; 0 if they are equal, NaN if one is NaN, infinite if `expected` is 0 or one is
     infinite."""
     if got == expected:
@@ -128,12 +128,12 @@ def deviation(got: float, expected: float) -> float:
     return abs(got - expected) / abs(expected)
 
 
-def alike(a: Any, b: Any) -> bool:
+def are_alike(a: Any, b: Any) -> bool:
     """Whether two plain values are equal. A tuple can equal a list, True never equals 1, and NaN equals NaN."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(alike, a, b))
+        return len(a) == len(b) and all(map(are_alike, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(are_alike(a[k], b[k]) for k in a)
     if isinstance(a, bool) != isinstance(b, bool):
         return False
     return bool(a == b) or (a != a and b != b)
@@ -155,12 +155,12 @@ def state_obstacle(reference: Trace, got: Trace) -> str | None:
     return None
 
 
-def judged(name: str) -> bool:
+def must_be_equal(name: str) -> bool:
     """Whether a tensor must be equal; random states and data readers belong to a rank and need not be."""
     return name.partition(".")[0] not in ("rng", "dataloader")
 
 
-def _other_names(name: str, tied: Sequence[Sequence[str]]) -> Iterator[str]:
+def _names_if_tied(name: str, tied: Sequence[Sequence[str]]) -> Iterator[str]:
     """Canonical names of the same parameter, or of the same slot of its optimizer state."""
     for group in tied:
         for fqn in group:
@@ -178,18 +178,18 @@ def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str
         return [
             n
             for n in have
-            if n not in other and judged(n) and not any(alias in other for alias in _other_names(n, tied))
+            if n not in other and must_be_equal(n) and not any(alias in other for alias in _names_if_tied(n, tied))
         ]
 
     return gone(reference.state, got.state), gone(got.state, reference.state)
 
 
-def copies_differ(got: Trace) -> list[str]:
+def tensors_with_unequal_copies(got: Trace) -> list[str]:
     """Tensors whose copies on several ranks differ."""
     return [str(n) for n in got.environment.get("copies_differ") or []]
 
 
-def not_as_stored(got: Trace) -> list[str]:
+def tensors_not_as_stored(got: Trace) -> list[str]:
     """Tensors whose fingerprint in the job is not that of the files, if these were read a second time."""
     return [n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)]
 
@@ -227,7 +227,7 @@ def shape_differences(
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
     for n, (dtype, shape, _) in reference.state.items():
-        if n not in got.state or not judged(n):
+        if n not in got.state or not must_be_equal(n):
             continue
         other, other_shape, _ = got.state[n]
         if tuple(shape) != tuple(other_shape):
@@ -237,12 +237,12 @@ def shape_differences(
     return shapes, dtypes
 
 
-def differing(reference: Trace, got: Trace) -> list[str]:
+def differing_tensors(reference: Trace, got: Trace) -> list[str]:
     """Tensors with the same dtype and shape but other elements, in the order of the reference."""
     out = []
     for n, (dtype, shape, mark) in reference.state.items():
         other = got.state.get(n)
-        if other is None or not judged(n) or not mark or not other[2]:
+        if other is None or not must_be_equal(n) or not mark or not other[2]:
             continue
         right = {mark, *(v[2] for v in reference.variants.get(n, []))}  # a checkpoint has the copy of one rank
         if other[0] == dtype and tuple(other[1]) == tuple(shape) and other[2] not in right:
@@ -250,7 +250,7 @@ def differing(reference: Trace, got: Trace) -> list[str]:
     return out
 
 
-def steps_of(trace: Trace) -> dict[str, float]:
+def optimizer_steps(trace: Trace) -> dict[str, float]:
     """{FQN: step} of the optimizer's state."""
     return {fqn_of(n): float(v) for n, v in trace.scalars.items() if is_step(n)}
 
@@ -258,7 +258,7 @@ def steps_of(trace: Trace) -> dict[str, float]:
 # -------------------------------------------------------------------------------------------------------- configuration
 
 
-def options(trace: Trace) -> dict[str, dict[str, Any]]:
+def options_by_parameter(trace: Trace) -> dict[str, dict[str, Any]]:
     """{FQN: options of its param group}, without those that only say how the optimizer computes."""
     out: dict[str, dict[str, Any]] = {}
     for group in trace.groups:
@@ -275,26 +275,26 @@ def option_differences(
 
     An option that one side lacks is MISSING there; of those that torch itself writes, only if both ran the same torch.
     """
-    theirs, ours = options(reference), options(got)
+    theirs, ours = options_by_parameter(reference), options_by_parameter(got)
     out: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, expected in theirs.items():
         for key in dict.fromkeys((*expected, *ours.get(name, ()))) if name in ours else ():
             a, b = expected.get(key, MISSING), ours[name].get(key, MISSING)
             aside = (a is MISSING or b is MISSING) and key in _TORCHS and not _same_version(reference, got, "torch")
             aside = aside or a in ("dict", "tensor")  # as earlier recorders wrote them
-            if not aside and not alike(a, b):
+            if not aside and not are_alike(a, b):
                 out.setdefault(key, {})[name] = (a, b)
     tied = [*reference.tied, *got.tied]
-    missing = [n for n in theirs if n not in ours and not any(a in ours for a in _other_names(n, tied))]
-    extra = [n for n in ours if n not in theirs and not any(a in theirs for a in _other_names(n, tied))]
+    missing = [n for n in theirs if n not in ours and not any(a in ours for a in _names_if_tied(n, tied))]
+    extra = [n for n in ours if n not in theirs and not any(a in theirs for a in _names_if_tied(n, tied))]
     return out, missing, extra
 
 
-def options_aside(reference: Trace, got: Trace) -> list[str]:
+def ignored_options(reference: Trace, got: Trace) -> list[str]:
     """Options of torch's optimizers that one side lacks and that were not compared, since it ran another torch."""
     if _same_version(reference, got, "torch"):
         return []
-    theirs, ours = options(reference), options(got)
+    theirs, ours = options_by_parameter(reference), options_by_parameter(got)
     both = [(theirs[n], ours[n]) for n in theirs if n in ours]
     return sorted({k for a, b in both for k in a.keys() ^ b.keys() if k in _TORCHS})
 
@@ -307,27 +307,27 @@ def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> 
     """{key: (expected, found)} of two configurations of a model, with dots where they are nested.
 
     Keys that do not affect the computation are left out. A key that one side lacks is MISSING there, unless its value
-    is None, False or empty, or `config_aside` has it. rope_theta is the same at the top and in rope_parameters, where
-    transformers 5 has it.
+    is None, False or empty, or `ignored_config_keys` has it. rope_theta is the same at the top and in rope_parameters,
+    where transformers 5 has it.
     """
-    a, b, aside = _leaves(reference), _leaves(got), set(config_aside(reference, got))
+    a, b, aside = _flatten_config(reference), _flatten_config(got), set(ignored_config_keys(reference, got))
     return {
         k: (a.get(k, MISSING), b.get(k, MISSING))
         for k in dict.fromkeys((*a, *b))
-        if k not in aside and not alike(a.get(k), b.get(k)) and (k in a or b[k]) and (k in b or a[k])
+        if k not in aside and not are_alike(a.get(k), b.get(k)) and (k in a or b[k]) and (k in b or a[k])
     }
 
 
-def config_aside(reference: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+def ignored_config_keys(reference: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
     """Keys that one side lacks and that are not compared: versions of transformers differ in which defaults they
     write."""
     if reference.get("transformers_version") == got.get("transformers_version"):
         return []
-    a, b = _leaves(reference), _leaves(got)
+    a, b = _flatten_config(reference), _flatten_config(got)
     return sorted(k for k in a.keys() ^ b.keys() if a.get(k) or b.get(k))
 
 
-def _leaves(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+def _flatten_config(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in config.items():
         if key in _SILENT or "drop" in key:  # the runner sets dropout to 0; whether it is active is in the trace
@@ -336,13 +336,13 @@ def _leaves(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
             out[f"{at}rope_theta"] = value["rope_theta"]
             value = {k: v for k, v in value.items() if k != "rope_theta"}
         if isinstance(value, Mapping):
-            out.update(_leaves(value, f"{at}{key}."))
+            out.update(_flatten_config(value, f"{at}{key}."))
         else:
             out[f"{at}{key}"] = value
     return out
 
 
-def ties(trace: Trace) -> set[frozenset[str]]:
+def tied_groups(trace: Trace) -> set[frozenset[str]]:
     """The names of each parameter that has more than one."""
     return {frozenset(group) for group in trace.tied if len(group) > 1}
 
@@ -350,7 +350,7 @@ def ties(trace: Trace) -> set[frozenset[str]]:
 # ---------------------------------------------------------------------------------------------------------------- steps
 
 
-def other_job(reference: Trace, got: Trace) -> str | None:
+def job_obstacle(reference: Trace, got: Trace) -> str | None:
     """Why run and reference would differ even with the same state, or None."""
     if got.failed is not None:
         return "the checkpoint could not be loaded"
@@ -358,13 +358,13 @@ def other_job(reference: Trace, got: Trace) -> str | None:
         return "the reference could not be loaded"
     if None not in (reference.sequence, got.sequence) and reference.sequence != got.sequence:
         return f"sequences have {got.sequence} tokens, those of the reference {reference.sequence}"
-    a, b = (_dtype(t.dtype) for t in (reference, got))
+    a, b = (_short_dtype(t.dtype) for t in (reference, got))
     if a is not None and b is not None and a != b:
         return f"this run computes in {b}, the reference computed in {a}"
     return None
 
 
-def _dtype(name: str | None) -> str | None:
+def _short_dtype(name: str | None) -> str | None:
     if not name:
         return None
     short = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -372,15 +372,15 @@ def _dtype(name: str | None) -> str | None:
     return short.get(plain, plain)
 
 
-def pairs(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:
+def common_steps(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:
     """(expected, found) of the steps that both have."""
     theirs = {s.step: s for s in reference.steps}
     return [(theirs[s.step], s) for s in got.steps if s.step in theirs]
 
 
-def first_pair(reference: Trace, got: Trace) -> tuple[Step, Step] | None:
+def first_common_step(reference: Trace, got: Trace) -> tuple[Step, Step] | None:
     """(expected, found) of the first step after loading, if both have it."""
-    return next(((a, b) for a, b in pairs(reference, got) if b is got.steps[0]), None)
+    return next(((a, b) for a, b in common_steps(reference, got) if b is got.steps[0]), None)
 
 
 def tensor_deviations(
@@ -397,7 +397,7 @@ def tensor_deviations(
     whole = math.sqrt(sum(v * v for v in theirs.values() if math.isfinite(v)))
     least = floor * whole
     grads = math.sqrt(sum(v * v for v in expected.grads.values() if math.isfinite(v)))
-    same = ties(reference) & ties(got)
+    same = tied_groups(reference) & tied_groups(got)
     tied = [sorted(g) for g in same]
     out: dict[str, tuple[float, float, float]] = {}
     left_out = 0
@@ -427,7 +427,7 @@ def tensor_deviations(
 def _norm_of(name: str, norms: Mapping[str, float], tied: Sequence[Sequence[str]]) -> float | None:
     if name in norms:
         return norms[name]
-    return next((norms[a] for a in _other_names(name, tied) if a in norms), None)
+    return next((norms[a] for a in _names_if_tied(name, tied) if a in norms), None)
 
 
 def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple[str, float, float]]:
@@ -452,7 +452,7 @@ def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple
     return [(f"{len(y)} groups instead of {len(x)}", u[-1], v[-1] if v[-1] != u[-1] else math.nan)]
 
 
-def not_finite(step: Step) -> Iterator[tuple[str, float]]:
+def non_finite_values(step: Step) -> Iterator[tuple[str, float]]:
     """What is NaN or infinite in a step, with its value: loss, norms, gradients, updates, in this order."""
     for what, value in (("loss", step.loss), ("grad_norm", step.grad_norm), ("update_norm", step.update_norm)):
         if value is not None and not math.isfinite(value):

@@ -1,6 +1,6 @@
 """Compares the steps of a run with those of a reference.
 
-    Dynamics(reference, got, "strict", limits).checks()
+    StepComparison(reference, got, "strict", limits).checks()
 
 Steps are matched by number, and the first one after loading ("step1") is judged separately from the later ones
 ("steps"). First comes the question whether the two are meant to compute the same: batches, precision, random numbers.
@@ -19,11 +19,11 @@ from ..text import plural
 from ..trace.model import Step, Trace
 from . import bounds as table
 from .bounds import SIGNALS, Bound
-from .differences import deviation, other_job, pairs, rates_by_group, tensor_deviations
-from .row_differences import overlap
+from .differences import common_steps, job_obstacle, rates_by_group, relative_deviation, tensor_deviations
+from .row_differences import count_common_rows
 from .verdict import Check
 
-__all__ = ["Dynamics"]
+__all__ = ["StepComparison"]
 
 #: Signals in messages, and what to pass to a Recorder so that it records them.
 _WORDS = {
@@ -58,10 +58,10 @@ class _Worst:
     left_out: int = 0
 
 
-def _other_data(reference: Trace, got: Trace) -> str | None:
+def _data_obstacle(reference: Trace, got: Trace) -> str | None:
     """Why the batches are not expected to be the same, or None. If the first batches are equal, file names do not
     matter."""
-    both = pairs(reference, got)
+    both = common_steps(reference, got)
     if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
         return None
     if None not in (reference.data, got.data) and reference.data != got.data:
@@ -75,7 +75,7 @@ def _other_data(reference: Trace, got: Trace) -> str | None:
     return None
 
 
-def _random(reference: Trace, got: Trace) -> str | None:
+def _randomness_obstacle(reference: Trace, got: Trace) -> str | None:
     """Why random numbers differ, or None."""
     dropout, drawn = reference.dropout or got.dropout, got.environment.get("random")
     if not dropout and not drawn:
@@ -98,7 +98,7 @@ def _random(reference: Trace, got: Trace) -> str | None:
 
 
 @dataclass
-class Dynamics:
+class StepComparison:
     """Two traces, step by step. `limits` are `bounds` of the profile; `floor` is the one of `tensor_deviations`."""
 
     reference: Trace
@@ -107,11 +107,11 @@ class Dynamics:
     limits: Mapping[str, Bound]
 
     def __post_init__(self) -> None:
-        self.pairs = pairs(self.reference, self.got)
-        column = table.column(self.profile, self.reference, self.got)
+        self.pairs = common_steps(self.reference, self.got)
+        column = table.choose_column(self.profile, self.reference, self.got)
         tight = column.startswith("fp32") or column.endswith("held")
-        rounded = table.low(self.got) or self.profile == "relaxed"
-        loose = "bf16 parameters" if rounded else table.precision(self.reference, self.got)
+        rounded = table.has_16bit_parameters(self.got) or self.profile == "relaxed"
+        loose = "bf16 parameters" if rounded else table.compute_precision(self.reference, self.got)
         self.floor = table.NOISE_FLOOR["fp32" if tight else loose]
 
     def _part(self, stage: str) -> list[tuple[int, Step, Step]]:
@@ -146,12 +146,12 @@ class Dynamics:
 
     def _obstacle(self, stage: str) -> str | None:
         """Why numbers of steps cannot be compared, or None."""
-        if why := self._unmatched(stage) or other_job(self.reference, self.got):
+        if why := self._unmatched(stage) or job_obstacle(self.reference, self.got):
             return why
         a, b = self.reference, self.got
         if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
             return f"the global batch is {b.global_batch}, that of the reference {a.global_batch}"
-        return _other_data(a, b) or _random(a, b)
+        return _data_obstacle(a, b) or _randomness_obstacle(a, b)
 
     def found(self, stage: str, signal: str) -> list[_Worst]:
         """The deviations of a signal in every step in which both sides have it."""
@@ -170,7 +170,7 @@ class Dynamics:
             else:
                 x, y = getattr(expected, signal), getattr(got, signal)
                 if x is not None and y is not None:
-                    out.append(_Worst(got.step, order, deviation(y, x), x, y))
+                    out.append(_Worst(got.step, order, relative_deviation(y, x), x, y))
         return out
 
     def checks(self) -> list[Check]:
@@ -233,7 +233,7 @@ class Dynamics:
 
     def _batch(self, stage: str) -> Check:
         name = f"{stage}.batch"
-        if why := self._unmatched(stage) or _other_data(self.reference, self.got):
+        if why := self._unmatched(stage) or _data_obstacle(self.reference, self.got):
             return Check.unknown(name, why)
         known = [(a, b) for _, a, b in self._part(stage) if a.batch is not None and b.batch is not None]
         if not known:
@@ -242,7 +242,7 @@ class Dynamics:
         if not wrong:
             return Check.of(name, True, f"the same batch in {plural(len(known), 'step')}", 0, 0, "exact")
         text = f"batches that differ from the reference's in {len(wrong)} of {plural(len(known), 'step')}"
-        if (rows := next((overlap(a, b) for a, b in known if a.batch != b.batch), None)) is not None:
+        if (rows := next((count_common_rows(a, b) for a, b in known if a.batch != b.batch), None)) is not None:
             text += f"; {rows[0]} of the {plural(rows[1], 'row')} of step {wrong[0]} are the reference's"
         return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
 
@@ -256,7 +256,7 @@ class Dynamics:
         worst, where, text = 0.0, None, f"the same learning rates in {plural(len(known), 'step')}"
         for a, b in known:
             for label, x, y in rates_by_group(self.reference, self.got, a, b):
-                d = deviation(y, x)
+                d = relative_deviation(y, x)
                 if not d <= worst:
                     worst, where = d, f"step {b.step}, {label}"
                     text = f"the learning rate is {y!r} and was {x!r} in step {b.step}, {label}"

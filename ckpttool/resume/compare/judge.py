@@ -1,4 +1,4 @@
-"""Compares a run with a reference, check by check; `noise` measures how far two correct runs differ.
+"""Compares a run with a reference, check by check; `measure_noise` tells how far two correct runs differ.
 
     checks, envelope = judge(reference, got, "strict")
 
@@ -20,10 +20,10 @@ from . import bounds as table
 from . import run_checks, state_checks
 from .bounds import SIGNALS
 from .differences import in_stored_dtypes
-from .dynamics import Dynamics
+from .dynamics import StepComparison
 from .verdict import Check
 
-__all__ = ["ORDER", "judge", "noise"]
+__all__ = ["ORDER", "judge", "measure_noise"]
 
 #: The names of all checks.
 ORDER = (
@@ -71,38 +71,38 @@ def judge(
     Raises:
         UsageError: there is no such profile.
     """
-    made = [state_checks.loaded(got, profile), state_checks.plausible(got, reference)]
+    made = [state_checks.check_loaded(got, profile), state_checks.check_plausible(got, reference)]
     envelope: dict[str, list[float]] = {}
     if reference is not None:
         if profile == "relaxed":
             reference, got = in_stored_dtypes(reference, got)
-        limits = table.bounds(profile, reference, got, noise)
-        dynamics = Dynamics(reference, got, profile, limits)
-        made += state_checks.state(reference, got, profile)
-        made += state_checks.configuration(reference, got)
-        made.append(run_checks.probe(reference, got, limits["probe.logits"]))
+        limits = table.choose_bounds(profile, reference, got, noise)
+        dynamics = StepComparison(reference, got, profile, limits)
+        made += state_checks.check_state(reference, got, profile)
+        made += state_checks.check_configuration(reference, got)
+        made.append(run_checks.check_probe(reference, got, limits["probe.logits"]))
         made += dynamics.checks()
         envelope = dynamics.envelope()
-    elif (tied := state_checks.own_tied(got)) is not None:
+    elif (tied := state_checks.check_own_tying(got)) is not None:
         made.append(tied)
     made += [
-        run_checks.probe_ranks(got),
-        run_checks.ranks(got),
-        run_checks.finite(got),
-        run_checks.spike(reference, got),
-        run_checks.dead(reference, got),
-        run_checks.round_trip(got),
+        run_checks.check_probe_ranks(got),
+        run_checks.check_ranks(got),
+        run_checks.check_finite(got),
+        run_checks.check_spike(reference, got),
+        run_checks.check_dead(reference, got),
+        run_checks.check_round_trip(got),
     ]
     return sorted(made, key=lambda c: ORDER.index(c.name)), envelope
 
 
-def noise(a: Trace, b: Trace) -> dict[str, float]:
+def measure_noise(a: Trace, b: Trace) -> dict[str, float]:
     """{name of a check: deviation} between two runs of one job; what both have not is left out, NaN is infinite."""
     every: dict[str, list[float]] = {}
-    found = run_checks.logits(a, b)
+    found = run_checks.compare_logits(a, b)
     if not isinstance(found, str):
         every["probe.logits"] = [found[0]]
-    dynamics = Dynamics(a, b, "strict", table.bounds("strict", a, b))
+    dynamics = StepComparison(a, b, "strict", table.choose_bounds("strict", a, b))
     for stage in ("step1", "steps"):
         for signal in SIGNALS:
             every[f"{stage}.{signal}"] = [w.deviation for w in dynamics.found(stage, signal)]

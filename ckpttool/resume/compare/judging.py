@@ -43,10 +43,10 @@ class Judged(NamedTuple):
 def judged_runs(traces: Mapping[str, Trace], recorded: Trace | None, profile: str) -> Judged:
     """The verdict on the run "candidate", compared with the run "reference" or the recorded one. "noise" is a second
     run of the reference."""
-    from .judge import judge, noise
+    from .judge import judge, measure_noise
 
     got, reference = traces["candidate"], traces.get("reference") or recorded
     calibration: dict[str, float] | None = None
     if "noise" in traces:
-        calibration = noise(got if recorded is not None else traces.get("reference", got), traces["noise"])
+        calibration = measure_noise(got if recorded is not None else traces.get("reference", got), traces["noise"])
     return Judged(*judge(reference, got, profile, calibration), calibration, "random" in got.environment)

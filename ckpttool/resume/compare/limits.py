@@ -18,10 +18,10 @@ from statistics import median
 
 from ...errors import argument
 from ..trace.model import Trace
-from .bounds import precision
+from .bounds import compute_precision
 from .verdict import Check
 
-__all__ = ["PEAKS", "gates", "metrics", "peak_flops"]
+__all__ = ["PEAKS", "check_gates", "compute_metrics", "peak_flops"]
 
 #: (pattern of the name that CUDA gives a device, dense bf16 FLOP/s, where the number is published). First match counts.
 #: Numbers with sparsity are halved. Not listed: devices without bf16 (V100, T4), H20 (no data sheet was found), and
@@ -56,7 +56,7 @@ def peak_flops(device: str | None) -> float | None:
     return None
 
 
-def metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str, float]:
+def compute_metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str, float]:
     """Speed and memory of a run, as far as known.
 
     step_seconds is the median without the first step, which warms up. Memory is that of the rank that took most;
@@ -68,12 +68,12 @@ def metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str, float]:
     """
     out: dict[str, float] = {}
     seconds = [s.seconds for s in trace.steps[1:] if s.seconds is not None and s.seconds > 0]
-    tokens = _tokens(trace)
+    tokens = _tokens_per_step(trace)
     if seconds:
         out["step_seconds"] = median(seconds)
         if tokens:
             out["tokens_per_second"] = tokens / out["step_seconds"]
-        peak = peak_tflops * 1e12 if peak_tflops is not None else _peak(trace)
+        peak = peak_tflops * 1e12 if peak_tflops is not None else _peak_flops_of_run(trace)
         if tokens and peak and trace.parameters and trace.world_size:
             out["mfu"] = 6 * trace.parameters * tokens / (out["step_seconds"] * trace.world_size * peak)
     if trace.load_seconds is not None:
@@ -94,7 +94,7 @@ def metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str, float]:
     return out
 
 
-def _tokens(trace: Trace) -> float | None:
+def _tokens_per_step(trace: Trace) -> float | None:
     """Tokens of one step, over all ranks."""
     if trace.global_batch and trace.sequence:
         return float(trace.global_batch * trace.sequence)
@@ -102,19 +102,19 @@ def _tokens(trace: Trace) -> float | None:
     return float(median(known)) if known else None
 
 
-def _name(trace: Trace) -> str | None:
+def _device_name(trace: Trace) -> str | None:
     """The CUDA name of the device."""
     name = trace.environment.get("gpu") or trace.device
     return str(name) if name else None
 
 
-def _peak(trace: Trace) -> float | None:
-    if trace.dtype is None or precision(None, trace) != "bf16":
+def _peak_flops_of_run(trace: Trace) -> float | None:
+    if trace.dtype is None or compute_precision(None, trace) != "bf16":
         return None  # fp32 has another peak, TF32 yet another
-    return peak_flops(_name(trace))
+    return peak_flops(_device_name(trace))
 
 
-def gates(
+def check_gates(
     trace: Trace,
     metrics: Mapping[str, float],
     *,
@@ -137,7 +137,7 @@ def gates(
         least = name.startswith("min")
         word = "at least" if least else "at most"
         if found is None or not math.isfinite(found):
-            text = f"{_WHAT[key]} is not known: {_missing(trace, key)}"
+            text = f"{_WHAT[key]} is not known: {_explain_unknown(trace, key)}"
             out.append(Check.of(f"gate.{name}", False, text, None, limit, "given"))
             continue
         good = found >= limit if least else found <= limit
@@ -154,7 +154,7 @@ _WHAT = {
 }
 
 
-def _missing(trace: Trace, key: str) -> str:
+def _explain_unknown(trace: Trace, key: str) -> str:
     """Why a number is not known, and which option would help."""
     if key == "reserved_gib":
         return "no rank reported the memory of a device; run on GPUs"
@@ -162,14 +162,14 @@ def _missing(trace: Trace, key: str) -> str:
         return "the run did not time the load"
     if not any(s.seconds for s in trace.steps[1:]):
         return f"the first step warms up; run at least two steps ({argument('steps', 2)})"
-    if not _tokens(trace):
+    if not _tokens_per_step(trace):
         return (
             f"the run does not say how many tokens a step has; give {argument('global_batch')} and "
             f"{argument('sequence')}"
         )
     if not trace.parameters or not trace.world_size:
         return "the run does not say how many parameters and ranks it has"
-    device = _name(trace) or "no device"
+    device = _device_name(trace) or "no device"
     return (
         f"the peak of {device} in {trace.dtype or 'an unknown dtype'} is not in the list; give "
         f"{argument('peak_tflops')}"

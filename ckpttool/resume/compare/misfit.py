@@ -1,9 +1,9 @@
 """A checkpoint that does not fit the job: how it differs, whether that is a loss, and what would make it fit.
 
-    found = compared({"net.w": (8, 4)}, {"w": (8, 4)}, tied)     # {"prefix": "net.", ...}, on a rank
-    does_not_fit(reference, trace), advice(trace)                # where the runs are judged
+    found = compare_names({"net.w": (8, 4)}, {"w": (8, 4)}, tied)     # {"prefix": "net.", ...}, on a rank
+    does_not_fit(reference, trace), describe_misfit(trace)       # where the runs are judged
 
-A checkpoint of another model, or under other names, is no damaged one: the job is to blame as likely as the checkpoint.
+A checkpoint of another model, or with other names, is not damaged; the job may be wrong instead.
 But if the original fits the same job, or if a recorded job held tensors that this checkpoint lacks, then something was
 lost.
 """
@@ -15,17 +15,17 @@ from typing import Any
 
 from ...errors import argument
 from ...huggingface import lora
-from ..text import listed, plural
+from ..text import format_list, plural
 from ..trace.model import Trace
 from .differences import missing_and_extra, shape_differences
-from .side_state_differences import holds, is_recording
+from .side_state_differences import is_recording, side_state_of
 
-__all__ = ["advice", "compared", "does_not_fit"]
+__all__ = ["compare_names", "describe_misfit", "does_not_fit"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def compared(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dict[str, Any]:
+def compare_names(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dict[str, Any]:
     """How the model's names in a checkpoint and in a job differ: {"missing", "surplus", "shapes", "prefix",
     "job_prefix", "rows"}.
 
@@ -42,8 +42,8 @@ def compared(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dic
     shapes = {n: [list(stored[n]), list(live[n])] for n in stored if n in live and stored[n] != live[n]}
     out: dict[str, Any] = {"missing": missing, "surplus": surplus, "shapes": shapes}
     if surplus:
-        out["prefix"] = next((p for p in _prefixes(stored) if _fits(_without(stored, p), live, tied)), "")
-        out["job_prefix"] = next((p for p in _prefixes(live) if _fits(stored, _without(live, p), [])), "")
+        out["prefix"] = next((p for p in _common_prefixes(stored) if _fits(_strip_prefix(stored, p), live, tied)), "")
+        out["job_prefix"] = next((p for p in _common_prefixes(live) if _fits(stored, _strip_prefix(live, p), [])), "")
     rows = {(a[0], b[0]) for a, b in shapes.values() if a and b and a[1:] == b[1:]}
     if shapes and not surplus and len(rows) == 1 and all(a[1:] == b[1:] and a for a, b in shapes.values()):
         out["rows"] = list(rows.pop())
@@ -52,7 +52,7 @@ def compared(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dic
     return out
 
 
-def _prefixes(names: Iterable[str]) -> list[str]:
+def _common_prefixes(names: Iterable[str]) -> list[str]:
     """The modules that all names begin with: ["a.b.", "a."]"""
     parts: list[str] | None = None
     for n in names:
@@ -69,7 +69,7 @@ def _prefixes(names: Iterable[str]) -> list[str]:
     return [".".join((parts or [])[:k]) + "." for k in range(len(parts or []), 0, -1)]
 
 
-def _without(names: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
+def _strip_prefix(names: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
     return {n.removeprefix(prefix): shape for n, shape in names.items()}
 
 
@@ -92,11 +92,11 @@ def does_not_fit(reference: Trace | None, got: Trace) -> bool:
     if not is_recording(reference):
         return False
     missing, _ = missing_and_extra(reference, got)
-    gone = holds(reference, "scheduler") and not holds(got, "scheduler")
+    gone = side_state_of(reference, "scheduler") and not side_state_of(got, "scheduler")
     return not (reference.state and (missing or shape_differences(reference, got)[0])) and not gone
 
 
-def advice(got: Trace) -> str:
+def describe_misfit(got: Trace) -> str:
     """What does not fit, and what would make it fit."""
     how = got.misfit or {}
     if adapter := how.get("adapter"):
@@ -117,7 +117,7 @@ def advice(got: Trace) -> str:
         )
     if rows := how.get("rows"):
         return (
-            f"{listed(how['shapes'])} have {rows[0]} rows in the checkpoint and {rows[1]} in the job. Take the "
+            f"{format_list(how['shapes'])} have {rows[0]} rows in the checkpoint and {rows[1]} in the job. Take the "
             f"configuration that the checkpoint was trained with, or convert it with {argument('vocab_size', rows[1])}"
         )
     parts = [

@@ -1,8 +1,8 @@
 """What a run of resume-verify did not verify, in short sentences: what no check could see, and what could not be
 compared.
 
-    unverified(reference, got, checks) -> ["faults of job, data, loss or model configuration: both runs were built from
-    llama", ...]
+    list_not_verified(reference, got, checks) -> ["faults of job, data, loss or model configuration: both runs were
+    built from llama", ...]
 
 Every form of the report lists them, since a pass says nothing of what nobody looked at.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..text import clean, fqn_of, listed, plural
+from ..text import escape_unprintable, format_list, fqn_of, plural
 from ..trace.model import Trace
-from .differences import config_aside, options_aside
-from .side_state_differences import beside_differences, holds, is_recording
+from .differences import ignored_config_keys, ignored_options
+from .side_state_differences import compare_side_state, is_recording, side_state_of
 from .verdict import Check
 
-__all__ = ["unverified"]
+__all__ = ["list_not_verified"]
 
 #: Components beside model and optimizer, in words.
 _BESIDE = {
@@ -30,31 +30,37 @@ _BESIDE = {
 }
 
 
-def unverified(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> list[str]:
+def list_not_verified(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> list[str]:
     """Short sentences, what matters most first.
 
     Args:
         reference, got, checks: as `judge` had and gave them.
     """
     if got.failed is not None:
-        return ["everything after loading: the checkpoint could not be loaded", *_unread(got)]
-    out = [*_job(reference, got), *_switched_off(got), *_apart(got), *_scheduler(reference, got)]
-    out += [*_perhaps_lost(reference, got, checks), *_not_used(reference, got)]
-    out += [*_unread(got), *_partly(reference, got), *_not_compared(checks)]
+        return ["everything after loading: the checkpoint could not be loaded", *_unread_files(got)]
+    out = [*_same_job(reference, got), *_switched_off(got), *_copies_not_saved(got), *_idle_scheduler(reference, got)]
+    out += [*_perhaps_lost(reference, got, checks), *_unused_state(reference, got)]
+    out += [*_unread_files(got), *_partly_compared(reference, got), *_checks_not_judged(checks)]
     if reference is not None:
         seen = " ".join(c.text for c in checks)
-        out += [f"{clean(n)}: {clean(why)}" for n, why in reference.unrecorded.items() if why not in seen]
+        out += [
+            f"{escape_unprintable(n)}: {escape_unprintable(why)}"
+            for n, why in reference.unrecorded.items()
+            if why not in seen
+        ]
     return list(dict.fromkeys(out))
 
 
-def _job(reference: Trace | None, got: Trace) -> Iterator[str]:
+def _same_job(reference: Trace | None, got: Trace) -> Iterator[str]:
     if reference is None:
         yield "whether training goes on as before: there is no reference"
     elif not is_recording(reference):
         same = reference.recipe == got.recipe
         what = "job, data, loss or model configuration" if same else "data or loss"
         recipe = (
-            f"both runs were built from {clean(got.recipe, 80)}" if same and got.recipe else "both runs have the same"
+            f"both runs were built from {escape_unprintable(got.recipe, 80)}"
+            if same and got.recipe
+            else "both runs have the same"
         )
         yield f"faults of {what}: {recipe}"
 
@@ -68,22 +74,24 @@ def _switched_off(got: Trace) -> Iterator[str]:
         )
 
 
-def _apart(got: Trace) -> Iterator[str]:
+def _copies_not_saved(got: Trace) -> Iterator[str]:
     if apart := got.roundtrip.get("apart"):
         yield (
-            f"whether a save keeps every rank's own copy of {plural(len(apart), 'tensor')}, first {clean(apart[0])}: "
-            "torch saves one copy"
+            f"whether a save keeps every rank's own copy of {plural(len(apart), 'tensor')}, first "
+            f"{escape_unprintable(apart[0])}: torch saves one copy"
         )
 
 
-def _scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
+def _idle_scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
     waits = bool(got.environment.get("scheduler_waits"))
-    if waits or (got.scheduler is None and any(holds(t, "scheduler") for t in (got, reference) if t is not None)):
+    if waits or (
+        got.scheduler is None and any(side_state_of(t, "scheduler") for t in (got, reference) if t is not None)
+    ):
         recorded = reference is not None and is_recording(reference)
         rates = (
             "the later learning rates are the reference's" if recorded else "the learning rate stays the checkpoint's"
         )
-        why = f"{clean(got.scheduler, 40)} needs a metric for a step" if waits else "the job has none"
+        why = f"{escape_unprintable(got.scheduler, 40)} needs a metric for a step" if waits else "the job has none"
         yield f"the scheduler at work: {why}, so {rates}"
 
 
@@ -91,24 +99,26 @@ def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) 
     """What the checkpoint holds none of, where a recording does not tell whether the checkpoint of its job did."""
     if reference is None or not is_recording(reference):
         return
-    if reference.generators and not holds(got, "rng"):
-        yield from (_aside(c.name, c.text) for c in checks if c.name == "config.rng" and c.verdict == "not comparable")
-    if not holds(got, "trainer") and not beside_differences(reference, got, "trainer").missing:
+    if reference.generators and not side_state_of(got, "rng"):
+        yield from (
+            _one_line(c.name, c.text) for c in checks if c.name == "config.rng" and c.verdict == "not comparable"
+        )
+    if not side_state_of(got, "trainer") and not compare_side_state(reference, got, "trainer").missing:
         yield (
             "counters of the trainer, such as step and epoch: the checkpoint holds none (HF Trainer keeps them in "
             "trainer_state.json), and the reference did not record those of its step"
         )
 
 
-def _not_used(reference: Trace | None, got: Trace) -> Iterator[str]:
+def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
     """What the checkpoint holds and this job does not use, so that at most the stored values were compared."""
-    held = {c: what for c, what in _BESIDE.items() if holds(got, c)}
+    held = {c: what for c, what in _BESIDE.items() if side_state_of(got, c)}
     if got.environment.get("rng_restored"):
         held.pop("rng", None)
     apart = (
         {}
         if reference is None
-        else {c: beside_differences(reference, got, c) for c in (*_BESIDE, "scheduler", "trainer")}
+        else {c: compare_side_state(reference, got, c) for c in (*_BESIDE, "scheduler", "trainer")}
     )
     compared = [what for c, what in held.items() if c in apart and apart[c].compared]
     if compared:
@@ -117,45 +127,50 @@ def _not_used(reference: Trace | None, got: Trace) -> Iterator[str]:
         yield f"not used by this job, and compared with nothing: {', '.join(rest)}"
     extra = [n for found in apart.values() if found.compared for n in found.extra]
     if extra:
-        yield f"only in this checkpoint, so compared with nothing: {clean(listed(extra))}"
+        yield f"only in this checkpoint, so compared with nothing: {escape_unprintable(format_list(extra))}"
     if unknown := [n for found in apart.values() for n in found.unknown]:
-        yield f"objects of classes that ckpttool does not build: {clean(listed(unknown))}"
+        yield f"objects of classes that ckpttool does not build: {escape_unprintable(format_list(unknown))}"
 
 
-def _unread(got: Trace) -> Iterator[str]:
+def _unread_files(got: Trace) -> Iterator[str]:
     if got.unread:
         yield (
             "files beside the checkpoint that were not read: "
-            f"{clean(listed([f'{n} ({what})' for n, what in got.unread]))}"
+            f"{escape_unprintable(format_list([f'{n} ({what})' for n, what in got.unread]))}"
         )
 
 
-def _partly(reference: Trace | None, got: Trace) -> Iterator[str]:
+def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
     if got.stored:
         tied = {n for group in got.tied for n in group}
         rest = [n for n in got.state if n not in got.stored and fqn_of(n) not in tied]
         if rest:
             yield (
                 f"{plural(len(rest), 'tensor')} of another dtype in the files, so not compared with them: "
-                f"{clean(listed(rest))}"
+                f"{escape_unprintable(format_list(rest))}"
             )
     if reference is None:
         return
-    if reference.config is not None and got.config is not None and (keys := config_aside(reference.config, got.config)):
-        yield f"keys of the model's configuration that only one version of transformers writes: {clean(listed(keys))}"
-    if keys := options_aside(reference, got):
-        yield f"options of param groups that only one version of torch writes: {clean(listed(keys))}"
+    if (
+        reference.config is not None
+        and got.config is not None
+        and (keys := ignored_config_keys(reference.config, got.config))
+    ):
+        what = escape_unprintable(format_list(keys))
+        yield f"keys of the model's configuration that only one version of transformers writes: {what}"
+    if keys := ignored_options(reference, got):
+        yield f"options of param groups that only one version of torch writes: {escape_unprintable(format_list(keys))}"
 
 
-def _not_compared(checks: Sequence[Check]) -> Iterator[str]:
+def _checks_not_judged(checks: Sequence[Check]) -> Iterator[str]:
     """The checks that could not be judged, those with one reason together."""
     by: dict[str, list[str]] = {}
     for c in checks:
         if c.verdict == "not comparable":
             by.setdefault(c.text, []).append(c.name)
     for why, names in by.items():
-        yield _aside(listed(names), why)
+        yield _one_line(format_list(names), why)
 
 
-def _aside(names: str, why: str) -> str:
-    return f"{clean(names)}: {clean(why, 80)}"
+def _one_line(names: str, why: str) -> str:
+    return f"{escape_unprintable(names)}: {escape_unprintable(why, 80)}"

@@ -1,7 +1,7 @@
 """How the rows of two batches differ, by the marks of their rows (`batches.digest_and_marks`).
 
-    overlap(expected, got)                      (rows of both, rows of `got`)
-    explained(reference, pairs)                 what happened to the rows: (kind, sentence), or None
+    count_common_rows(expected, got)                   (rows of both, rows of `got`)
+    describe_row_mismatch(reference, got, pairs)       what happened to the rows: (kind, sentence), or None
 
 A row is looked up in all steps of the other side. If data is k samples ahead, the rows of a step are those of the
 reference's step and of the next ones, and the distances of its rows from their own step add up to k, however large the
@@ -14,56 +14,56 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
-from ..text import listed, plural
-from ..trace.batches import marks_of
+from ..text import format_list, plural
+from ..trace.batches import split_marks
 from ..trace.model import Step, Trace
 
-__all__ = ["explained", "overlap"]
+__all__ = ["count_common_rows", "describe_row_mismatch"]
 
 
-def _rows(step: Step) -> Counter[str]:
-    return Counter(chain.from_iterable(marks_of(step.rows)))
+def _count_marks(step: Step) -> Counter[str]:
+    return Counter(chain.from_iterable(split_marks(step.rows)))
 
 
-def overlap(expected: Step, got: Step) -> tuple[int, int] | None:
+def count_common_rows(expected: Step, got: Step) -> tuple[int, int] | None:
     """(how many rows of a step are the reference's, how many it has), or None if they were not recorded."""
     if not expected.rows or not got.rows:
         return None
-    ours = _rows(got)
-    return (_rows(expected) & ours).total(), ours.total()
+    ours = _count_marks(got)
+    return (_count_marks(expected) & ours).total(), ours.total()
 
 
-def explained(reference: Trace, got: Trace, pairs: Sequence[tuple[Step, Step]]) -> tuple[str, str] | None:
+def describe_row_mismatch(reference: Trace, got: Trace, pairs: Sequence[tuple[Step, Step]]) -> tuple[str, str] | None:
     """(kind of cause, sentence) for steps (expected, found) with other batches, or None if rows say nothing."""
     known = [(a, b) for a, b in pairs if a.rows and b.rows]
     if not known:
         return None
     first, second = known[0]
-    same, many = (_rows(first) & _rows(second)).total(), _rows(second).total()
+    same, many = (_count_marks(first) & _count_marks(second)).total(), _count_marks(second).total()
     some = f"{same} of the {plural(many, 'row')} of step {second.step} {'is' if same == 1 else 'are'} the reference's"
-    if (twice := _twice(first, second)) is not None:
+    if (twice := _describe_doubled_rows(first, second)) is not None:
         return "data-rows", f"{twice}: {some}"
-    ahead = _shift([(b, a.step) for a, b in known], reference.steps)
-    behind = None if ahead is not None else _shift([(a, b.step) for a, b in known], got.steps)
+    ahead = _find_shift([(b, a.step) for a, b in known], reference.steps)
+    behind = None if ahead is not None else _find_shift([(a, b.step) for a, b in known], got.steps)
     k = ahead if ahead is not None else None if behind is None else -behind
     if k:
         way = "ahead of" if k > 0 else "behind"
         return "data-rows", f"the data is shifted by {plural(abs(k), 'sample')}, {way} the reference: {some}"
-    steps = _steps_of(reference.steps)
-    found = [steps[row][0] for row in (_rows(second) - _rows(first)).elements() if row in steps]
+    steps = _steps_by_row(reference.steps)
+    found = [steps[row][0] for row in (_count_marks(second) - _count_marks(first)).elements() if row in steps]
     if not same and not found:
         return None
     if same + len(found) == many:
-        others = listed([f"step {s}" for s in sorted(set(found))])
+        others = format_list([f"step {s}" for s in sorted(set(found))])
         return "data-order", f"the rows come in a different order: {some}, and the others are those of {others}"
     text = f"{some}, {len(found)} of its other steps" if found else some
     return "data-rows", f"{text}, and {many - same - len(found)} of none that was recorded"
 
 
-def _twice(expected: Step, got: Step) -> str | None:
+def _describe_doubled_rows(expected: Step, got: Step) -> str | None:
     """Which ranks have the rows of others, if the reference did not have them several times."""
-    ours = [sorted(rows) for rows in marks_of(got.rows)]
-    again = _rows(got) - _rows(expected)
+    ours = [sorted(rows) for rows in split_marks(got.rows)]
+    again = _count_marks(got) - _count_marks(expected)
     copies: dict[int, list[int]] = {}
     for rank, rows in enumerate(ours):
         first = ours.index(rows)
@@ -74,29 +74,29 @@ def _twice(expected: Step, got: Step) -> str | None:
     if len(copies) == 1 and len(next(iter(copies.values()))) == len(ours) - 1 > 1:
         return f"all {len(ours)} ranks have the same rows"
     whose = [
-        f"{listed([f'rank {r}' for r in ranks])} {'has' if len(ranks) == 1 else 'have'} the rows of rank {first}"
+        f"{format_list([f'rank {r}' for r in ranks])} {'has' if len(ranks) == 1 else 'have'} the rows of rank {first}"
         for first, ranks in copies.items()
     ]
-    return listed(whose)
+    return format_list(whose)
 
 
-def _steps_of(steps: Sequence[Step]) -> dict[str, list[int]]:
+def _steps_by_row(steps: Sequence[Step]) -> dict[str, list[int]]:
     """{row: the steps that have it}"""
     out: dict[str, list[int]] = {}
     for step in steps:
-        for row in _rows(step):
+        for row in _count_marks(step):
             out.setdefault(row, []).append(step.step)
     return out
 
 
-def _shift(batches: Sequence[tuple[Step, int]], others: Sequence[Step]) -> int | None:
+def _find_shift(batches: Sequence[tuple[Step, int]], others: Sequence[Step]) -> int | None:
     """By how many samples these batches, of (step, the step that the other side calls it), run ahead of the other
     side's steps; None if their rows are not those of one step or of two in turn, by the same number in every batch that
     is all there."""
-    steps = _steps_of(others)
+    steps = _steps_by_row(others)
     shifts = set()
     for step, at in batches:
-        rows = list(_rows(step).elements())
+        rows = list(_count_marks(step).elements())
         if not all(row in steps for row in rows):
             continue
         gaps = [min((s - at for s in steps[row]), key=abs) for row in rows]

@@ -10,30 +10,39 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ..text import listed, plural
+from ..text import format_list, plural
 from ..trace.model import Trace
 from .bounds import Bound
 from .differences import (
-    deviation,
-    not_finite,
-    other_job,
+    job_obstacle,
+    non_finite_values,
+    relative_deviation,
 )
 from .verdict import Check
 
-__all__ = ["dead", "finite", "logits", "probe", "probe_ranks", "ranks", "round_trip", "spike"]
+__all__ = [
+    "check_dead",
+    "check_finite",
+    "check_probe",
+    "check_probe_ranks",
+    "check_ranks",
+    "check_round_trip",
+    "check_spike",
+    "compare_logits",
+]
 
 
 #: A grad norm this many times the usual one is a spike.
 SPIKE = 10.0
 
 
-def logits(reference: Trace, got: Trace) -> tuple[float, float | None, float | None] | str:
+def compare_logits(reference: Trace, got: Trace) -> tuple[float, float | None, float | None] | str:
     """(relative L2, largest absolute difference, mean KL divergence), or why the logits cannot be compared. Of a
     recorded sketch, only the first is known, and the others are None."""
     import numpy as np
 
     if reference.probe.get("sketch"):
-        return _sketched(reference, got)
+        return _compare_sketches(reference, got)
     files = [str(t.probe.get("file") or "") for t in (reference, got)]
     if not all(files):
         why = reference.unrecorded.get("probe") if not files[0] else None
@@ -41,7 +50,7 @@ def logits(reference: Trace, got: Trace) -> tuple[float, float | None, float | N
     batches = [t.probe.get("batch") for t in (reference, got)]
     if None not in batches and batches[0] != batches[1]:
         return "the probes were made with different batches"
-    if why := other_job(reference, got):
+    if why := job_obstacle(reference, got):
         return why
     try:
         a, b = (np.load(f, mmap_mode="r", allow_pickle=False) for f in files)
@@ -67,11 +76,11 @@ def logits(reference: Trace, got: Trace) -> tuple[float, float | None, float | N
     return number, largest, divergence / len(a) if apart else 0.0
 
 
-def _sketched(reference: Trace, got: Trace) -> tuple[float, None, None] | str:
+def _compare_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] | str:
     ours = got.probe.get("recorded") or {"skipped": "the run did not compute the logits of the recorded rows"}
     if "skipped" in ours:
         return f"this job could not compute the logits of the recorded rows: {ours['skipped']}"
-    if why := other_job(reference, got):
+    if why := job_obstacle(reference, got):
         return why
     theirs = reference.probe
     for n in reference.variants.keys() & reference.state.keys() & got.state.keys():
@@ -97,10 +106,10 @@ def _log_softmax(x: Any) -> Any:
     return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
 
 
-def probe(reference: Trace, got: Trace, bound: Bound) -> Check:
+def check_probe(reference: Trace, got: Trace, bound: Bound) -> Check:
     """The logits of the probe, compared with the reference's."""
     name = "probe.logits"
-    found = logits(reference, got)
+    found = compare_logits(reference, got)
     if isinstance(found, str):
         return Check.unknown(name, found)
     if why := bound.obstacle():
@@ -116,7 +125,7 @@ def probe(reference: Trace, got: Trace, bound: Bound) -> Check:
     return Check.of(name, number <= bound.relative, text, number, bound.relative, bound.source)
 
 
-def probe_ranks(got: Trace) -> Check:
+def check_probe_ranks(got: Trace) -> Check:
     """Whether all ranks computed the same logits."""
     name, agree = "probe.ranks", got.probe.get("agree")
     if agree is None:
@@ -128,7 +137,7 @@ def probe_ranks(got: Trace) -> Check:
 # ------------------------------------------------------------------------------------------------------------------ run
 
 
-def ranks(got: Trace) -> Check:
+def check_ranks(got: Trace) -> Check:
     """Whether all ranks report the same loss in every step."""
     name = "run.ranks"
     known = [s for s in got.steps if s.losses]
@@ -137,27 +146,27 @@ def ranks(got: Trace) -> Check:
     for s in known:
         losses = s.losses or []
         if any(x != losses[0] and not (x != x and losses[0] != losses[0]) for x in losses):
-            text = f"ranks report different losses in step {s.step}: {_values_of(losses)}"
+            text = f"ranks report different losses in step {s.step}: {_losses_by_value(losses)}"
             return Check.of(
-                name, False, text, max(deviation(x, losses[0]) for x in losses), 0, "exact", f"step {s.step}"
+                name, False, text, max(relative_deviation(x, losses[0]) for x in losses), 0, "exact", f"step {s.step}"
             )
     return Check.of(name, True, f"all ranks have the same loss, in {plural(len(known), 'step')}", 0, 0, "exact")
 
 
-def _values_of(losses: Sequence[float]) -> str:
+def _losses_by_value(losses: Sequence[float]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, x in enumerate(losses):
         ranks.setdefault(repr(x), []).append(rank)
-    return "; ".join(f"{x} on {listed([f'rank {r}' for r in rs])}" for x, rs in list(ranks.items())[:4])
+    return "; ".join(f"{x} on {format_list([f'rank {r}' for r in rs])}" for x, rs in list(ranks.items())[:4])
 
 
-def finite(got: Trace) -> Check:
+def check_finite(got: Trace) -> Check:
     """Whether losses and norms are finite."""
     name = "run.finite"
     if not got.steps:
         return Check.unknown(name, "no step was run")
     for s in got.steps:
-        found = list(not_finite(s))
+        found = list(non_finite_values(s))
         if found:
             more = f", and {len(found) - 1} more" if len(found) > 1 else ""
             text = f"{found[0][0]} is {found[0][1]} in step {s.step}{more}"
@@ -167,7 +176,7 @@ def finite(got: Trace) -> Check:
     )
 
 
-def spike(reference: Trace | None, got: Trace) -> Check:
+def check_spike(reference: Trace | None, got: Trace) -> Check:
     """The largest grad norm relative to the reference's in the same step, or else to the median of the steps before."""
     name = "run.spike"
     theirs = {s.step: s.grad_norm for s in reference.steps} if reference is not None else {}
@@ -191,7 +200,7 @@ def spike(reference: Trace | None, got: Trace) -> Check:
     return Check.of(name, worst <= SPIKE, text, worst, SPIKE, "given", where)
 
 
-def dead(reference: Trace | None, got: Trace) -> Check:
+def check_dead(reference: Trace | None, got: Trace) -> Check:
     """Whether there is a gradient in every step, or in every step in which the reference has one."""
     name = "run.dead"
     known = [s for s in got.steps if s.grad_norm is not None]
@@ -205,7 +214,7 @@ def dead(reference: Trace | None, got: Trace) -> Check:
     return Check.of(name, True, "there is a gradient in every step", 0, 0, "exact")
 
 
-def round_trip(got: Trace) -> Check:
+def check_round_trip(got: Trace) -> Check:
     """Whether the job holds the same state after a save and a load."""
     name = "roundtrip.state"
     if "differing" not in got.roundtrip:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..trace.model import Trace
-from .differences import alike
+from .differences import are_alike
 
-__all__ = ["Beside", "Marked", "beside_differences", "holds", "is_recording", "told"]
+__all__ = ["Marked", "SideStateDiff", "compare_side_state", "is_comparable", "is_recording", "side_state_of"]
 
 #: Values of a scheduler that change while it computes and mean nothing afterwards.
 _TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
@@ -25,15 +25,15 @@ _FEW = 8  # values of a list that are shown
 _CUTS = "extra.ds_config.zero_optimization."
 
 
-def told(value: Any) -> bool:
+def is_comparable(value: Any) -> bool:
     """Whether a value is plain data that can be compared; "<module.Class>" stands for an object that is not."""
     if isinstance(value, (list, tuple)):
-        return all(map(told, value))
+        return all(map(is_comparable, value))
     return not (isinstance(value, str) and value.startswith("<"))
 
 
 @dataclass
-class Beside:
+class SideStateDiff:
     """The differences of one component beside model and optimizer: values, and marks of arrays and tensors.
 
     `found` {name: (expected, found)}, `missing` names only in the reference, `extra` names only here, `unknown` names
@@ -54,14 +54,14 @@ class Beside:
     @property
     def changes(self) -> list[str]:
         """How the found ones differ, by name."""
-        return [_changed(n, *two) for n, two in self.found.items()]
+        return [_describe_change(n, *two) for n, two in self.found.items()]
 
 
-def _changed(name: str, expected: Any, found: Any) -> str:
+def _describe_change(name: str, expected: Any, found: Any) -> str:
     if type(expected) is type(found) is list and max(len(expected), len(found)) > _FEW:
         if len(expected) != len(found):
             return f"{name} has {len(found)} values and had {len(expected)}"
-        wrong = [k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if not alike(a, b)]
+        wrong = [k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if not are_alike(a, b)]
         more = f", and {len(wrong) - 1} more of its {len(found)} values differ" if len(wrong) > 1 else ""
         return f"{name}[{wrong[0]}] is {found[wrong[0]]!r} and was {expected[wrong[0]]!r}{more}"
     if not isinstance(expected, Marked) and not isinstance(found, Marked):
@@ -82,7 +82,7 @@ class Marked(NamedTuple):
         return f"{self.kind} {list(self.shape)}"
 
 
-def holds(trace: Trace, component: str) -> dict[str, Any]:
+def side_state_of(trace: Trace, component: str) -> dict[str, Any]:
     """{name: value, or Marked} of a component beside model and optimizer."""
     out: dict[str, Any] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
     out.update((n, Marked(*m)) for n, m in trace.others.items() if n.partition(".")[0] == component)
@@ -92,49 +92,52 @@ def holds(trace: Trace, component: str) -> dict[str, Any]:
     return {n: v for n, v in out.items() if n.rpartition(".")[2] not in skip and not n.startswith(_CUTS)}
 
 
-def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:
+def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStateDiff:
     """What differs in a component beside model and optimizer.
 
     Nothing is compared if a recording has none of it, or has it of another step. Random states are compared with those
     of the recorded ranks, under whatever names the checkpoint has them, unless the recording has them by name.
     """
-    theirs, ours = holds(reference, component), holds(got, component)
-    out = Beside()
+    theirs, ours = side_state_of(reference, component), side_state_of(got, component)
+    out = SideStateDiff()
     if is_recording(reference) and (not theirs or reference.start != got.start):
         return (
-            _random_states(reference, ours, got.layout in _EVERY_RANK)
+            _compare_random_states(reference, ours, got.layout in _EVERY_RANK)
             if component == "rng" and reference.start == got.start
             else out
         )
     for n, expected in theirs.items():
         if n not in ours:
             # a recording may hold functions that no checkpoint does
-            (out.missing if told(expected) or not is_recording(reference) else out.unknown).append(n)
-        elif not told(expected) or not told(ours[n]) or "" in (_digest(expected), _digest(ours[n])):
+            (out.missing if is_comparable(expected) or not is_recording(reference) else out.unknown).append(n)
+        elif not is_comparable(expected) or not is_comparable(ours[n]) or "" in (_digest(expected), _digest(ours[n])):
             out.unknown.append(n)
         else:
             out.compared += 1
-            if not any(alike(x, ours[n]) or _one_number(x, ours[n]) for x in (expected, *_of_ranks(reference, n))):
+            if not any(
+                are_alike(x, ours[n]) or _is_same_number(x, ours[n])
+                for x in (expected, *_variants_of_ranks(reference, n))
+            ):
                 out.found[n] = (expected, ours[n])
     out.extra = [n for n in ours if n not in theirs]
     return out
 
 
-def _of_ranks(reference: Trace, name: str) -> list[Any]:
+def _variants_of_ranks(reference: Trace, name: str) -> list[Any]:
     """What ranks of a recorded job held under one name, if they did not agree; a checkpoint has what one of them
     saved."""
     found = reference.variants.get(name, [])
     return [Marked(*x) for x in found] if name in reference.others else found
 
 
-def _random_states(reference: Trace, ours: dict[str, Any], every: bool) -> Beside:
+def _compare_random_states(reference: Trace, ours: dict[str, Any], every: bool) -> SideStateDiff:
     """The random states of a checkpoint against those of the recorded ranks.
 
     A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's.
     More than the recorded generators (one of the data, say) may be there. `every`: the trainer saves those of all
     ranks, so one that is there alone is what was left.
     """
-    out = Beside()
+    out = SideStateDiff()
     for kind in ("torch", "cuda", "numpy", "python"):
         ranks = [Marked(str(g[kind][0]), tuple(g[kind][1]), str(g[kind][2])) for g in reference.generators if kind in g]
         if not ranks or len(ranks) != len(reference.generators):
@@ -176,7 +179,7 @@ def _digest(x: Any) -> str | None:
     return x.digest if isinstance(x, Marked) else None
 
 
-def _one_number(a: Any, b: Any) -> bool:
+def _is_same_number(a: Any, b: Any) -> bool:
     """Whether one is a number and the other a tensor of that number alone, as which some layouts keep it."""
     number, marked = (b, a) if isinstance(a, Marked) else (a, b)
     if not isinstance(marked, Marked) or isinstance(number, Marked) or marked.shape not in ((), (1,)):
@@ -185,6 +188,9 @@ def _one_number(a: Any, b: Any) -> bool:
         return False
     import torch
 
-    from ..trace.side_state import mark
+    from ..trace.side_state import mark_array
 
-    return mark(torch.tensor(number, dtype=getattr(torch, marked.kind, None)).reshape(marked.shape))[2] == marked.digest
+    return (
+        mark_array(torch.tensor(number, dtype=getattr(torch, marked.kind, None)).reshape(marked.shape))[2]
+        == marked.digest
+    )

@@ -10,35 +10,35 @@ import math
 from collections.abc import Mapping
 
 from ...index.names import step_count
-from ..text import changed, fqn_of, listed, plural, slot_of
+from ..text import describe_changes, format_list, fqn_of, plural, slot_of
 from ..trace.model import Trace
 from .differences import (
-    alike,
+    are_alike,
     config_differences,
-    copies_differ,
-    differing,
-    judged,
+    differing_tensors,
     missing_and_extra,
-    not_as_stored,
+    must_be_equal,
+    optimizer_steps,
     option_differences,
-    options,
+    options_by_parameter,
     shape_differences,
     state_obstacle,
-    steps_of,
-    ties,
+    tensors_not_as_stored,
+    tensors_with_unequal_copies,
+    tied_groups,
 )
-from .side_state_differences import Beside, beside_differences, holds, is_recording
+from .side_state_differences import SideStateDiff, compare_side_state, is_recording, side_state_of
 from .verdict import Check
 
-__all__ = ["configuration", "loaded", "own_tied", "plausible", "state"]
+__all__ = ["check_configuration", "check_loaded", "check_own_tying", "check_plausible", "check_state"]
 
 
-def loaded(got: Trace, profile: str) -> Check:
+def check_loaded(got: Trace, profile: str) -> Check:
     """Whether the job holds what the files contain."""
     name = "state.loaded"
     if got.failed is not None:
         return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
-    if copies := copies_differ(got):
+    if copies := tensors_with_unequal_copies(got):
         return Check.exact(name, copies, "", f"copies on several ranks differ, of {plural(len(copies), 'tensor')}")
     if (rounded := got.environment.get("rounded")) and profile != "relaxed":
         return Check.exact(
@@ -48,34 +48,34 @@ def loaded(got: Trace, profile: str) -> Check:
         return Check.unknown(
             name, "the files were not read a second time, so what was loaded was not compared with them"
         )
-    wrong = not_as_stored(got)
+    wrong = tensors_not_as_stored(got)
     good = f"the job holds what the files contain, in all {len(got.stored)} tensors"
     return Check.exact(
         name, wrong, good, f"the job does not hold what the files contain, in {plural(len(wrong), 'tensor')}"
     )
 
 
-def plausible(got: Trace, reference: Trace | None = None) -> Check:
+def check_plausible(got: Trace, reference: Trace | None = None) -> Check:
     """Faults that a state shows by itself. What the reference holds as well, at the same step, is none: parts of a
     module may have been frozen for some steps."""
     name = "state.plausible"
     if got.failed is not None or (not got.state and not got.scalars):
         return Check.unknown(name, "the run did not record what the job held")
-    problems = _implausible(got)
+    problems = _implausible_facts(got)
     if problems and reference is not None and reference.failed is None and reference.start == got.start:
-        theirs = set(_implausible(reference))
+        theirs = set(_implausible_facts(reference))
         problems = [p for p in problems if p not in theirs]
     return Check.exact(
         name, problems, "optimizer steps, moments and scalars are plausible", "no training produces this"
     )
 
 
-def _implausible(got: Trace) -> list[str]:
+def _implausible_facts(got: Trace) -> list[str]:
     """What no training produces. Parameters that never got a gradient have no optimizer state, and those that got fewer
     gradients have smaller steps."""
     problems = [f"{n} is {v}" for n, v in got.scalars.items() if n.startswith("optim.") and not math.isfinite(v)]
-    trained = _trained(got)
-    steps = {n: v for n, v in steps_of(got).items() if math.isfinite(v)}
+    trained = _steps_trained(got)
+    steps = {n: v for n, v in optimizer_steps(got).items() if math.isfinite(v)}
     if trained > 0:
         zeros = [n for n, v in steps.items() if v == 0]
         if zeros and len(zeros) == len(steps):
@@ -86,7 +86,7 @@ def _implausible(got: Trace) -> list[str]:
         adaptive = any("betas" in g and g.get("params") for g in got.groups)
         if adaptive and not moments:
             problems.append(f"the optimizer has param groups but no moments, after {trained} steps")
-    for module, found in _modules(steps).items():
+    for module, found in _steps_by_module(steps).items():
         apart = sorted(set(found.values()))
         if 0 not in apart and len(apart) > 1:
             few = " and ".join(f"{v:g}" for v in apart[:3])
@@ -101,13 +101,13 @@ def _implausible(got: Trace) -> list[str]:
     return problems
 
 
-def _trained(trace: Trace) -> int:
+def _steps_trained(trace: Trace) -> int:
     """How many steps the training had done when the checkpoint was saved, as far as the trace knows."""
     count = step_count(trace.values.get)
     return trace.start if count is None else count
 
 
-def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _steps_by_module(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Optimizer steps, grouped by module within a layer (layers.1.self_attn), whose parameters train together.
 
     Whole layers are not grouped, nor are lists of experts: an expert without tokens gets no gradient.
@@ -125,7 +125,7 @@ def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return out
 
 
-def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
+def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     """Names, shapes, fingerprints and scalars, compared with the reference."""
     names = ("state.names", "state.shapes", "state.digests", "state.scalars")
     why = state_obstacle(reference, got)
@@ -141,9 +141,9 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         out.append(Check.unknown(names[0], "the run or the reference does not list its tensors"))
     if got.failed is not None:
         return out + [Check.unknown(n, "the checkpoint could not be loaded") for n in names[1:]]
-    common = [n for n in reference.state if n in got.state and judged(n)]
+    common = [n for n in reference.state if n in got.state and must_be_equal(n)]
     other_shapes, other_dtypes = shape_differences(reference, got)
-    shapes, dtypes = changed(other_shapes, lambda shape: str(list(shape))), changed(other_dtypes, str)
+    shapes, dtypes = describe_changes(other_shapes, lambda shape: str(list(shape))), describe_changes(other_dtypes, str)
     rounded: list[str] = got.environment.get("as_stored") or []
     unknown: list[str] = got.environment.get("not_rounded") or []
     good = f"the same shapes and dtypes in all {len(common)} tensors"
@@ -151,7 +151,7 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         what = plural(len(rounded) + len(unknown), "tensor")
         good = (
             f"the same shapes; {what} of another dtype in the files, as the profile allows: "
-            f"{listed([*rounded, *unknown])}"
+            f"{format_list([*rounded, *unknown])}"
         )
     if not common:
         out.append(Check.unknown(names[1], "run and reference have no tensor in common"))
@@ -162,7 +162,7 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     same = [n for n in common if n not in other_shapes and n not in other_dtypes]
     compared = [n for n in same if reference.state[n][2] and got.state[n][2]]
     if compared:
-        wrong = differing(reference, got)
+        wrong = differing_tensors(reference, got)
         good = f"equal bytes in all {len(compared)} tensors"
         if rounded:
             good += f"; {len(rounded)} of them are exactly the reference's rounded to {got.state[rounded[0]][0]}"
@@ -174,9 +174,9 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         out.append(Check.exact(names[2], wrong, good, bad))
     else:
         out.append(Check.unknown(names[2], "no tensor has a fingerprint on both sides"))
-    both = [n for n in reference.scalars if n in got.scalars and judged(n) and n not in {*rounded, *unknown}]
+    both = [n for n in reference.scalars if n in got.scalars and must_be_equal(n) and n not in {*rounded, *unknown}]
     two = {n: (reference.scalars[n], got.scalars[n]) for n in both}
-    wrong = changed({n: (a, b) for n, (a, b) in two.items() if not alike(float(a), float(b))})
+    wrong = describe_changes({n: (a, b) for n, (a, b) in two.items() if not are_alike(float(a), float(b))})
     if both:
         good = f"equal values of all {plural(len(both), 'tensor')} with one element"
         bad = f"{plural(len(wrong), 'tensor')} with one element {'differs' if len(wrong) == 1 else 'differ'}"
@@ -189,23 +189,23 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
 # -------------------------------------------------------------------------------------------------------- configuration
 
 
-def configuration(reference: Trace, got: Trace) -> list[Check]:
+def check_configuration(reference: Trace, got: Trace) -> list[Check]:
     """Param groups, scheduler, other values, ties and the model's configuration, compared with the reference."""
     if got.failed is not None:
         names = ("groups", "scheduler", *_WORDS, "values", "tied", "model")
         return [Check.unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
-    out = [_groups(reference, got), _scheduler(reference, got)]
-    out += [_component(reference, got, n) for n in _WORDS]
-    return [*out, _values(reference, got), _tied(reference, got), _model(reference, got)]
+    out = [_check_param_groups(reference, got), _check_scheduler(reference, got)]
+    out += [_check_component(reference, got, n) for n in _WORDS]
+    return [*out, _check_values(reference, got), _check_tied(reference, got), _check_model_config(reference, got)]
 
 
 #: Components that have a check of their own, in words.
 _WORDS = {"rng": "random states", "dataloader": "the dataloader's state", "scaler": "the grad scaler's state"}
 
 
-def _groups(reference: Trace, got: Trace) -> Check:
+def _check_param_groups(reference: Trace, got: Trace) -> Check:
     name = "config.groups"
-    theirs, ours = options(reference), options(got)
+    theirs, ours = options_by_parameter(reference), options_by_parameter(got)
     if not theirs or not ours:
         who = "the run" if theirs else "the reference"
         return Check.unknown(name, f"{who} did not record its param groups (Recorder.state does)")
@@ -227,35 +227,37 @@ def _groups(reference: Trace, got: Trace) -> Check:
     return out
 
 
-def _scheduler(reference: Trace, got: Trace) -> Check:
+def _check_scheduler(reference: Trace, got: Trace) -> Check:
     name = "config.scheduler"
-    found = beside_differences(reference, got, "scheduler")
-    if found.missing and not holds(got, "scheduler"):
+    found = compare_side_state(reference, got, "scheduler")
+    if found.missing and not side_state_of(got, "scheduler"):
         return Check.of(name, False, "the checkpoint has no scheduler state, but the reference has", 1, 0, "exact")
     if not found.compared and not found.missing:
-        return Check.unknown(name, _absent(reference, got, "scheduler", "a scheduler's state"))
+        return Check.unknown(name, _explain_absent(reference, got, "scheduler", "a scheduler's state"))
     problems = found.changes
     if problems or not found.missing:
-        return _with_rest(Check.exact(name, problems, "the same scheduler state", "the scheduler state differs"), found)
-    text = f"the scheduler's {listed(found.missing)} is missing"
+        return _mention_extra(
+            Check.exact(name, problems, "the same scheduler state", "the scheduler state differs"), found
+        )
+    text = f"the scheduler's {format_list(found.missing)} is missing"
     return Check.of(name, False, text, len(found.missing), 0, "exact")
 
 
-def _component(reference: Trace, got: Trace, component: str) -> Check:
+def _check_component(reference: Trace, got: Trace, component: str) -> Check:
     name, what = f"config.{component}", _WORDS[component]
-    found = beside_differences(reference, got, component)
-    if found.missing and not holds(got, component):
+    found = compare_side_state(reference, got, component)
+    if found.missing and not side_state_of(got, component):
         if files := [n for n, what in got.unread if what == component]:
-            return Check.unknown(name, f"{what} may be in {listed(files)}, which was not read")
-        text = f"the checkpoint has lost {what}: {listed(found.missing)}"
+            return Check.unknown(name, f"{what} may be in {format_list(files)}, which was not read")
+        text = f"the checkpoint has lost {what}: {format_list(found.missing)}"
         return Check.of(name, False, text, len(found.missing), 0, "exact")
     if not found.compared and not found.missing:
-        return Check.unknown(name, _absent(reference, got, component, what))
+        return Check.unknown(name, _explain_absent(reference, got, component, what))
     good = f"{what}: the same {plural(found.compared, 'value')}"
-    return _with_rest(Check.exact(name, found.problems, good, f"{what} differ"), found)
+    return _mention_extra(Check.exact(name, found.problems, good, f"{what} differ"), found)
 
 
-def _absent(reference: Trace, got: Trace, component: str, what: str) -> str:
+def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> str:
     """Why nothing of a component was compared."""
     if is_recording(reference):
         if reference.start != got.start:
@@ -267,23 +269,23 @@ def _absent(reference: Trace, got: Trace, component: str, what: str) -> str:
             )
         why = reference.unrecorded.get(component)
         return f"the reference did not record {what}" + (f" ({why})" if why else "")
-    theirs, ours = holds(reference, component), holds(got, component)
+    theirs, ours = side_state_of(reference, component), side_state_of(got, component)
     if not theirs:
         return f"the original checkpoint does not hold {what}" + ("" if ours else ", and neither does this one")
-    return f"{what} cannot be compared: {listed(theirs)} are objects of other classes"
+    return f"{what} cannot be compared: {format_list(theirs)} are objects of other classes"
 
 
-def _with_rest(check: Check, found: Beside) -> Check:
+def _mention_extra(check: Check, found: SideStateDiff) -> Check:
     if found.extra:
-        check.text += f"; only here: {listed(found.extra)}"
+        check.text += f"; only here: {format_list(found.extra)}"
     return check
 
 
-def _values(reference: Trace, got: Trace) -> Check:
+def _check_values(reference: Trace, got: Trace) -> Check:
     name = "config.values"
     problems, extra, compared = list[str](), list[str](), 0
     for component in ("trainer", "extra", "model", "optim"):
-        found = beside_differences(reference, got, component)
+        found = compare_side_state(reference, got, component)
         problems += found.problems
         extra += found.extra
         compared += found.compared
@@ -295,10 +297,10 @@ def _values(reference: Trace, got: Trace) -> Check:
         return Check.unknown(name, "no counter or other value is known on both sides")
     bad = f"{plural(len(problems), 'value')} differing"
     out = Check.exact(name, problems, f"the same {plural(compared, 'value')}", bad)
-    return _with_rest(out, Beside(extra=extra))
+    return _mention_extra(out, SideStateDiff(extra=extra))
 
 
-def own_tied(got: Trace) -> Check | None:
+def check_own_tying(got: Trace) -> Check | None:
     """Whether the head is tied if the model's configuration says so; None if it does not, or if there is no head."""
     heads = [n for n in got.state if n.startswith("model.") and n.endswith("lm_head.weight")]
     if got.config is None or got.config.get("tie_word_embeddings") is not True or not heads:
@@ -309,26 +311,28 @@ def own_tied(got: Trace) -> Check | None:
     return Check.of("config.tied", False, text, 1, 0, "exact", heads[0].removeprefix("model."))
 
 
-def _tied(reference: Trace, got: Trace) -> Check:
+def _check_tied(reference: Trace, got: Trace) -> Check:
     name = "config.tied"
-    own = own_tied(got)
+    own = check_own_tying(got)
     if own is not None and own.verdict == "fail":
         return own
     if not reference.tied and not reference.state and reference.parameters is None:
         return own or Check.unknown(
             name, "the reference did not record which parameters are tied (pass the model to Recorder)"
         )
-    theirs, ours = ties(reference), ties(got)
+    theirs, ours = tied_groups(reference), tied_groups(got)
     problems = [f"{' and '.join(sorted(g))} were tied and are not" for g in sorted(theirs - ours, key=sorted)]
     problems += [f"{' and '.join(sorted(g))} are tied and were not" for g in sorted(ours - theirs, key=sorted)]
     good = f"the same {plural(len(ours), 'tied parameter')}" if ours else "no parameter is tied on either side"
     return Check.exact(name, problems, good, "tied parameters differ")
 
 
-def _model(reference: Trace, got: Trace) -> Check:
+def _check_model_config(reference: Trace, got: Trace) -> Check:
     name = "config.model"
     if reference.config is None or got.config is None:
         who = "the reference" if reference.config is None else "the run"
         return Check.unknown(name, f"{who} has no model configuration")
     found = config_differences(reference.config, got.config)
-    return Check.exact(name, changed(found), "the same configuration of the model", "the model's configuration differs")
+    return Check.exact(
+        name, describe_changes(found), "the same configuration of the model", "the model's configuration differs"
+    )

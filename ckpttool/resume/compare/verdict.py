@@ -1,6 +1,6 @@
 """The results of a judgement: Check, Cause, Report.
 
-`judge`, `diagnosis` and `gates` make them; `contents`, `report` and `page` show them."""
+judge.py, limits.py and diagnosis/ make them; report/ shows them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ..text import listed
-from ..trace.model import SCHEMA, Trace, spelled, to_json
+from ..text import format_list
+from ..trace.model import SCHEMA, Trace, spell_non_finite, trace_to_json
 from .misfit import does_not_fit
 
 __all__ = ["Cause", "Check", "Report", "Word"]
@@ -71,7 +71,7 @@ class Check:
         if not problems:
             return cls.of(name, True, good, 0, 0, "exact")
         first = problems[0].split(" ")[0]
-        text = f"{bad}: {listed(problems)}"
+        text = f"{bad}: {format_list(problems)}"
         return cls.of(name, False, text, len(problems), 0, "exact", first if "." in first else None)
 
     @classmethod
@@ -155,8 +155,8 @@ class Report:
             "metrics": self.metrics,
             "versions": self.versions,
             "time": self.time,
-            "candidate": to_json(self.candidate),
-            "reference": None if self.reference is None else to_json(self.reference),
+            "candidate": trace_to_json(self.candidate),
+            "reference": None if self.reference is None else trace_to_json(self.reference),
         }
-        out: dict[str, Any] = spelled(data)
+        out: dict[str, Any] = spell_non_finite(data)
         return out

@@ -1,8 +1,8 @@
 """How differing tensors differ in the files of two open checkpoints, and where.
 
-Some tensors are read, one at a time, and compared with those of the reference (`tensor_diff`), and where that says
-little with other tensors of it (`companions`). The place of an element follows from the index; the rank that wrote it,
-from the file names that engines use.
+Some tensors are read, one at a time, and compared with those of the reference (tensor_diff.py), and where that says
+little with other tensors of it (related_tensors.py). The place of an element follows from the index; the rank that
+wrote it, from the file names that engines use.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...errors import CkpttoolError
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk
 from ..text import slot_of
-from .related_tensors import companion
-from .tensor_diff import VAGUE, TensorDiff, differs_in, tensor_diff
+from .related_tensors import find_related
+from .tensor_diff import VAGUE, TensorDiff, compare_tensors, differs_in
 
-__all__ = ["Apart", "Inspected", "apart", "file_of", "inspect", "place_of"]
+__all__ = ["FaultyFiles", "Inspected", "file_of", "find_faulty_files", "inspect_tensors", "place_of"]
 
 #: How many differing tensors are read in any case, the most bytes of one, and of all that are read besides.
 _LOOK = 8
@@ -44,18 +44,18 @@ class Inspected:
 
 
 @dataclass(frozen=True)
-class Apart:
+class FaultyFiles:
     """The one or two files that have every difference; `theirs` says that they are the reference's."""
 
     files: tuple[str, ...]
     theirs: bool
 
     def __str__(self) -> str:
-        names = [name if (rank := _rank(name)) is None else f"{name} (rank {rank})" for name in self.files]
+        names = [name if (rank := _rank_of_file(name)) is None else f"{name} (rank {rank})" for name in self.files]
         return " and ".join(names) + (" of the reference" if self.theirs else "")
 
 
-def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Inspected]:
+def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Inspected]:
     """How these tensors differ in the files: the first of every slot, then the first ones, then as many as are soon
     read."""
     left, right = (o.locate() for o in opened)
@@ -65,15 +65,15 @@ def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str])
         return a is not None and b is not None and a.shape == b.shape and 0 < max(a.nbytes, b.nbytes) <= _MOST
 
     def read(n: str) -> Any:
-        return _read(opened[0], left, n) if 0 < left.tensors[n].nbytes <= _MOST else None
+        return _read_array(opened[0], left, n) if 0 < left.tensors[n].nbytes <= _MOST else None
 
     def look(n: str) -> Inspected:
-        expected, got = _read(opened[0], left, n), _read(opened[1], right, n)
-        found = tensor_diff(expected, got)
+        expected, got = _read_array(opened[0], left, n), _read_array(opened[1], right, n)
+        found = compare_tensors(expected, got)
         if found is None:
             return Inspected(None, (frozenset(), frozenset()))
         if found.kind in VAGUE:
-            found = companion(left, read, n, found, got) or found
+            found = find_related(left, read, n, found, got) or found
         files = tuple(
             frozenset(
                 chunk.extent.file
@@ -104,13 +104,13 @@ def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str])
     return out
 
 
-def apart(
+def find_faulty_files(
     opened: tuple[OpenCheckpoint, OpenCheckpoint], looked: Mapping[str, Inspected], wrong: Sequence[str]
-) -> Apart | None:
+) -> FaultyFiles | None:
     """The one or two files that have every difference, if most of what they hold differs and nothing of any other file
     does.
 
-    `looked` is what `inspect` gave, and `wrong` are all tensors that differ.
+    `looked` is what `inspect_tensors` gave, and `wrong` are all tensors that differ.
     """
     names = [n for n, found in looked.items() if found.diff is not None]
     if len(names) < _FEWEST:
@@ -129,11 +129,11 @@ def apart(
         inside = [n for n in of if files & of[n]]
         here = [n for n in wrong if n in of]
         if all(files & of[n] for n in here) and len(here) >= _PART * len(inside):
-            return Apart(tuple(ckpt.files[f] for f in sorted(files)), side == 0)
+            return FaultyFiles(tuple(ckpt.files[f] for f in sorted(files)), side == 0)
     return None
 
 
-def _read(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
+def _read_array(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
     """A tensor of the files as an array."""
     import numpy as np
 
@@ -148,7 +148,7 @@ def _read(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
 
 def file_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
     """The file with an element of a tensor; `flat` is its row-major index."""
-    chunk, _ = _chunk(ckpt, name, flat)
+    chunk, _ = _find_chunk(ckpt, name, flat)
     return None if chunk is None else ckpt.files[chunk.extent.file]
 
 
@@ -157,7 +157,7 @@ def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
 
     `flat` is its row-major index; None if no chunk contains it.
     """
-    chunk, at = _chunk(ckpt, name, flat)
+    chunk, at = _find_chunk(ckpt, name, flat)
     if chunk is None:
         return None
     entry = ckpt.tensors[name]
@@ -168,12 +168,12 @@ def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
         inside = sum((i - s) * k for i, s, k in zip(at, chunk.start, steps, strict=True))
         text += f", first difference at byte {offset + inside * ITEMSIZE[entry.dtype]}"
     box = ", ".join(f"{s}:{s + n}" for s, n in zip(chunk.start, chunk.shape, strict=True))
-    rank = _rank(file)
+    rank = _rank_of_file(file)
     whose = "" if rank is None else f"rank {rank}'s shard, "
     return f"{text} ({whose}[{box}] of {list(entry.shape)})" if box else text
 
 
-def _chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, list[int]]:
+def _find_chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, list[int]]:
     """The chunk with an element, and the element's index in each dimension."""
     at: list[int] = []
     entry = ckpt.tensors.get(name)
@@ -188,7 +188,7 @@ def _chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, list[i
     return None, at
 
 
-def _rank(file: str) -> int | None:
+def _rank_of_file(file: str) -> int | None:
     """The rank that wrote a file, from the file names of DCP, ZeRO and FSDP1."""
     name = file.rpartition("/")[2]
     for pattern in (

@@ -12,10 +12,10 @@ from typing import Any
 
 from ...index.checkpoint import Checkpoint
 from ..text import fqn_of, slot_of
-from .tensor_bits import epsilon, floating
-from .tensor_diff import TensorDiff, rounded_to, tensor_diff
+from .tensor_bits import dtype_epsilon, is_floating
+from .tensor_diff import TensorDiff, compare_tensors, find_rounded_dtype
 
-__all__ = ["companion", "outside"]
+__all__ = ["find_related", "side_tensors_of"]
 
 #: Kinds that only equal values can have.
 _TELLING = frozenset(("absolute", "negated", "rounded-bfloat16", "rounded-float16", "dtype"))
@@ -26,7 +26,7 @@ _FACTORS = (("lora_a", "lora_b"), ("lora_down", "lora_up"))
 Read = Callable[[str], Any]
 
 
-def companion(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+def find_related(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
     """What a tensor holds, if it follows from others of the reference; None if it does not.
 
     Args:
@@ -35,58 +35,60 @@ def companion(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: A
         found: how it differs from its own reference.
     """
     if slot_of(name) == "weights":
-        return _outside(ckpt, read, name, found, got) or _merged(ckpt, read, name, found, got)
-    return _moments(ckpt, read, name, found, got)
+        return _find_side_tensor(ckpt, read, name, found, got) or _find_merged_lora(ckpt, read, name, found, got)
+    return _find_other_moment(ckpt, read, name, found, got)
 
 
-def _moments(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
     for other in ckpt.tensors:
         if other != name and slot_of(other) != "weights" and fqn_of(other) == fqn_of(name):
-            text = _same(read(other), got, f"the values of {slot_of(other)}")
+            text = _describe_if_same(read(other), got, f"the values of {slot_of(other)}")
             if text is not None:
                 return replace(found, kind="moments-copied", text=text, plain=text)
     return None
 
 
-def outside(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]:
+def side_tensors_of(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]:
     """(name, what is before the FQN in it) of the tensors outside model and optimizer that belong to a parameter."""
     for n in names:
         if n.endswith("." + fqn) and n.partition(".")[0] not in ("model", "optim", "rng", "dataloader"):
             yield n, n[: -len(fqn) - 1]
 
 
-def _outside(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
-    for other, at in outside(ckpt.tensors, fqn_of(name)):
-        text = _same(read(other), got, f"the values that the reference has in {at}")
+def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+    for other, at in side_tensors_of(ckpt.tensors, fqn_of(name)):
+        text = _describe_if_same(read(other), got, f"the values that the reference has in {at}")
         if text is not None:
             return replace(found, kind="copied", text=text, plain=text)
     return None
 
 
-def _same(other: Any, got: Any, whose: str) -> str | None:
+def _describe_if_same(other: Any, got: Any, whose: str) -> str | None:
     """What `got` holds of another tensor, if that is all it holds."""
     if other is None or other.shape != got.shape:
         return None
-    found = tensor_diff(other, got)
+    found = compare_tensors(other, got)
     if found is None:
         return f"holds {whose}"
     return found.text.replace("the reference's values", whose) if found.kind in _TELLING else None
 
 
-def _merged(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
     """The reference plus a multiple of the product of its adapter's two factors."""
     import numpy as np
 
-    for names, words in _adapters(ckpt, name) if got.ndim == 2 and floating(got) else ():
+    for names, words in _lora_factors(ckpt, name) if got.ndim == 2 and is_floating(got) else ():
         base, down, up = (read(n) for n in (name, *names))
         if base is None or down is None or up is None or down.ndim != 2 or up.ndim != 2:
             continue
         change = got.astype(np.float32) - base.astype(np.float32)
-        coarse = rounded_to(base, got)
+        coarse = find_rounded_dtype(base, got)
         rounding = (
-            2 * epsilon(got if coarse is None else np.empty(0, coarse)) * float(np.linalg.norm(got.astype(np.float32)))
+            2
+            * dtype_epsilon(got if coarse is None else np.empty(0, coarse))
+            * float(np.linalg.norm(got.astype(np.float32)))
         )
-        for product in _products(down.astype(np.float32), up.astype(np.float32), got.shape):
+        for product in _factor_products(down.astype(np.float32), up.astype(np.float32), got.shape):
             size = float(np.linalg.norm(product))
             scale = float(np.vdot(product, change)) / size**2 if size else 0.0
             rest = float(np.linalg.norm(change - scale * product))
@@ -99,7 +101,7 @@ def _merged(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any
     return None
 
 
-def _adapters(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], str]]:
+def _lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], str]]:
     """((name of the factor that is applied first, of the other), their product in words) of the adapters of a
     weight."""
     of = fqn_of(name).removesuffix(".weight").removesuffix(".base_layer").removesuffix(".base") + "."
@@ -114,7 +116,7 @@ def _adapters(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], st
                 )
 
 
-def _products(down: Any, up: Any, shape: tuple[int, ...]) -> Iterator[Any]:
+def _factor_products(down: Any, up: Any, shape: tuple[int, ...]) -> Iterator[Any]:
     """The product of two factors in every orientation that has this shape."""
     for x, y in ((up, down), (down, up)):
         if x.shape[1] == y.shape[0]:

@@ -10,10 +10,16 @@ import re
 from collections import Counter
 
 from ...errors import argument
-from ..compare.differences import config_differences, option_differences, options, pairs, rates_by_group
-from ..compare.row_differences import explained
-from ..compare.side_state_differences import beside_differences, holds
-from ..text import changed, listed, plural
+from ..compare.differences import (
+    common_steps,
+    config_differences,
+    option_differences,
+    options_by_parameter,
+    rates_by_group,
+)
+from ..compare.row_differences import describe_row_mismatch
+from ..compare.side_state_differences import compare_side_state, side_state_of
+from ..text import describe_changes, format_list, plural
 from ..trace.model import Trace
 from .context import Context
 
@@ -29,10 +35,18 @@ _TRAINED = (
     "steps.worst_update",
 )
 
-__all__ = ["data", "groups", "model", "scheduler", "scheduler_gone", "tied", "values"]
+__all__ = [
+    "explain_data",
+    "explain_lost_scheduler",
+    "explain_model_config",
+    "explain_param_groups",
+    "explain_scheduler",
+    "explain_side_state",
+    "explain_tied",
+]
 
 
-def tied(context: Context) -> None:
+def explain_tied(context: Context) -> None:
     """Parameters that share their data on one side alone."""
     check = context.failed.get("config.tied")
     if check is not None:
@@ -46,21 +60,21 @@ def tied(context: Context) -> None:
         )
 
 
-def model(context: Context, reference: Trace) -> None:
+def explain_model_config(context: Context, reference: Trace) -> None:
     """The model's own configuration."""
     if "config.model" not in context.failed or reference.config is None or context.got.config is None:
         return
     found = config_differences(reference.config, context.got.config)
-    text = f"the model's configuration differs: {listed(changed(found))}"
+    text = f"the model's configuration differs: {format_list(describe_changes(found))}"
     context.add("model-configuration", text, context.seen("probe.logits", "step1.loss"), explains=("weights",))
 
 
-def groups(context: Context, reference: Trace) -> None:
+def explain_param_groups(context: Context, reference: Trace) -> None:
     """Options of param groups, and who is in one."""
     if "config.groups" not in context.failed:
         return
     found, missing, extra = option_differences(reference, context.got)
-    known = options(context.got)
+    known = options_by_parameter(context.got)
     for key, where in found.items():
         if key in ("lr", "initial_lr") and "rates" in context.explained:
             continue
@@ -73,7 +87,7 @@ def groups(context: Context, reference: Trace) -> None:
             if len(names) == len(known):
                 whose = "all parameters"
             text, kind = f"{key} is {b!r} and was {a!r} for {whose}", f"option-{key.replace('_', '-')}"
-            if key == "weight_decay" and a == 0 and b and all(_undecayed(n) for n in names):
+            if key == "weight_decay" and a == 0 and b and all(_is_usually_undecayed(n) for n in names):
                 kind = "weight-decay-on-norms"
                 what = "1 norm or bias" if len(names) == 1 else f"{len(names)} norms and biases"
                 text = f"weight decay ({b!r}) is applied to {what} that had none, first {names[0]}"
@@ -89,12 +103,12 @@ def groups(context: Context, reference: Trace) -> None:
         context.add("optimizer-members", text, context.seen("config.groups"), extra, explains=("optimizer",))
 
 
-def scheduler_gone(context: Context, reference: Trace) -> None:
+def explain_lost_scheduler(context: Context, reference: Trace) -> None:
     """The load failed since a scheduler has nothing to begin from, and the reference has that."""
     if (
         "scheduler" in (context.got.failed or "")
-        and holds(reference, "scheduler")
-        and not holds(context.got, "scheduler")
+        and side_state_of(reference, "scheduler")
+        and not side_state_of(context.got, "scheduler")
     ):
         context.add(
             "scheduler-missing",
@@ -104,13 +118,13 @@ def scheduler_gone(context: Context, reference: Trace) -> None:
         )
 
 
-def scheduler(context: Context, reference: Trace) -> None:
+def explain_scheduler(context: Context, reference: Trace) -> None:
     """Its state, or what the learning rates show of it."""
     evidence = context.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
     if "config.scheduler" in context.failed:
-        apart = beside_differences(reference, context.got, "scheduler")
+        apart = compare_side_state(reference, context.got, "scheduler")
         found, missing = apart.found, apart.missing
-        if missing and not holds(context.got, "scheduler"):
+        if missing and not side_state_of(context.got, "scheduler"):
             context.add(
                 "scheduler-missing",
                 "the checkpoint has no scheduler state",
@@ -129,18 +143,18 @@ def scheduler(context: Context, reference: Trace) -> None:
                     f"the scheduler is off by {b - a:+d}: its last_epoch is {b} and was {a}",
                 )
         elif found:
-            kind, text = "scheduler-state", f"the scheduler state differs: {listed(changed(found))}"
+            kind, text = "scheduler-state", f"the scheduler state differs: {format_list(describe_changes(found))}"
         else:
-            kind, text = "scheduler-incomplete", f"of the scheduler {listed(missing)} is missing"
+            kind, text = "scheduler-incomplete", f"of the scheduler {format_list(missing)} is missing"
         context.add(kind, text, evidence, explains=("rates", "optimizer"))
         return
     if not evidence or "rates" in context.explained:
         return
-    kind, text = _rates(reference, context.got)
+    kind, text = _explain_learning_rates(reference, context.got)
     context.add(kind, text, evidence, explains=("rates", "optimizer"))
 
 
-def values(context: Context, reference: Trace) -> None:
+def explain_side_state(context: Context, reference: Trace) -> None:
     """Clipping, counters, random states, dataloader, scaler and other values."""
     seen = context.seen("config.values")
     if (why := reference.unrecorded.get("clip")) and context.got.clip is None and context.seen(*_TRAINED):
@@ -159,23 +173,23 @@ def values(context: Context, reference: Trace) -> None:
         ("model", "values", "extra states of the model's modules"),
     ):
         check = f"config.{component}" if component in ("rng", "dataloader", "scaler") else "config.values"
-        found = beside_differences(reference, context.got, component)
+        found = compare_side_state(reference, context.got, component)
         if check not in context.failed or not found.problems:
             continue
-        if found.missing and not found.found and not holds(context.got, component):
-            text = f"the checkpoint has lost {what}: {listed(found.missing)}"
+        if found.missing and not found.found and not side_state_of(context.got, component):
+            text = f"the checkpoint has lost {what}: {format_list(found.missing)}"
         else:
-            text = f"{what} differ{'s' if what.endswith(' state') else ''}: {listed(found.problems)}"
+            text = f"{what} differ{'s' if what.endswith(' state') else ''}: {format_list(found.problems)}"
         context.add(kind, text, context.seen(check))
 
 
-def _undecayed(name: str) -> bool:
+def _is_usually_undecayed(name: str) -> bool:
     return bool(re.search(r"norm|ln_|\.bias$|^bias$|layernorm", name))
 
 
-def _rates(reference: Trace, got: Trace) -> tuple[str, str]:
+def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[str, str]:
     """(kind, text) for learning rates that are not the reference's."""
-    known = [(a, b) for a, b in pairs(reference, got) if a.learning_rates and b.learning_rates]
+    known = [(a, b) for a, b in common_steps(reference, got) if a.learning_rates and b.learning_rates]
     a, b = next((x, y) for x, y in known if any(u != v for _, u, v in rates_by_group(reference, got, x, y)))
     ours, theirs = b.learning_rates or [], a.learning_rates or []
     by = {s.step: s.learning_rates for s in reference.steps if s.learning_rates}
@@ -206,7 +220,7 @@ def _rates(reference: Trace, got: Trace) -> tuple[str, str]:
     return "learning-rate", f"the learning rates are {ours!r} and were {theirs!r} in step {b.step}"
 
 
-def data(context: Context, reference: Trace) -> None:
+def explain_data(context: Context, reference: Trace) -> None:
     """Other batches, or the same ones in other steps."""
     if "step1.batch" not in context.failed and "steps.batch" not in context.failed:
         return
@@ -224,7 +238,7 @@ def data(context: Context, reference: Trace) -> None:
             explains=("data",),
         )
         return
-    wrong = [(x, y) for x, y in pairs(a, b) if None not in (x.batch, y.batch) and x.batch != y.batch]
+    wrong = [(x, y) for x, y in common_steps(a, b) if None not in (x.batch, y.batch) and x.batch != y.batch]
     tokens = [(x.tokens, y.tokens) for x, y in wrong if x.tokens and y.tokens and x.tokens != y.tokens]
     if tokens and len(tokens) == len(wrong):
         ratio = tokens[0][1] / tokens[0][0]
@@ -236,7 +250,7 @@ def data(context: Context, reference: Trace) -> None:
         if s.batch is not None:
             of.setdefault(s.batch, s.step)
     gaps = Counter(of[y.batch] - y.step for _, y in wrong if y.batch in of)
-    if not gaps and (found := explained(a, b, wrong)) is not None:
+    if not gaps and (found := describe_row_mismatch(a, b, wrong)) is not None:
         context.add(*found, evidence, explains=("data",))
         return
     if not gaps:

@@ -12,24 +12,40 @@ import re
 from collections import Counter
 from statistics import median
 
-from ..compare.differences import deviation, first_pair, not_finite, options, steps_of, tensor_deviations
-from ..text import fqn_of, listed, plural, scope, spoken
+from ..compare.differences import (
+    first_common_step,
+    non_finite_values,
+    optimizer_steps,
+    options_by_parameter,
+    relative_deviation,
+    tensor_deviations,
+)
+from ..text import describe_selection, format_list, fqn_of, plural, readable_name
 from ..trace.model import Step, Trace
 from .context import Context
 
-__all__ = ["finite", "gradients_summed", "plausible", "ranks", "ranks_of_probe", "round_trip", "run", "steps"]
+__all__ = [
+    "explain_gradient_scale",
+    "explain_implausible",
+    "explain_loss_ranks",
+    "explain_not_finite",
+    "explain_probe_ranks",
+    "explain_round_trip",
+    "explain_run",
+    "explain_steps",
+]
 
 
 #: A deviation of the loss up to so many times that of the logits follows from it.
 _ALIKE = 10.0
 
 
-def plausible(context: Context) -> None:
+def explain_implausible(context: Context) -> None:
     """What no training leaves."""
     if "state.plausible" not in context.failed or "optimizer" in context.explained:
         return
     got, text = context.got, context.failed["state.plausible"].text
-    steps = steps_of(got)
+    steps = optimizer_steps(got)
     if steps and all(v == 0 for v in steps.values()):
         moments = any(n.endswith(".exp_avg") for n in got.state)
         also = ": the moments were restored, the step was not" if moments else ""
@@ -40,19 +56,20 @@ def plausible(context: Context) -> None:
         context.add("state-odd", f"the state is not plausible: {text}", explains=("optimizer",))
 
 
-def finite(context: Context) -> None:
+def explain_not_finite(context: Context) -> None:
     """The first NaN or infinity."""
     if "run.finite" not in context.failed:
         return
-    step, found = next((s, found) for s in context.got.steps if (found := list(not_finite(s))))
+    step, found = next((s, found) for s in context.got.steps if (found := list(non_finite_values(s))))
     tensors = [w.partition(" of ")[2] for w, _ in found if " of " in w]
     grads = all(math.isfinite(v) for v in step.grads.values()) and math.isfinite(step.loss)
     text = f"numbers are not finite from step {step.step} on, first {found[0][0]} ({found[0][1]})"
     if grads and any(not math.isfinite(v) for v in step.updates.values()):
         bad = [n for n, v in step.updates.items() if not math.isfinite(v)]
+        which = describe_selection(bad, list(step.updates), "tensors")
         text = (
-            f"the update of {scope(bad, list(step.updates), 'tensors')} is not finite in step {step.step}, though "
-            "loss and gradients are: its moments hold NaN, or negative squares"
+            f"the update of {which} is not finite in step {step.step}, though loss and gradients are: its moments hold "
+            "NaN, or negative squares"
         )
         tensors = bad
         context.explained.add("optimizer")
@@ -62,9 +79,9 @@ def finite(context: Context) -> None:
     context.add("not-finite", text, context.seen("run.finite"), tensors)
 
 
-def gradients_summed(context: Context, reference: Trace) -> None:
+def explain_gradient_scale(context: Context, reference: Trace) -> None:
     """The grad norm is a whole multiple, or part, while the loss is the same."""
-    first = first_pair(reference, context.got)
+    first = first_common_step(reference, context.got)
     if "step1.grad_norm" not in context.failed or not context.passed("step1.loss") or first is None:
         return
     a, b = first
@@ -76,7 +93,7 @@ def gradients_summed(context: Context, reference: Trace) -> None:
     if n < 2 or abs(times / n - 1) > 1e-3:
         return
     every = [b.grads[k] / a.grads[k] for k in a.grads if a.grads[k] and k in b.grads]
-    if every and deviation(median(every), ratio) > 0.05:
+    if every and relative_deviation(median(every), ratio) > 0.05:
         return
     whose = ""
     if n == context.got.world_size:
@@ -91,9 +108,9 @@ def gradients_summed(context: Context, reference: Trace) -> None:
     context.add("gradient-scale", text, context.seen("step1.grad_norm"))
 
 
-def steps(context: Context, reference: Trace) -> None:
+def explain_steps(context: Context, reference: Trace) -> None:
     """From numbers alone, where nothing exact has explained them."""
-    first = first_pair(reference, context.got)
+    first = first_common_step(reference, context.got)
     weights, data = "weights" in context.explained, "data" in context.explained
     same = context.passed("state.digests") and context.passed("state.names")
     if "probe.logits" in context.failed and not weights:
@@ -103,7 +120,7 @@ def steps(context: Context, reference: Trace) -> None:
                 "the weights are equal and the logits are not: the model's configuration differs (rope theta, eps "
                 "of the norms), or other kernels compute it"
             )
-            context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
+            context.add("model-configuration", text, [*evidence, *_environment_changes(context, reference)])
         else:
             context.add("weights", "the logits differ before any step: weights, or the model's configuration", evidence)
         weights = True
@@ -111,14 +128,14 @@ def steps(context: Context, reference: Trace) -> None:
     elif "step1.loss" in context.failed and not weights and not data:
         evidence = context.seen("step1.loss", "step1.grad_norm")
         if reference.dropout or context.got.dropout:
-            _dropout(context, reference, evidence)
-        elif same and context.passed("step1.batch") and (apart := _small(context)):
+            _explain_dropout(context, reference, evidence)
+        elif same and context.passed("step1.batch") and (apart := _small_logit_deviation(context)):
             text = (
                 f"weights and batch are equal, the logits deviate by {apart:.2g}, which is within their bound, and the "
                 "loss deviates about as much: the model's configuration (eps of the norms, rope theta), or other "
                 "kernels"
             )
-            context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
+            context.add("model-configuration", text, [*evidence, *_environment_changes(context, reference)])
         elif context.passed("probe.logits") and context.passed("step1.batch"):
             text = (
                 "logits and batch are equal and the loss is not: its labels or masks, a term such as label smoothing "
@@ -134,7 +151,7 @@ def steps(context: Context, reference: Trace) -> None:
         elif same:
             rest = "its labels and masks" if context.passed("step1.batch") else "the batch"
             text = f"the weights are equal and the loss is not: the model's configuration, its kernels, or {rest}"
-            context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
+            context.add("model-configuration", text, [*evidence, *_environment_changes(context, reference)])
         else:
             context.add(
                 "weights",
@@ -144,14 +161,14 @@ def steps(context: Context, reference: Trace) -> None:
         weights = True
     if first is None:
         return
-    _frozen(context, reference, *first)
+    _explain_frozen(context, reference, *first)
     ruled_out = weights or data or "gradients" in context.explained
     if not ruled_out and ("step1.grad_norm" in context.failed or "step1.worst_grad" in context.failed):
-        _gradients(context, reference, *first)
+        _explain_gradients(context, reference, *first)
         ruled_out = True
     if not ruled_out and "optimizer" not in context.explained:
         if "step1.update_norm" in context.failed or "step1.worst_update" in context.failed:
-            _updates(context, reference, *first)
+            _explain_updates(context, reference, *first)
         elif not context.out and any(n.startswith("steps.") for n in context.failed):
             evidence = context.seen(*(n for n in context.failed if n.startswith("steps.")))
             kind, text = "later-steps", "something random is not the same, or noise grows"
@@ -163,7 +180,7 @@ def steps(context: Context, reference: Trace) -> None:
             context.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
 
 
-def _small(context: Context) -> float | None:
+def _small_logit_deviation(context: Context) -> float | None:
     """By how much the logits deviate if they pass and the loss deviates about as much; None if not."""
     logits, loss = context.checks.get("probe.logits"), context.failed["step1.loss"].number
     if logits is None or logits.verdict != "pass" or not logits.number or loss is None:
@@ -171,14 +188,14 @@ def _small(context: Context) -> float | None:
     return logits.number if loss <= _ALIKE * logits.number else None
 
 
-def _dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
+def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
     """Dropout or its random numbers, where it is on in one of the runs; differing random states were named before."""
     a, b = (t.environment.get("dropout_probabilities") for t in (reference, context.got))
     if reference.dropout != context.got.dropout:
         now, was = ("on", "off") if context.got.dropout else ("off", "on")
         text = f"dropout is {now} in this job and was {was} in the reference"
     elif a is not None and b is not None and a != b:
-        text = f"dropout is {listed(map(str, b))} and was {listed(map(str, a))}"
+        text = f"dropout is {format_list(map(str, b))} and was {format_list(map(str, a))}"
     elif "config.rng" in context.failed:
         return
     else:
@@ -189,7 +206,7 @@ def _dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
     context.add("dropout", text, evidence)
 
 
-def _environment(context: Context, reference: Trace) -> list[str]:
+def _environment_changes(context: Context, reference: Trace) -> list[str]:
     a, b = reference.environment, context.got.environment
     return [
         f"{k} is {b[k]} and was {a[k]}"
@@ -198,7 +215,7 @@ def _environment(context: Context, reference: Trace) -> list[str]:
     ]
 
 
-def _frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
+def _explain_frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
     if not (a.updates and b.updates) or not {"step1.worst_update", "step1.update_norm"} & context.failed.keys():
         return
     still = [n for n, v in a.updates.items() if v > 0 and b.updates.get(n) == 0]
@@ -207,10 +224,10 @@ def _frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
     ]
     if not still or set(still) <= {m for c in context.out for n in c.tensors for m in (n, fqn_of(n))}:
         return
-    if set(_far(context, reference, a, b, updates=False)) <= set(still):
+    if set(_deviating_tensors(context, reference, a, b, updates=False)) <= set(still):
         context.explained.add("gradients")
     every = list(a.updates)
-    which = "no tensor is" if len(still) == len(every) else f"{scope(still, every, 'tensors')} not"
+    which = "no tensor is" if len(still) == len(every) else f"{describe_selection(still, every, 'tensors')} not"
     rates = b.learning_rates
     if rates and not any(rates):
         context.add(
@@ -225,9 +242,9 @@ def _frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
     context.add("frozen", text, context.seen("step1.worst_update"), still, explains=("optimizer",))
 
 
-def _gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
+def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
     evidence = context.seen("step1.grad_norm", "step1.worst_grad")
-    found = _far(context, reference, a, b, updates=False)
+    found = _deviating_tensors(context, reference, a, b, updates=False)
     if not found:
         context.add(
             "gradients", "the loss is equal and the gradients are not: how they are reduced or scaled", evidence
@@ -241,18 +258,18 @@ def _gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
         text = "the loss is equal and all gradients are not: how they are reduced, scaled or accumulated"
         if "config.model" not in context.checks or context.checks["config.model"].verdict == "not comparable":
             text += ", or the model's configuration, which the reference did not record"
-        context.add("gradients", text, [*evidence, *_environment(context, reference)], found)
+        context.add("gradients", text, [*evidence, *_environment_changes(context, reference)], found)
     else:
-        text = f"the loss is equal and the gradient of {scope(found, every, 'tensors')} is not"
+        text = f"the loss is equal and the gradient of {describe_selection(found, every, 'tensors')} is not"
         context.add("gradients", text, evidence, found)
 
 
-def _updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
+def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
     evidence = context.seen("step1.update_norm", "step1.worst_update")
     if a.update_norm and b.update_norm:
         evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
     equal = "gradients are equal, " if context.passed("step1.grad_norm") else ""
-    found = _far(context, reference, a, b, updates=True)
+    found = _deviating_tensors(context, reference, a, b, updates=True)
     if not found:
         context.add("optimizer", f"{equal}the update is not: the optimizer's state or its options", evidence)
         return
@@ -268,7 +285,7 @@ def _updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
         text = f"{equal}the updates of {most} {len(found)} tensors are not: {guess}"
         context.add("optimizer", text, evidence, found)
         return
-    known = options(context.got)
+    known = options_by_parameter(context.got)
     members: dict[int, set[str]] = {}
     for n, chosen in known.items():
         members.setdefault(id(chosen), set()).add(n)
@@ -278,11 +295,11 @@ def _updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
         context.add("optimizer-group", text, evidence, found)
         return
     whose = "its" if len(found) == 1 else "their"
-    text = f"{equal}the update of {scope(found, every, 'tensors')} is not: {whose} moments"
+    text = f"{equal}the update of {describe_selection(found, every, 'tensors')} is not: {whose} moments"
     context.add("moments", text, evidence, found)
 
 
-def _far(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
+def _deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
     """Tensors whose norm deviates by more than the check's bound, the farthest first."""
     check = context.checks.get("step1.worst_update" if updates else "step1.worst_grad")
     bound = check.bound if check is not None and check.bound is not None else 0.0
@@ -291,17 +308,17 @@ def _far(context: Context, reference: Trace, a: Step, b: Step, updates: bool) ->
     return sorted(far, key=lambda n: -far[n] if far[n] == far[n] else -math.inf)
 
 
-def ranks_of_probe(context: Context) -> None:
+def explain_probe_ranks(context: Context) -> None:
     """Ranks that compute other logits, from which all other numbers follow."""
     if "probe.ranks" in context.failed and "weights" not in context.explained:
         odd = context.got.probe.get("odd") or []
-        who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {listed(map(str, odd), 8)} compute"
+        who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {format_list(map(str, odd), 8)} compute"
         text = f"{who} other logits than the others" if odd else "ranks compute different logits"
         text += " from one batch: another model there, other buffers or kernels, or no eval mode"
         context.add("rank-disagrees", text, context.seen("probe.ranks"), explains=("weights", "gradients"))
 
 
-def ranks(context: Context) -> None:
+def explain_loss_ranks(context: Context) -> None:
     """Ranks that do not agree on the loss."""
     if "run.ranks" in context.failed:
         step = next(s for s in context.got.steps if s.losses and any(x != s.losses[0] for x in s.losses))
@@ -309,14 +326,14 @@ def ranks(context: Context) -> None:
         usual, times = Counter(losses).most_common(1)[0]
         odd = [r for r, x in enumerate(losses) if x != usual]
         if times * 2 > len(losses):
-            who = f"ranks {listed(map(str, odd), 8)} disagree" if len(odd) > 1 else f"rank {odd[0]} disagrees"
+            who = f"ranks {format_list(map(str, odd), 8)} disagree" if len(odd) > 1 else f"rank {odd[0]} disagrees"
             text = f"{who} with the others on the loss, from step {step.step} on"
         else:
             text = f"ranks disagree on the loss, from step {step.step} on: it is not reduced over all of them"
         context.add("rank-disagrees", text, context.seen("run.ranks"))
 
 
-def run(context: Context) -> None:
+def explain_run(context: Context) -> None:
     """A run that learns nothing, or leaps, where nothing else is wrong."""
     if "run.dead" in context.failed and not context.out:
         context.add(
@@ -328,9 +345,9 @@ def run(context: Context) -> None:
         context.add("spike", f"training spikes: {context.failed['run.spike'].text}", context.seen("run.spike"))
 
 
-def round_trip(context: Context) -> None:
+def explain_round_trip(context: Context) -> None:
     """Saving and loading again."""
     if "roundtrip.state" in context.failed:
         names = [str(n) for n in context.got.roundtrip.get("differing", [])]
-        text = f"saving and loading again changes {listed([spoken(n) for n in names], 1)}"
+        text = f"saving and loading again changes {format_list([readable_name(n) for n in names], 1)}"
         context.add("save-or-load", text, context.seen("roundtrip.state"), names)

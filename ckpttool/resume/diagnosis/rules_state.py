@@ -3,7 +3,7 @@
 Each rule gets a `Context`. Every tensor is explained once: by the load, by its name or shape, by another tensor's bytes
 (a fingerprint recognises them anywhere: moments, layers or parameters of a module exchanged, single tensors, averages
 loaded as weights), by the one file that has all differences, or by the optimizer's step, if the state is from another
-step. Any other tensor has values of its own (`diagnosis_values`).
+step. Any other tensor has values of its own (`rules_values`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,38 @@ from math import prod
 from typing import Any
 
 from ..compare.differences import (
-    copies_differ,
-    differing,
-    judged,
+    differing_tensors,
     missing_and_extra,
-    not_as_stored,
-    options,
+    must_be_equal,
+    optimizer_steps,
+    options_by_parameter,
     shape_differences,
-    steps_of,
+    tensors_not_as_stored,
+    tensors_with_unequal_copies,
 )
-from ..text import LAYER, component_of, fqn_of, is_step, kinds, layer_of, listed, plural, scope, slot_of, spoken
+from ..text import (
+    LAYER,
+    component_of,
+    describe_selection,
+    format_list,
+    fqn_of,
+    is_step,
+    layer_of,
+    name_components,
+    plural,
+    readable_name,
+    slot_of,
+)
 from ..trace.model import Trace
 from . import rules_values as diagnosis_values
 from .context import Context
-from .files import inspect
-from .related_tensors import outside
+from .files import inspect_tensors
+from .related_tensors import side_tensors_of
 
-__all__ = ["absent", "load", "shapes", "values"]
+__all__ = ["explain_absent", "explain_load", "explain_shapes", "explain_tensors"]
 
 
-def load(context: Context) -> None:
+def explain_load(context: Context) -> None:
     """It failed, or what the job holds is not what the files say."""
     got = context.got
     if got.failed is not None:
@@ -43,10 +55,10 @@ def load(context: Context) -> None:
             "load-failed", f"the checkpoint could not be loaded: {got.failed}", explains=("weights", "optimizer")
         )
         return
-    if copies := copies_differ(got):
+    if copies := tensors_with_unequal_copies(got):
         context.add(
             "copies-differ",
-            f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first {spoken(copies[0])}",
+            f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first {readable_name(copies[0])}",
             context.seen("state.loaded"),
             copies,
             explains=("weights", "optimizer"),
@@ -56,14 +68,14 @@ def load(context: Context) -> None:
     if rounded and "state.loaded" in context.failed:
         context.add(
             "rounded-on-load",
-            f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first {spoken(rounded[0])}: "
-            "an optimizer keeps its moments in the dtype of the parameter. The files may well be right (compare them "
-            "with ckpttool diff), but this job begins with rounded ones",
+            f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first "
+            f"{readable_name(rounded[0])}: an optimizer keeps its moments in the dtype of the parameter. The files may "
+            "well be right (compare them with ckpttool diff), but this job begins with rounded ones",
             context.seen("state.loaded"),
             rounded,
         )
         return
-    wrong = not_as_stored(got)
+    wrong = tensors_not_as_stored(got)
     if not wrong:
         return
     holders: dict[str, list[str]] = {}
@@ -78,7 +90,7 @@ def load(context: Context) -> None:
     context.add("loading", text, evidence, wrong, explains={component_of(n) for n in wrong})
 
 
-def absent(context: Context, reference: Trace) -> None:
+def explain_absent(context: Context, reference: Trace) -> None:
     """Tensors that one side has and the other has not."""
     if not reference.state or (not context.got.state and context.got.failed is None):
         return
@@ -88,9 +100,9 @@ def absent(context: Context, reference: Trace) -> None:
         evidence.append(f"the checkpoint could not be loaded: {context.got.failed}")
     theirs = {n for n in reference.state if n.startswith("optim.state.")}
     ours = {n for n in context.got.state if n.startswith("optim.state.")}
-    members, known = options(context.got), options(reference)
+    members, known = options_by_parameter(context.got), options_by_parameter(reference)
     gone = [n for n in missing if n.startswith("optim.state.")]
-    # what this optimizer does not train has no state in it; `groups` says that
+    # what this optimizer does not train has no state in it; `explain_param_groups` says that
     gone = [n for n in gone if not members or fqn_of(n) in members or fqn_of(n) not in known]
     if theirs and not ours:
         context.add(
@@ -104,7 +116,8 @@ def absent(context: Context, reference: Trace) -> None:
     weights = [n for n in missing if not n.startswith("optim.")]
     if weights:
         every = [n for n in reference.state if not n.startswith("optim.")]
-        text = f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would start with random values"
+        which = describe_selection(weights, every, "weights")
+        text = f"{which} not in the checkpoint: a new job would start with random values"
         context.add("tensor-missing", text, evidence, weights, explains=("weights",))
     lost = {fqn_of(n) for n in weights}
     gone = [n for n in gone if fqn_of(n) not in lost]
@@ -113,26 +126,29 @@ def absent(context: Context, reference: Trace) -> None:
         whole = [p for p in params if not any(fqn_of(n) == p for n in ours)]
         slots = sorted({slot_of(n) for n in gone})
         if len(whole) == len(params):
-            text = f"the optimizer's state of {plural(len(params), 'parameter')} is missing, first {spoken(params[0])}"
+            many = plural(len(params), "parameter")
+            text = f"the optimizer's state of {many} is missing, first {readable_name(params[0])}"
         else:
-            text = f"{' and '.join(slots)} of {plural(len(params), 'parameter')} missing, first {spoken(params[0])}"
+            text = (
+                f"{' and '.join(slots)} of {plural(len(params), 'parameter')} missing, first {readable_name(params[0])}"
+            )
         context.add("moments-missing", text, evidence, gone, explains=("optimizer",))
     strange = [n for n in extra if not n.startswith("optim.state.")] or extra
     if extra and not missing:
         context.add(
             "tensor-extra",
-            f"{plural(len(extra), 'tensor')} that the reference does not have, first {spoken(strange[0])}",
+            f"{plural(len(extra), 'tensor')} that the reference does not have, first {readable_name(strange[0])}",
             evidence,
             extra,
         )
 
 
-def shapes(context: Context, reference: Trace) -> None:
+def explain_shapes(context: Context, reference: Trace) -> None:
     """Other shapes, or dtypes where the profile does not allow that."""
-    common = [n for n in reference.state if n in context.got.state and judged(n)]
+    common = [n for n in reference.state if n in context.got.state and must_be_equal(n)]
     other_shapes, other_dtypes = shape_differences(reference, context.got)
-    for (s, t), names in _together(other_shapes).items():
-        text = f"{scope(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
+    for (s, t), names in _group_by_change(other_shapes).items():
+        text = f"{describe_selection(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
         kind = "shape"
         if t == s[::-1]:
             kind, text = "transposed", text + ", the shape of the transposed tensor"
@@ -141,12 +157,12 @@ def shapes(context: Context, reference: Trace) -> None:
             text += f": the vocabulary was {'padded' if t[0] > s[0] else 'cut'} by {abs(t[0] - s[0])} rows"
         context.add(kind, text, context.seen("state.shapes"), names, explains=("weights", "optimizer"))
     if "state.shapes" in context.failed:
-        for (d, e), names in _together(other_dtypes).items():
-            text = f"{scope(names, common, 'tensors')}: {e} instead of {d}"
+        for (d, e), names in _group_by_change(other_dtypes).items():
+            text = f"{describe_selection(names, common, 'tensors')}: {e} instead of {d}"
             context.add("dtype", text, context.seen("state.shapes"), names, explains={component_of(n) for n in names})
 
 
-def _together(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], list[str]]:
+def _group_by_change(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], list[str]]:
     """{(expected, found): names}"""
     out: dict[tuple[Any, Any], list[str]] = {}
     for n, two in found.items():
@@ -154,25 +170,25 @@ def _together(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], lis
     return out
 
 
-def values(context: Context, reference: Trace) -> None:
+def explain_tensors(context: Context, reference: Trace) -> None:
     """Tensors of one name, shape and dtype that have different bytes."""
     if context.got.failed is not None:
         return
-    wrong = differing(reference, context.got)
+    wrong = differing_tensors(reference, context.got)
     marked = {fqn_of(n) for n in wrong if is_step(n)}
-    theirs, ours = steps_of(reference), steps_of(context.got)
+    theirs, ours = optimizer_steps(reference), optimizer_steps(context.got)
     steps = {n: (theirs[n], ours[n]) for n in theirs if n in ours and theirs[n] != ours[n]}
     rest = [n for n in wrong if not (is_step(n) and (fqn_of(n) in steps or prod(reference.state[n][1]) == 1))]
-    rest = _outside(context, reference, _moved(context, reference, rest))
-    looked = {} if context.opened is None else inspect(context.opened, rest)
-    if diagnosis_values.in_files(context, looked, wrong):
+    rest = _explain_side_tensors(context, reference, _explain_moved(context, reference, rest))
+    looked = {} if context.opened is None else inspect_tensors(context.opened, rest)
+    if diagnosis_values.explain_by_files(context, looked, wrong):
         return
-    rest = _steps(context, reference, steps, rest)
+    rest = _explain_steps(context, reference, steps, rest)
     strange = [n for n in wrong if is_step(n) and fqn_of(n) in marked - set(steps) and n not in rest]
-    diagnosis_values.differ(context, reference, rest + strange, looked)
+    diagnosis_values.explain_differing(context, reference, rest + strange, looked)
 
 
-def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
+def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
     """Tensors that hold the bytes of others; the ones that do not are given back."""
     holders: dict[str, list[str]] = {}
     for n, (_, shape, mark) in reference.state.items():
@@ -187,10 +203,10 @@ def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
         if len(found) == 1:  # bytes that several have are a constant, and tell nothing
             moves[n] = found[0]
     left = dict(moves)
-    _slots(context, left)
-    _layers(context, reference, left)
-    _leaves(context, left)
-    _parts(context, left)
+    _explain_slots(context, left)
+    _explain_layers(context, reference, left)
+    _explain_leaves(context, left)
+    _explain_parts(context, left)
     for component in ("weights", "optimizer"):
         some = {a: b for a, b in left.items() if component_of(a) == component}
         pairs = {a: b for a, b in some.items() if some.get(b) == a}
@@ -200,19 +216,21 @@ def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
             if a in several or (both and a > b):
                 continue
             text = (
-                f"{spoken(a)} and {spoken(b)} are exchanged" if both else f"{spoken(a)} holds the bytes of {spoken(b)}"
+                f"{readable_name(a)} and {readable_name(b)} are exchanged"
+                if both
+                else f"{readable_name(a)} holds the bytes of {readable_name(b)}"
             )
             evidence = [f"{a} has the fingerprint that {b} has in the reference"]
             context.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component,))
         if several:
-            what = "; ".join(f"{spoken(a)} holds {spoken(b)}" for a, b in list(several.items())[:3])
-            text = f"{plural(len(several), 'tensor')} ({kinds(several)}) hold the bytes of others: {what}"
+            what = "; ".join(f"{readable_name(a)} holds {readable_name(b)}" for a, b in list(several.items())[:3])
+            text = f"{plural(len(several), 'tensor')} ({name_components(several)}) hold the bytes of others: {what}"
             evidence = [f"{a} has the fingerprint that {b} has in the reference" for a, b in list(several.items())[:8]]
             context.add("copied", text, evidence, list(several), explains=(component,))
     return [n for n in wrong if n not in moves]
 
 
-def _outside(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
+def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
     """Weights that hold what the checkpoint has outside model and optimizer, such as averages; the others are given
     back."""
     holders: dict[str, dict[str, None]] = {}
@@ -223,24 +241,24 @@ def _outside(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
     by: dict[str, list[str]] = {}
     for n in wrong:
         if component_of(n) == "weights":
-            for _, at in islice(outside(holders.get(context.got.state[n][2], ()), fqn_of(n)), 1):
+            for _, at in islice(side_tensors_of(holders.get(context.got.state[n][2], ()), fqn_of(n)), 1):
                 by.setdefault(at, []).append(n)
     for at, names in by.items():
         every = [n for n in reference.state if component_of(n) == "weights"]
-        text = f"{scope(names, every, 'weights')} hold{'s' if len(names) == 1 else ''} the values of {at}"
+        text = f"{describe_selection(names, every, 'weights')} hold{'s' if len(names) == 1 else ''} the values of {at}"
         evidence = [f"{names[0]} has the fingerprint of {at}.{fqn_of(names[0])}"]
         context.add("copied", f"{text}, loaded in their place", evidence, names, explains=("weights",))
     found = {n for names in by.values() for n in names}
     return [n for n in wrong if n not in found]
 
 
-def _slots(context: Context, left: dict[str, str]) -> None:
+def _explain_slots(context: Context, left: dict[str, str]) -> None:
     """Moments under each other's names."""
     pairs_ = {a: b for a, b in left.items() if fqn_of(a) == fqn_of(b) and slot_of(a) != slot_of(b)}
     for two in sorted({tuple(sorted((slot_of(a), slot_of(b)))) for a, b in pairs_.items()}):
         names = [a for a, b in pairs_.items() if tuple(sorted((slot_of(a), slot_of(b)))) == two]
         params = list(dict.fromkeys(fqn_of(n) for n in names))
-        of = f"of {plural(len(params), 'parameter')}, first {spoken(params[0])}"
+        of = f"of {plural(len(params), 'parameter')}, first {readable_name(params[0])}"
         both = sum(pairs_.get(pairs_[a]) == a for a in names) == len(names)
         if both:
             text = f"{two[0]} and {two[1]} are exchanged, {of}"
@@ -254,7 +272,7 @@ def _slots(context: Context, left: dict[str, str]) -> None:
         del left[a]
 
 
-def _layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
+def _explain_layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
     """Layers in another order: the same names but for the number, of at least half of the layer's tensors."""
     by: dict[tuple[int, int], list[str]] = {}
     for a, b in left.items():
@@ -274,7 +292,7 @@ def _layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
         return
     for n in names:
         left.pop(n)
-    which = kinds(names)
+    which = name_components(names)
     swapped = [(i, j) for i, j in sorted(order.items()) if i < j and order.get(j) == i]
     if len(swapped) * 2 == len(order):
         text = " and ".join(f"layers {i} and {j}" for i, j in swapped[:4]) + f" are exchanged ({which})"
@@ -288,7 +306,7 @@ def _layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
     context.add("layers-exchanged", text, evidence, names, explains={component_of(n) for n in names})
 
 
-def _leaves(context: Context, left: dict[str, str]) -> None:
+def _explain_leaves(context: Context, left: dict[str, str]) -> None:
     """Two parameters of one module under each other's names: q and k, gate and up."""
     by: dict[tuple[str, str], list[str]] = {}
     for a, b in left.items():
@@ -301,15 +319,15 @@ def _leaves(context: Context, left: dict[str, str]) -> None:
             by.setdefault((two[0], two[1]), []).append(a)
     for (x, y), names in by.items():
         layers = sorted({i for n in names if (i := layer_of(n)) is not None})
-        inside = f" in layer{'s' if len(layers) > 1 else ''} {listed(map(str, layers), 6)}" if layers else ""
-        text = f"{x} and {y} are exchanged{inside} ({kinds(names)})"
+        inside = f" in layer{'s' if len(layers) > 1 else ''} {format_list(map(str, layers), 6)}" if layers else ""
+        text = f"{x} and {y} are exchanged{inside} ({name_components(names)})"
         evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
         context.add("exchanged", text, evidence, names, explains={component_of(n) for n in names})
     for n in {n for names in by.values() for n in names}:
         left.pop(n)
 
 
-def _parts(context: Context, left: dict[str, str]) -> None:
+def _explain_parts(context: Context, left: dict[str, str]) -> None:
     """A part of a layer in others: the same names but for the number, of at least two tensors for each layer."""
     by: dict[tuple[int, int], list[str]] = {}
     for a, b in left.items():
@@ -325,22 +343,24 @@ def _parts(context: Context, left: dict[str, str]) -> None:
     what = ".".join(common).removesuffix(".weight") or plural(len(names), "tensor")
     moves = ", ".join(f"that of layer {i} is layer {j}'s" for i, j in sorted(by))
     evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
-    text = f"{what} is that of another layer ({kinds(names)}): {moves}"
+    text = f"{what} is that of another layer ({name_components(names)}): {moves}"
     context.add("copied", text, evidence, names, explains={component_of(n) for n in names})
     for n in names:
         left.pop(n)
 
 
-def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, float]], rest: list[str]) -> list[str]:
+def _explain_steps(
+    context: Context, reference: Trace, steps: Mapping[str, tuple[float, float]], rest: list[str]
+) -> list[str]:
     """The optimizer's step, and state of another step; tensors that this does not explain are given back."""
     if not steps:
         return rest
     names = [f"optim.state.{n}.step" for n in steps]
-    every = [n for n in steps_of(reference) if n in steps_of(context.got)]
+    every = [n for n in optimizer_steps(reference) if n in optimizer_steps(context.got)]
     where = (
         "on all tensors"
         if len(steps) == len(every)
-        else f"on {len(steps)} of {len(every)} tensors, first {spoken(next(iter(steps)))}"
+        else f"on {len(steps)} of {len(every)} tensors, first {readable_name(next(iter(steps)))}"
     )
     moments = {fqn_of(n) for n in rest if n.startswith("optim.state.")}
     evidence = context.seen("state.scalars")
@@ -367,7 +387,7 @@ def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, 
         )
         return rest
     # a frozen weight, or a buffer, is the same in every step
-    trained = steps_of(reference)
+    trained = optimizer_steps(reference)
     universe = [n for n in reference.state if component_of(n) == "weights" and fqn_of(n) in trained]
     others = set(rest)
     weights = [n for n in universe if n in others]

@@ -1,5 +1,5 @@
-"""Rules about tensors that have values of their own: what `inspection` found in the files, put into as few causes as
-are true.
+"""Rules about tensors that have values of their own: what `inspect_tensors` found in the files, put into as few causes
+as are true.
 
 Tensors that differ in the same way are one cause. Ways that only one thing explains come before rounding, then come
 single elements, and last values of which nothing is known but a distance. Factors of moments tell what left them there:
@@ -12,14 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..compare.differences import options, steps_of
-from ..text import component_of, fqn_of, is_step, kinds, listed, plural, scope, slot_of
+from ..compare.differences import optimizer_steps, options_by_parameter
+from ..text import component_of, describe_selection, format_list, fqn_of, is_step, name_components, plural, slot_of
 from ..trace.model import Trace
 from .context import Context
-from .files import Apart, Inspected, apart, file_of, place_of
+from .files import FaultyFiles, Inspected, file_of, find_faulty_files, place_of
 from .tensor_diff import VAGUE, TensorDiff
 
-__all__ = ["differ", "in_files"]
+__all__ = ["explain_by_files", "explain_differing"]
 
 #: How far a factor may be from another, relatively.
 _CLOSE = 1e-3
@@ -27,15 +27,15 @@ _CLOSE = 1e-3
 _VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}
 
 
-def in_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[str]) -> bool:
+def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[str]) -> bool:
     """Whether one file has every difference, or two that are exchanged; then that is a cause."""
-    if context.opened is None or (found := apart(context.opened, looked, wrong)) is None:
+    if context.opened is None or (found := find_faulty_files(context.opened, looked, wrong)) is None:
         return False
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
-    groups = _groups(seen)
+    groups = _group_by_kind(seen)
     first = next(n for n in wrong if n in seen)
     most = max(groups, key=lambda kind: len(groups[kind]))
-    parts = f"{plural(len(wrong), 'tensor')} ({kinds(wrong)})"
+    parts = f"{plural(len(wrong), 'tensor')} ({name_components(wrong)})"
     evidence = [*context.seen("state.digests"), *(f"{n}: {d.text}" for n, d in list(seen.items())[:4])]
     kind, text = "one-file", f"every difference lies in {found}: its parts of {parts}"
     if len(found.files) > 1:
@@ -44,7 +44,7 @@ def in_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[
         kind, text = "exchanged", f"{found} are exchanged: every difference lies in their parts of {parts}"
     elif set(groups) - {"elements"} <= VAGUE:
         text += " are from another step, or were computed differently"
-    elif most == "copied-rows" and len(sources := _sources(context, found, groups[most], seen)) == 1:
+    elif most == "copied-rows" and len(sources := _source_files(context, found, groups[most], seen)) == 1:
         text += f" are those of {sources.pop()}"
     elif all(k.startswith("zero") or k == "elements" for k in groups):
         text += " are zeros"
@@ -63,7 +63,9 @@ def in_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[
     return True
 
 
-def _sources(context: Context, found: Apart, names: Sequence[str], seen: Mapping[str, TensorDiff]) -> set[str | None]:
+def _source_files(
+    context: Context, found: FaultyFiles, names: Sequence[str], seen: Mapping[str, TensorDiff]
+) -> set[str | None]:
     """The files that have the rows that tensors hold twice."""
     assert context.opened is not None
     ckpt = context.opened[0 if found.theirs else 1].locate()
@@ -71,19 +73,19 @@ def _sources(context: Context, found: Apart, names: Sequence[str], seen: Mapping
     return {file_of(ckpt, n, seen[n].detail["from"][0] * rows[n]) for n in names}
 
 
-def differ(context: Context, reference: Trace, rest: Sequence[str], looked: Mapping[str, Inspected]) -> None:
+def explain_differing(context: Context, reference: Trace, rest: Sequence[str], looked: Mapping[str, Inspected]) -> None:
     """What differs and is not the bytes of another tensor; looked into where both checkpoints are open."""
     looked = {n: looked[n] for n in rest if n in looked}
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
     left = [n for n in rest if n not in looked]
-    groups = _groups(seen)
+    groups = _group_by_kind(seen)
     for kind, names in groups.items():
         # others of the same slot that were not read are most likely of the kind, where all that were read are
         slots = {slot_of(n) for n in names}
         alone = all(n in names for n in looked if slot_of(n) in slots)
         more = [n for n in left if slot_of(n) in slots] if alone else []
         left = [n for n in left if n not in set(more)]
-        text = _text(context, reference, kind, names, more, seen)
+        text = _describe_tensors(context, reference, kind, names, more, seen)
         evidence = [f"{n}: {seen[n].text}" for n in names[:8]]
         if more:
             evidence.append(f"{plural(len(more), 'tensor')} of the same kind differ and were not read")
@@ -91,7 +93,8 @@ def differ(context: Context, reference: Trace, rest: Sequence[str], looked: Mapp
         context.add(kind, text, evidence, names + more, place, {component_of(n) for n in names})
     equal = [n for n in looked if n not in seen]
     if equal:
-        text = f"{scope(equal, rest, 'tensors')}: equal in both checkpoints' files, not in the jobs: loading did it"
+        which = describe_selection(equal, rest, "tensors")
+        text = f"{which}: equal in both checkpoints' files, not in the jobs: loading did it"
         context.add("loading", text, context.seen("state.digests"), equal, explains={component_of(n) for n in equal})
     for component, kind in (("weights", "weights-differ"), ("optimizer", "moments-differ")):
         names = [n for n in left if component_of(n) == component]
@@ -103,11 +106,12 @@ def differ(context: Context, reference: Trace, rest: Sequence[str], looked: Mapp
         if component == "optimizer" and len(slots) == 1:
             what = f"{next(iter(slots))} tensors of the optimizer"
             every = [n for n in every if slot_of(n) in slots]
-        text = f"{scope(names, every, what)} hold{'s' if len(names) == 1 else ''} other values than the reference's"
+        which = describe_selection(names, every, what)
+        text = f"{which} hold{'s' if len(names) == 1 else ''} other values than the reference's"
         context.add(kind, text, context.seen("state.digests"), names, explains=(component,))
 
 
-def _groups(seen: Mapping[str, TensorDiff]) -> dict[str, list[str]]:
+def _group_by_kind(seen: Mapping[str, TensorDiff]) -> dict[str, list[str]]:
     """{kind: names} in the order of the causes.
 
     What is unrelated is put to what is close, if that is most of it, and so are tensors of so few elements that a
@@ -131,7 +135,7 @@ def _groups(seen: Mapping[str, TensorDiff]) -> dict[str, list[str]]:
     }
 
 
-def _text(
+def _describe_tensors(
     context: Context,
     reference: Trace,
     kind: str,
@@ -144,10 +148,10 @@ def _text(
     slots = {slot_of(n) for n in names}
     every = [n for n in reference.state if slot_of(n) in slots]
     what = f"{next(iter(slots))} tensors" if len(slots) == 1 else "moments" if "weights" not in slots else "tensors"
-    which = scope(found, every, "weights" if slots == {"weights"} else what)
+    which = describe_selection(found, every, "weights" if slots == {"weights"} else what)
     if len(found) == 1:
         return f"{which} {seen[names[0]].text}"
-    if kind == "scaled" and (factors := _factors(context, reference, names, seen)):
+    if kind == "scaled" and (factors := _describe_factors(context, reference, names, seen)):
         return f"{which} are multiplied ({factors}"
     texts, plain = {seen[n].text for n in names}, {seen[n].plain for n in names}
     how = texts.pop() if len(texts) == 1 else plain.pop() if len(plain) == 1 else _general(kind, seen[names[0]].plain)
@@ -194,7 +198,9 @@ def _general(kind: str, text: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- factors
 
 
-def _factors(context: Context, reference: Trace, names: Sequence[str], seen: Mapping[str, TensorDiff]) -> str | None:
+def _describe_factors(
+    context: Context, reference: Trace, names: Sequence[str], seen: Mapping[str, TensorDiff]
+) -> str | None:
     """The factor of each slot, and what leaves such factors; None of weights, or if factors have nothing in common."""
     of = {n: float(seen[n].detail["factor"]) for n in names if "factor" in seen[n].detail}
     if len(of) < len(names) or any(slot_of(n) == "weights" for n in names):
@@ -205,39 +211,39 @@ def _factors(context: Context, reference: Trace, names: Sequence[str], seen: Map
     texts = []
     for slot, found in sorted(by.items()):
         low, high = min(found), max(found)
-        texts.append(f"{slot} x{low:.6g}" + (f" to x{high:.6g}" if not _equal(low, high) else ""))
-    why = _bias_correction(reference, of)
-    if why is None and all(_equal(min(found), max(found)) for found in by.values()):
-        why = _of_gradients(context, reference, {slot: found[0] for slot, found in by.items()})
-    return f"{listed(texts, 8)})" + (f": {why}" if why else "")
+        texts.append(f"{slot} x{low:.6g}" + (f" to x{high:.6g}" if not _are_close(low, high) else ""))
+    why = _explain_bias_correction(reference, of)
+    if why is None and all(_are_close(min(found), max(found)) for found in by.values()):
+        why = _explain_gradient_factor(context, reference, {slot: found[0] for slot, found in by.items()})
+    return f"{format_list(texts, 8)})" + (f": {why}" if why else "")
 
 
-def _equal(x: float, y: float) -> bool:
+def _are_close(x: float, y: float) -> bool:
     return math.isclose(x, y, rel_tol=_CLOSE)
 
 
-def _bias_correction(reference: Trace, of: Mapping[str, float]) -> str | None:
+def _explain_bias_correction(reference: Trace, of: Mapping[str, float]) -> str | None:
     """Whether each moment is divided by 1 - beta^step of its own param group and step."""
-    known, steps = options(reference), steps_of(reference)
+    known, steps = options_by_parameter(reference), optimizer_steps(reference)
     for n, factor in of.items():
         fqn, which = fqn_of(n), {"exp_avg": 0, "exp_avg_sq": 1}.get(slot_of(n))
         betas: Any = known.get(fqn, {}).get("betas")
         if which is None or fqn not in steps or not isinstance(betas, (list, tuple)) or len(betas) != 2:
             return None
         left = 1 - float(betas[which]) ** steps[fqn]
-        if not left or not _equal(factor, 1 / left):
+        if not left or not _are_close(factor, 1 / left):
             return None
     return "they were divided by 1 - beta^step, so that the bias correction is applied twice"
 
 
-def _of_gradients(context: Context, reference: Trace, by: Mapping[str, float]) -> str | None:
+def _explain_gradient_factor(context: Context, reference: Trace, by: Mapping[str, float]) -> str | None:
     """What gradients were multiplied by, if the first moment has that factor and the second one its square."""
     squares = [s for s in by if s.endswith("_sq")]
     plain = [s for s in by if not s.endswith("_sq")]
     if len({round(math.log(abs(by[s])), 3) for s in plain}) != 1 or by[plain[0]] <= 0:
         return None
     factor = by[plain[0]]
-    if not all(_equal(by[s], factor**2) for s in squares):
+    if not all(_are_close(by[s], factor**2) for s in squares):
         return None
     scales = [
         float(v)
@@ -245,18 +251,18 @@ def _of_gradients(context: Context, reference: Trace, by: Mapping[str, float]) -
         for n, v in (*t.values.items(), *t.scalars.items())
         if n.startswith("scaler.") and isinstance(v, (int, float)) and not isinstance(v, bool)
     ]
-    if factor > 1 and any(_equal(factor, s) for s in scales if s > 1):
+    if factor > 1 and any(_are_close(factor, s) for s in scales if s > 1):
         return f"their gradients were multiplied by the loss scale, {factor:.6g}"
     whole = round(factor)
     if factor < 1:
         whole = round(1 / factor)
-        if whole > 1 and _equal(factor, 1 / whole):
+        if whole > 1 and _are_close(factor, 1 / whole):
             return (
                 f"their gradients were divided by {whole} once too often (the number of ranks, or of accumulation "
                 "steps)"
             )
         return None
-    if not _equal(factor, whole):
+    if not _are_close(factor, whole):
         return None
     ranks = None if context.opened is None else context.opened[0].checkpoint.world_size
     if whole != ranks and whole >= 256 and whole & (whole - 1) == 0:

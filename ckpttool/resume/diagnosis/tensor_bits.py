@@ -1,4 +1,5 @@
-"""Arrays of any dtype, compared by their bits in blocks of 2^20 elements: what the modules of `tensor_diff` share.
+"""Arrays of any dtype, compared by their bits in blocks of 2^20 elements: what tensor_diff, tensor_order and
+tensor_values share.
 
 Bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. Values are compared only between different dtypes.
 """
@@ -9,7 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LIMIT", "Found", "Pair", "bits", "blocks", "epsilon", "floating", "same", "unequal", "wide"]
+__all__ = [
+    "LIMIT",
+    "ArrayPair",
+    "Found",
+    "are_same_bits",
+    "as_float64",
+    "as_integers",
+    "block_slices",
+    "dtype_epsilon",
+    "is_floating",
+    "unequal_mask",
+]
 
 #: Of a larger tensor the kind is inferred from this many elements.
 LIMIT = 1 << 24
@@ -20,7 +32,7 @@ Found = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Pair:
+class ArrayPair:
     """Two contiguous arrays of one shape that differ.
 
     `first` and `last` are flat indices of differing elements, `count` is their number. `x` and `y` are the elements of
@@ -37,48 +49,48 @@ class Pair:
     sampled: bool = False
 
 
-def bits(x: Any) -> Any:
+def as_integers(x: Any) -> Any:
     """The elements as integers, or as raw bytes if there is no integer of that size."""
     size = x.dtype.itemsize
     return x.view(f"u{size}") if size in (1, 2, 4, 8) else x.view(f"V{size}")
 
 
-def unequal(a: Any, b: Any) -> Any:
+def unequal_mask(a: Any, b: Any) -> Any:
     """Where elements differ: by their bits, or by value if the dtypes differ."""
     import numpy as np
 
     if a.dtype == b.dtype:
-        return bits(a) != bits(b)
+        return as_integers(a) != as_integers(b)
     with np.errstate(all="ignore"):
-        x, y = wide(a), wide(b)
+        x, y = as_float64(a), as_float64(b)
         return (x != y) & ~(np.isnan(x) & np.isnan(y))
 
 
-def same(a: Any, b: Any) -> bool:
+def are_same_bits(a: Any, b: Any) -> bool:
     """Whether two arrays have one shape and no differing element."""
-    return a.shape == b.shape and not unequal(a, b).any()
+    return a.shape == b.shape and not unequal_mask(a, b).any()
 
 
-def wide(x: Any) -> Any:
+def as_float64(x: Any) -> Any:
     """As float64, or complex128."""
     import numpy as np
 
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
-def blocks(n: int) -> Iterator[slice]:
+def block_slices(n: int) -> Iterator[slice]:
     """Slices of at most 2^20 that cover range(n)."""
     for k in range(0, n, _BLOCK):
         yield slice(k, min(n, k + _BLOCK))
 
 
-def floating(x: Any) -> bool:
+def is_floating(x: Any) -> bool:
     """Whether elements are floating-point or complex, ml_dtypes' included."""
     return x.dtype.kind in "fc" or (x.dtype.kind == "V" and "float" in x.dtype.name)
 
 
-def epsilon(x: Any) -> float:
+def dtype_epsilon(x: Any) -> float:
     """The relative distance of neighbouring numbers of the dtype; 0 for integers."""
     import ml_dtypes
 
-    return float(ml_dtypes.finfo(x.dtype).eps) if floating(x) else 0.0  # type: ignore[no-untyped-call]
+    return float(ml_dtypes.finfo(x.dtype).eps) if is_floating(x) else 0.0  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """How two tensors of one shape differ, in a word that says what went wrong.
 
-    tensor_diff(reference, got) -> TensorDiff("rounded-bfloat16", "holds the reference's values rounded to bfloat16",
-    ...)
+    compare_tensors(reference, got) -> TensorDiff("rounded-bfloat16", "holds the reference's values rounded to
+    bfloat16", ...)
 
 The most specific kind that is true of every differing element is the one that is given:
 
@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import tensor_order, tensor_values
-from .tensor_bits import LIMIT, Found, Pair, bits, blocks, floating, same, unequal
+from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, block_slices, is_floating, unequal_mask
 
-__all__ = ["LIMIT", "VAGUE", "TensorDiff", "differs_in", "rounded_to", "tensor_diff"]
+__all__ = ["LIMIT", "VAGUE", "TensorDiff", "compare_tensors", "differs_in", "find_rounded_dtype"]
 
 _FEW = 4
 
@@ -58,7 +58,7 @@ class TensorDiff:
         self.plain = self.plain or self.text
 
 
-def tensor_diff(reference: Any, got: Any) -> TensorDiff | None:
+def compare_tensors(reference: Any, got: Any) -> TensorDiff | None:
     """How `got` differs from `reference`, arrays of one shape; None if they are equal.
 
     Raises:
@@ -67,18 +67,18 @@ def tensor_diff(reference: Any, got: Any) -> TensorDiff | None:
     if reference.shape != got.shape:
         raise ValueError(f"shapes {reference.shape} and {got.shape}")
     a, b = _contiguous(reference), _contiguous(got)
-    extent = _extent(a, b)
+    extent = _find_extent(a, b)
     if extent is None:
         if a.dtype == b.dtype:
             return None
         return TensorDiff("dtype", f"holds the reference's values as {b.dtype}", 0, max(0, a.size - 1), a.size, a.size)
-    found = _described(a, b, extent)
-    if a.dtype != b.dtype and _real(a) and _real(b):
-        rounded = _cast(a, b.dtype)
-        if found.kind in VAGUE and (apart := _extent(rounded, b)) is not None:
-            return _described(rounded, b, apart, f"; the rest is the reference's rounded to {b.dtype}")
-    elif a.dtype == b.dtype and found.kind in VAGUE and (dtype := rounded_to(a, b)) is not None:
-        more = tensor_diff(a, _cast(b, dtype))
+    found = _describe_diff(a, b, extent)
+    if a.dtype != b.dtype and _is_real_float(a) and _is_real_float(b):
+        rounded = _cast_quietly(a, b.dtype)
+        if found.kind in VAGUE and (apart := _find_extent(rounded, b)) is not None:
+            return _describe_diff(rounded, b, apart, f"; the rest is the reference's rounded to {b.dtype}")
+    elif a.dtype == b.dtype and found.kind in VAGUE and (dtype := find_rounded_dtype(a, b)) is not None:
+        more = compare_tensors(a, _cast_quietly(b, dtype))
         if more is not None and (more.kind not in VAGUE or more.count * 2 <= found.count):
             return more
     return found
@@ -87,21 +87,21 @@ def tensor_diff(reference: Any, got: Any) -> TensorDiff | None:
 def differs_in(a: Any, b: Any, box: tuple[slice, ...]) -> bool:
     """Whether two arrays of one shape differ in a box of them, dtypes aside."""
     x, y = a[box], b[box]
-    return bool(unequal(_cast(x, y.dtype) if _real(x) and _real(y) else x, y).any())
+    return bool(unequal_mask(_cast_quietly(x, y.dtype) if _is_real_float(x) and _is_real_float(y) else x, y).any())
 
 
-def _real(x: Any) -> bool:
-    return floating(x) and x.dtype.kind != "c"
+def _is_real_float(x: Any) -> bool:
+    return is_floating(x) and x.dtype.kind != "c"
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast_quietly(x: Any, dtype: Any) -> Any:
     import numpy as np
 
     with np.errstate(all="ignore"):
         return x.astype(dtype)
 
 
-def _described(a: Any, b: Any, extent: tuple[int, int, int], note: str = "") -> TensorDiff:
+def _describe_diff(a: Any, b: Any, extent: tuple[int, int, int], note: str = "") -> TensorDiff:
     """How they differ, once it is known where."""
     import numpy as np
 
@@ -114,7 +114,9 @@ def _described(a: Any, b: Any, extent: tuple[int, int, int], note: str = "") -> 
     end = low * row + LIMIT if sampled else high * row
     x, y = a.reshape(-1), b.reshape(-1)
     with np.errstate(all="ignore"):
-        kind, text, detail = _kind(Pair(a, b, first, last, count, x[low * row : end], y[low * row : end], sampled))
+        kind, text, detail = _find_kind(
+            ArrayPair(a, b, first, last, count, x[low * row : end], y[low * row : end], sampled)
+        )
     # a bias goes the way of the rows of its weight
     plain = (text.replace("elements", "rows") if a.ndim == 1 and kind.endswith(("-rows", "rope")) else text) + note
     if a.ndim > 1 and kind not in _PLACED and ((x[: low * row] != 0).any() or (x[high * row :] != 0).any()):
@@ -151,15 +153,15 @@ def _contiguous(x: Any) -> Any:
     return np.ascontiguousarray(x).reshape(np.shape(x))  # a 0-dim array stays one
 
 
-def _extent(a: Any, b: Any) -> tuple[int, int, int] | None:
+def _find_extent(a: Any, b: Any) -> tuple[int, int, int] | None:
     """(first, last, count) of differing elements, or None."""
     import numpy as np
 
     x, y = a.reshape(-1), b.reshape(-1)
     first = last = -1
     count = 0
-    for part in blocks(len(x)):
-        where = np.flatnonzero(unequal(x[part], y[part]))
+    for part in block_slices(len(x)):
+        where = np.flatnonzero(unequal_mask(x[part], y[part]))
         if len(where):
             first = part.start + int(where[0]) if first < 0 else first
             last = part.start + int(where[-1])
@@ -167,52 +169,54 @@ def _extent(a: Any, b: Any) -> tuple[int, int, int] | None:
     return (first, last, count) if count else None
 
 
-def _kind(pair: Pair) -> Found:
-    for rule in (_rounded, _zeros, _constant):
+def _find_kind(pair: ArrayPair) -> Found:
+    for rule in (_find_rounded, _find_zeros, _find_constant):
         if found := rule(pair):
             return found
-    if found := _stepped(pair.x, pair.y):
+    if found := _find_bfloat16_steps(pair.x, pair.y):
         return found
     if pair.count <= _FEW and pair.a.size > 4 * _FEW:
-        return _elements(pair)
-    for rule in (_byte_order, tensor_values.not_finite, tensor_values.signs, *tensor_order.RULES):
+        return _list_elements(pair)
+    for rule in (_find_byte_order, tensor_values.find_not_finite, tensor_values.find_sign_change, *tensor_order.RULES):
         if found := rule(pair):
             return found
-    if pair.count > 2 and (found := tensor_values.formula(pair)):  # two elements always have some factor or distance
+    if pair.count > 2 and (
+        found := tensor_values.find_formula(pair)
+    ):  # two elements always have some factor or distance
         return found
-    return _elements(pair) if pair.count <= _FEW else tensor_values.distance(pair)
+    return _list_elements(pair) if pair.count <= _FEW else tensor_values.measure_distance(pair)
 
 
-def _dtypes() -> dict[str, Any]:
+def _half_dtypes() -> dict[str, Any]:
     import ml_dtypes
     import numpy as np
 
     return {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 
-def _rounded(pair: Pair) -> Found | None:
+def _find_rounded(pair: ArrayPair) -> Found | None:
     x, y = pair.x, pair.y
-    if not _real(x) or not _real(y) or x.dtype.itemsize < y.dtype.itemsize:
+    if not _is_real_float(x) or not _is_real_float(y) or x.dtype.itemsize < y.dtype.itemsize:
         return None
-    for name, dtype in (_dtypes() if x.dtype == y.dtype else {y.dtype.name: y.dtype}).items():
+    for name, dtype in (_half_dtypes() if x.dtype == y.dtype else {y.dtype.name: y.dtype}).items():
         if dtype == x.dtype:
             continue
-        if all(same(x[p].astype(dtype).astype(y.dtype), y[p]) for p in blocks(len(x))):
+        if all(are_same_bits(x[p].astype(dtype).astype(y.dtype), y[p]) for p in block_slices(len(x))):
             if not (y != 0).any():
                 return None  # all of it vanished: zero says more
             return f"rounded-{name}", f"holds exactly the reference's values rounded to {name}", {"dtype": name}
     return None
 
 
-def _stepped(x: Any, y: Any) -> Found | None:
+def _find_bfloat16_steps(x: Any, y: Any) -> Found | None:
     """Each value is one of the two bfloat16 numbers next to the reference's."""
     import numpy as np
 
-    if x.dtype != np.float32 or y.dtype not in (x.dtype, _dtypes()["bfloat16"]):
+    if x.dtype != np.float32 or y.dtype not in (x.dtype, _half_dtypes()["bfloat16"]):
         return None
     up = False
-    for p in blocks(len(x)):
-        exact, found = bits(x[p]), bits(y[p].astype(x.dtype))
+    for p in block_slices(len(x)):
+        exact, found = as_integers(x[p]), as_integers(y[p].astype(x.dtype))
         low = exact & np.uint32(0xFFFF0000)
         above = (found == low + np.uint32(0x10000)) & (exact != low)
         if not (above | (found == low)).all():
@@ -224,28 +228,30 @@ def _stepped(x: Any, y: Any) -> Found | None:
     return "stochastic-bfloat16", "holds the reference's values rounded to bfloat16 at random, up or down", {}
 
 
-def rounded_to(a: Any, b: Any) -> Any:
+def find_rounded_dtype(a: Any, b: Any) -> Any:
     """The narrower dtype that all values of `b` have been rounded to, and those of `a` have not; or None."""
-    if not _real(a) or not _real(b):
+    if not _is_real_float(a) or not _is_real_float(b):
         return None
     x, y = a.reshape(-1), b.reshape(-1)
-    for dtype in _dtypes().values():
+    for dtype in _half_dtypes().values():
         if dtype.itemsize < a.dtype.itemsize and all(
-            same(_cast(_cast(y[p], dtype), y.dtype), y[p]) for p in blocks(len(y))
+            are_same_bits(_cast_quietly(_cast_quietly(y[p], dtype), y.dtype), y[p]) for p in block_slices(len(y))
         ):
-            fine = all(same(_cast(_cast(x[p], dtype), x.dtype), x[p]) for p in blocks(len(x)))
+            fine = all(
+                are_same_bits(_cast_quietly(_cast_quietly(x[p], dtype), x.dtype), x[p]) for p in block_slices(len(x))
+            )
             return None if fine else dtype
     return None
 
 
-def _zeros(pair: Pair) -> Found | None:
+def _find_zeros(pair: ArrayPair) -> Found | None:
     import numpy as np
 
     a, b, first, last = pair.a, pair.b, pair.first, pair.last
     flat = b.reshape(-1)
-    if any((flat[first : last + 1][p] != 0).any() for p in blocks(last + 1 - first)):
+    if any((flat[first : last + 1][p] != 0).any() for p in block_slices(last + 1 - first)):
         return None
-    if not any((flat[p] != 0).any() for p in blocks(len(flat))):
+    if not any((flat[p] != 0).any() for p in block_slices(len(flat))):
         return "zero", "is all zeros", {}
     if last == first:
         return None  # one element; its bits are told
@@ -258,33 +264,33 @@ def _zeros(pair: Pair) -> Found | None:
         if high == a.shape[0] and (high - low) * 4 <= a.shape[0]:
             return "zero-rows", f"has zeros in its last {high - low} rows ({low}:{high})", {**detail, "last": True}
         return "zero-rows", f"has zeros in rows {low}:{high} of {a.shape[0]}", detail
-    if np.count_nonzero(unequal(a.reshape(-1)[first : last + 1], flat[first : last + 1])) * 2 < last + 1 - first:
+    if np.count_nonzero(unequal_mask(a.reshape(-1)[first : last + 1], flat[first : last + 1])) * 2 < last + 1 - first:
         return None  # zeros here and there are no range
     return "zero-range", f"has zeros in elements {first}:{last + 1} of {a.size}", {"range": (first, last + 1)}
 
 
-def _constant(pair: Pair) -> Found | None:
+def _find_constant(pair: ArrayPair) -> Found | None:
     x, y = pair.x, pair.y
-    if len(y) < 2 or pair.count < 2 or unequal(y[1:], y[:-1]).any() or not unequal(x[1:], x[:-1]).any():
+    if len(y) < 2 or pair.count < 2 or unequal_mask(y[1:], y[:-1]).any() or not unequal_mask(x[1:], x[:-1]).any():
         return None
     value = y[0].item()
     return "constant", f"is {value:g} in every element, as if newly initialised", {"value": value}
 
 
-def _elements(pair: Pair) -> Found:
+def _list_elements(pair: ArrayPair) -> Found:
     """A few elements, each with its index, both values and the differing bits."""
     import numpy as np
 
     a = pair.a
     x, y = a.reshape(-1), pair.b.reshape(-1)
     where: list[int] = []
-    for part in blocks(len(x)):
-        where += [part.start + int(i) for i in np.flatnonzero(unequal(x[part], y[part]))]
+    for part in block_slices(len(x)):
+        where += [part.start + int(i) for i in np.flatnonzero(unequal_mask(x[part], y[part]))]
     texts, listed = [], []
     for i in where:
         index = [int(k) for k in np.unravel_index(i, a.shape)] if a.ndim else []
         text = f"element {index}: {y[i].item()!r} instead of {x[i].item()!r}"
-        flipped = _flipped(x[i : i + 1], y[i : i + 1])
+        flipped = _name_flipped_bit(x[i : i + 1], y[i : i + 1])
         texts.append(f"{text} ({flipped})" if flipped else text)
         listed.append({"index": index, "expected": x[i].item(), "found": y[i].item(), "bit": flipped})
     return "elements", f"differs in {len(where)} of {a.size} elements: {'; '.join(texts)}", {"elements": listed}
@@ -301,11 +307,11 @@ _FORMATS = {
 }
 
 
-def _flipped(x: Any, y: Any) -> str:
+def _name_flipped_bit(x: Any, y: Any) -> str:
     """Which bit differs, if it is a single one: "the sign bit", "exponent bit 7", "mantissa bit 0"."""
     if x.dtype != y.dtype or x.dtype.itemsize > 8:
         return ""
-    apart = int(bits(x)[0]) ^ int(bits(y)[0])
+    apart = int(as_integers(x)[0]) ^ int(as_integers(y)[0])
     if apart.bit_count() != 1:
         return ""
     k = apart.bit_length() - 1
@@ -317,11 +323,11 @@ def _flipped(x: Any, y: Any) -> str:
     return f"exponent bit {k - mantissa} flipped" if k >= mantissa else f"mantissa bit {k} flipped"
 
 
-def _byte_order(pair: Pair) -> Found | None:
+def _find_byte_order(pair: ArrayPair) -> Found | None:
     x, y = pair.x, pair.y
     if x.dtype != y.dtype or x.dtype.itemsize not in (2, 4, 8) or x.dtype.kind == "c":
         return None
-    if not all(bool((bits(x[p]).byteswap() == bits(y[p])).all()) for p in blocks(len(x))):
+    if not all(bool((as_integers(x[p]).byteswap() == as_integers(y[p])).all()) for p in block_slices(len(x))):
         return None
     text = "holds the reference's bytes in reverse order within each element: written big-endian, read little-endian"
     return "byte-order", text, {}

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..text import plural
-from .tensor_bits import LIMIT, Found, Pair, bits, same, unequal
+from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, unequal_mask
 
 __all__ = ["RULES"]
 
@@ -23,17 +23,19 @@ _BLOCK = 1 << 20
 _MOST = 1 << 22
 
 
-def _transposed(pair: Pair) -> Found | None:
+def _find_transposed(pair: ArrayPair) -> Found | None:
     """The last two dimensions exchanged; also in the shape of the reference, where only the elements tell."""
     a, b = pair.a, pair.b
     if pair.sampled or a.ndim < 2 or min(a.shape[-2:]) < 2 or a.dtype != b.dtype:
         return None
     which = "" if a.ndim == 2 else " in its last two dimensions"
     turned = a.swapaxes(-1, -2).reshape(-1)
-    return ("transposed", f"holds the reference transposed{which}", {}) if same(turned, b.reshape(-1)) else None
+    return (
+        ("transposed", f"holds the reference transposed{which}", {}) if are_same_bits(turned, b.reshape(-1)) else None
+    )
 
 
-def _shifted(pair: Pair) -> Found | None:
+def _find_shifted(pair: ArrayPair) -> Found | None:
     """got[i] == reference[i - k] over the differing range, except its first k elements."""
     a, b, first, last, count = pair.a, pair.b, pair.first, pair.last, pair.count
     if a.dtype != b.dtype:
@@ -48,11 +50,11 @@ def _shifted(pair: Pair) -> Found | None:
             probe = min(32, n - k)
             for size in (probe, n - k):
                 u = x[s - k : s - k + size] if sign > 0 else x[s + k : s + k + size]
-                if len(u) != size or not same(u, y[s : s + size]):
+                if len(u) != size or not are_same_bits(u, y[s : s + size]):
                     break
             else:
                 # a constant stretch is equal to itself at any distance
-                if unequal(y[s + 1 : s + size], y[s : s + size - 1]).any():
+                if unequal_mask(y[s + 1 : s + size], y[s : s + size - 1]).any():
                     toward = "end" if sign > 0 else "beginning"
                     row = a.size // a.shape[0]
                     by, unit = (k // row, "row") if row > 1 and k % row == 0 else (k, "element")
@@ -66,18 +68,18 @@ def _shifted(pair: Pair) -> Found | None:
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
-def _marks(x: Any, axis: int) -> list[bytes | int]:
+def _hash_slices(x: Any, axis: int) -> list[bytes | int]:
     """A hash of each row, or of what has one index of another dimension; what has the same hash counts as equal."""
     import numpy as np
     from blake3 import blake3
 
     if x.ndim == 1:
-        return [int(v) for v in bits(x)]
+        return [int(v) for v in as_integers(x)]
     if axis == 0:
         raw = x.reshape(x.shape[0], -1)
         return [blake3(raw[i].tobytes()).digest(16) for i in range(len(raw))]
     # sums of the bits times random numbers, since columns do not lie together
-    parts = bits(x).reshape(-1, x.shape[axis], math.prod(x.shape[axis + 1 :]))
+    parts = as_integers(x).reshape(-1, x.shape[axis], math.prod(x.shape[axis + 1 :]))
     rng = np.random.default_rng(0)
     out = np.zeros(x.shape[axis], np.uint64)
     step = max(1, _BLOCK // max(1, parts[0].size))
@@ -88,20 +90,20 @@ def _marks(x: Any, axis: int) -> list[bytes | int]:
     return [int(v) for v in out]
 
 
-def _rows(pair: Pair) -> Found | None:
+def _find_moved_rows(pair: ArrayPair) -> Found | None:
     """Rows of the reference in another order, or some of them twice."""
-    return _along(pair, 0) if pair.a.ndim else None
+    return _find_moved_slices(pair, 0) if pair.a.ndim else None
 
 
-def _columns(pair: Pair) -> Found | None:
+def _find_moved_columns(pair: ArrayPair) -> Found | None:
     """The same of columns, or of the indices of another dimension."""
     for axis in range(1, pair.a.ndim):
-        if found := _along(pair, axis):
+        if found := _find_moved_slices(pair, axis):
             return found
     return None
 
 
-def _along(pair: Pair, axis: int) -> Found | None:
+def _find_moved_slices(pair: ArrayPair, axis: int) -> Found | None:
     import numpy as np
 
     a, b = pair.a, pair.b
@@ -111,10 +113,10 @@ def _along(pair: Pair, axis: int) -> Found | None:
     if axis:
         # one line of elements decides for nearly all tensors that this is not it
         line = [int(k) for k in np.unravel_index(pair.first, a.shape)]
-        x, y = (bits(t[(*line[:axis], slice(None), *line[axis + 1 :])]) for t in (a, b))
+        x, y = (as_integers(t[(*line[:axis], slice(None), *line[axis + 1 :])]) for t in (a, b))
         if x.dtype.kind == "V" or not np.isin(y, x).all():
             return None
-    theirs, ours = _marks(a, axis), _marks(b, axis)
+    theirs, ours = _hash_slices(a, axis), _hash_slices(b, axis)
     wrong = [i for i, (m, n) in enumerate(zip(theirs, ours, strict=True)) if m != n]
     source: dict[bytes | int, int] = {}
     for i, m in enumerate(theirs):
@@ -130,16 +132,20 @@ def _along(pair: Pair, axis: int) -> Found | None:
     if axis and axis < a.ndim - 1:
         what = f"indices of dimension {axis}"
     again = sorted(theirs, key=str) == sorted(ours, key=str)
-    return _order(order, wrong, what, "columns" if axis else "rows", again, again and len(source) == len(theirs))
+    return _describe_order(
+        order, wrong, what, "columns" if axis else "rows", again, again and len(source) == len(theirs)
+    )
 
 
-def _order(order: list[int], wrong: list[int], what: str, kind: str, again: bool, unique: bool) -> Found | None:
+def _describe_order(
+    order: list[int], wrong: list[int], what: str, kind: str, again: bool, unique: bool
+) -> Found | None:
     """What an order of rows is: row k is the reference's row order[k], and `wrong` are those that are not in their
     place.
 
     `again` says that every row of the reference is still there, and `unique` that no two of them are equal, too.
     """
-    if unique and (rope := _rope(order)):
+    if unique and (rope := _match_rope(order)):
         size, low, high, toward = rope
         where = "" if (low, high) == (0, len(order)) else f" in {what} {low}:{high} of {len(order)}"
         return (
@@ -148,7 +154,7 @@ def _order(order: list[int], wrong: list[int], what: str, kind: str, again: bool
             "rope",
             {"head": size, "toward": toward},
         )
-    runs = _runs(wrong, order)
+    runs = _consecutive_runs(wrong, order)
     if again and len(runs) == 2 and runs[0][:2] == runs[1][2:] and runs[0][2:] == runs[1][:2]:
         (p, q, r, s), _ = runs
         return f"exchanged-{kind}", f"has {what} {p}:{q} and {r}:{s} exchanged", {"ranges": [(p, q), (r, s)]}
@@ -157,7 +163,7 @@ def _order(order: list[int], wrong: list[int], what: str, kind: str, again: bool
         return f"copied-{kind}", f"has {text}", {"to": runs[0][:2], "from": runs[0][2:]}
     if not unique:
         return None
-    if parts := _interleaved(order):
+    if parts := _match_interleaved(order):
         lengths, pieces, apart = parts
         sizes = " and ".join(map(str, lengths))
         text = (
@@ -170,12 +176,12 @@ def _order(order: list[int], wrong: list[int], what: str, kind: str, again: bool
         text += f": the {what} of a fused weight merged or split without regard to its parts"
         return f"interleaved-{kind}", text, {"parts": lengths, "pieces": pieces}
     text = f"has the reference's {what} in another order, {len(wrong)} of {len(order)} elsewhere"
-    if size := _blocks(order):
+    if size := _moved_block_size(order):
         text += f", in blocks of {size}"
     return f"permuted-{kind}", text, {"order": order[:64]}
 
 
-def _blocks(order: list[int]) -> int:
+def _moved_block_size(order: list[int]) -> int:
     """The size of blocks, such as heads, that are in another order as a whole; 0 if single rows are."""
     n = len(order)
     for size in (k for k in range(n // 2, 1, -1) if n % k == 0):
@@ -187,7 +193,7 @@ def _blocks(order: list[int]) -> int:
     return 0
 
 
-def _runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:
+def _consecutive_runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:
     """(first, end, first in the reference, end there) of consecutive rows that are consecutive in the reference,
     too."""
     out: list[list[int]] = []
@@ -200,7 +206,7 @@ def _runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]
     return [(a, b, c, d) for a, b, c, d in out]
 
 
-def _rope(order: list[int]) -> tuple[int, int, int, str] | None:
+def _match_rope(order: list[int]) -> tuple[int, int, int, str] | None:
     """(size of a head, first row, end, direction) if rows are reordered from halves to pairs, or back, within heads.
 
     Heads may be left as they are, such as those of v in a fused weight of q, k and v.
@@ -222,7 +228,7 @@ def _rope(order: list[int]) -> tuple[int, int, int, str] | None:
     return None
 
 
-def _interleaved(order: list[int]) -> tuple[list[int], int, bool] | None:
+def _match_interleaved(order: list[int]) -> tuple[list[int], int, bool] | None:
     """(rows of each part, pieces, whether the parts are cut here) if 2 to 4 parts are cut into pieces on one side.
 
     [q, k, v] of two tensor-parallel shards, one after the other, are q0 k0 v0 q1 k1 v1; part by part they are q0 q1 k0
@@ -252,4 +258,4 @@ def _interleaved(order: list[int]) -> tuple[list[int], int, bool] | None:
     return None
 
 
-RULES = (_transposed, _shifted, _rows, _columns)
+RULES = (_find_transposed, _find_shifted, _find_moved_rows, _find_moved_columns)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .tensor_bits import Found, Pair, blocks, epsilon, floating, same, wide
+from .tensor_bits import ArrayPair, Found, are_same_bits, as_float64, block_slices, dtype_epsilon, is_floating
 
-__all__ = ["distance", "formula", "not_finite", "signs"]
+__all__ = ["find_formula", "find_not_finite", "find_sign_change", "measure_distance"]
 
 #: How many values decide which factor, offset or levels are tried.
 _SAMPLE = 1 << 16
@@ -19,14 +19,17 @@ _LEAST, _LEAST_PLAIN = 8, 3
 _EIGHT, _MANY = 256, 1024
 
 
-def not_finite(pair: Pair) -> Found | None:
+def find_not_finite(pair: ArrayPair) -> Found | None:
     """NaN or infinity where the reference has numbers."""
     import numpy as np
 
     x, y = pair.x, pair.y
-    if not floating(y):
+    if not is_floating(y):
         return None
-    bad = sum(int(np.count_nonzero(~np.isfinite(wide(y[p])) & np.isfinite(wide(x[p])))) for p in blocks(len(y)))
+    bad = sum(
+        int(np.count_nonzero(~np.isfinite(as_float64(y[p])) & np.isfinite(as_float64(x[p]))))
+        for p in block_slices(len(y))
+    )
     if not bad:
         return None
     return (
@@ -36,14 +39,14 @@ def not_finite(pair: Pair) -> Found | None:
     )
 
 
-def signs(pair: Pair) -> Found | None:
+def find_sign_change(pair: ArrayPair) -> Found | None:
     """The opposite signs, or none."""
     x, y = pair.x, pair.y
     if x.dtype != y.dtype or x.dtype.kind in "ub" or x.dtype.kind == "c":
         return None
-    if all(bool((wide(y[p]) == -wide(x[p])).all()) for p in blocks(len(x))):
+    if all(bool((as_float64(y[p]) == -as_float64(x[p])).all()) for p in block_slices(len(x))):
         return "negated", "holds the reference's values with the opposite sign", {}
-    if all(bool((wide(y[p]) == abs(wide(x[p]))).all()) for p in blocks(len(x))):
+    if all(bool((as_float64(y[p]) == abs(as_float64(x[p]))).all()) for p in block_slices(len(x))):
         return "absolute", "holds the reference's values without their signs", {}
     return None
 
@@ -60,13 +63,13 @@ class _Sums:
     count: int
 
 
-def _sums(pair: Pair) -> _Sums:
+def _sum_pair(pair: ArrayPair) -> _Sums:
     import numpy as np
 
     sum_x = sum_y = sum_xy = apart = largest = 0.0
     count = 0
-    for p in blocks(len(pair.x)):
-        u, v = wide(pair.x[p]), wide(pair.y[p])
+    for p in block_slices(len(pair.x)):
+        u, v = as_float64(pair.x[p]), as_float64(pair.y[p])
         fine = np.isfinite(u) & np.isfinite(v)
         u, v = u[fine], v[fine]
         count += len(u)
@@ -78,66 +81,68 @@ def _sums(pair: Pair) -> _Sums:
     return _Sums(sum_x, sum_y, sum_xy, apart, largest, count)
 
 
-def _everywhere(pair: Pair, formula: Callable[[Any], Any], fine: float, apart: Callable[[Any], Any] = abs) -> bool:
+def _holds_everywhere(
+    pair: ArrayPair, formula: Callable[[Any], Any], fine: float, apart: Callable[[Any], Any] = abs
+) -> bool:
     """Whether formula(reference) is found in every element, up to `fine` times the size of what is rounded."""
     import numpy as np
 
     tiny = float(np.finfo(np.float32).tiny)  # of smaller numbers a few bits are left
-    for p in blocks(len(pair.x)):
-        u, v = wide(pair.x[p]), wide(pair.y[p])
+    for p in block_slices(len(pair.x)):
+        u, v = as_float64(pair.x[p]), as_float64(pair.y[p])
         if not (abs(v - formula(u)) <= fine * apart(formula(u)) + tiny * fine).all():
             return False
     return True
 
 
-def _tolerance(pair: Pair) -> float:
+def _rounding_tolerance(pair: ArrayPair) -> float:
     """How far rounding takes a product from itself, in the coarser dtype of the two."""
     size, name = min((x.dtype.itemsize, x.dtype.name) for x in (pair.x, pair.y))
     return {1: 0.15, 2: 1e-2 if name == "bfloat16" else 2e-3, 4: 1e-5}.get(size, 1e-12)
 
 
-def formula(pair: Pair) -> Found | None:
+def find_formula(pair: ArrayPair) -> Found | None:
     """What the values follow from, if a formula is true of every element."""
     import numpy as np
 
-    u, v = wide(pair.x[:_SAMPLE]), wide(pair.y[:_SAMPLE])
+    u, v = as_float64(pair.x[:_SAMPLE]), as_float64(pair.y[:_SAMPLE])
     if "c" in (pair.x.dtype.kind, pair.y.dtype.kind) or not (np.isfinite(u).all() and np.isfinite(v).all()):
         return None
-    for rule in (_scaled, _offset, _power, _quantised):
+    for rule in (_find_factor, _find_offset, _find_power, _find_quantisation):
         if found := rule(pair, u, v):
             return found
     return None
 
 
-def _scaled(pair: Pair, u: Any, v: Any) -> Found | None:
+def _find_factor(pair: ArrayPair, u: Any, v: Any) -> Found | None:
     import numpy as np
 
-    sums, fine = _sums(pair), _tolerance(pair)
+    sums, fine = _sum_pair(pair), _rounding_tolerance(pair)
     if not sums.x:
         return None
     factor = sums.xy / sums.x
     floor = float(abs(u).max()) * abs(factor) * 1e-12 / fine
     if abs(factor - 1.0) <= 4 * fine or abs(factor) < 1e-12 or len(np.unique(abs(u))) < 2:
         return None
-    if not _everywhere(pair, lambda u: factor * u, fine, lambda v: abs(v) + floor):
+    if not _holds_everywhere(pair, lambda u: factor * u, fine, lambda v: abs(v) + floor):
         return None
     if abs(factor - round(factor)) <= fine:
         factor = float(round(factor))
     return "scaled", f"holds the reference's values times {factor:.{6 if fine < 1e-3 else 3}g}", {"factor": factor}
 
 
-def _offset(pair: Pair, u: Any, v: Any) -> Found | None:
+def _find_offset(pair: ArrayPair, u: Any, v: Any) -> Found | None:
     import numpy as np
 
     x, y = pair.x, pair.y
-    if not floating(x) or not floating(y):
+    if not is_floating(x) or not is_floating(y):
         return None
-    offset, fine, largest = float(np.median(v - u)), 4 * max(epsilon(x), epsilon(y)), float(abs(u).max())
+    offset, fine, largest = float(np.median(v - u)), 4 * max(dtype_epsilon(x), dtype_epsilon(y)), float(abs(u).max())
     one = x.dtype.type(float(np.round(offset)))
     if (
         abs(one) == 1
         and len(np.unique(u)) > 1
-        and all(same((x[p] + one).astype(y.dtype), y[p]) for p in blocks(len(x)))
+        and all(are_same_bits((x[p] + one).astype(y.dtype), y[p]) for p in block_slices(len(x)))
     ):
         text = (
             f"holds the reference's values {'plus' if one > 0 else 'minus'} 1, as between norms that multiply by w and "
@@ -146,23 +151,23 @@ def _offset(pair: Pair, u: Any, v: Any) -> Found | None:
     certain = 25 * fine * largest
     if not abs(offset) > certain or not u.max() - u.min() > certain or len(np.unique(u)) < _LEAST:
         return None
-    if not _everywhere(pair, lambda u: u + offset, fine, lambda v: abs(v) + 2 * abs(offset)):
+    if not _holds_everywhere(pair, lambda u: u + offset, fine, lambda v: abs(v) + 2 * abs(offset)):
         return None
     text = f"holds the reference's values {'plus' if offset > 0 else 'minus'} {abs(offset):g}"
     return "offset", text, {"offset": offset}
 
 
-def _power(pair: Pair, u: Any, v: Any) -> Found | None:
+def _find_power(pair: ArrayPair, u: Any, v: Any) -> Found | None:
     """The square root of the reference, or its square."""
     import numpy as np
 
-    if not floating(pair.x) or (v < 0).any() or len(np.unique(u)) < _LEAST_PLAIN:
+    if not is_floating(pair.x) or (v < 0).any() or len(np.unique(u)) < _LEAST_PLAIN:
         return None
-    fine = 4 * _tolerance(pair)
+    fine = 4 * _rounding_tolerance(pair)
 
     def fits(formula: Callable[[Any], Any]) -> bool:
         # near 1, rounding hides which power it is
-        return bool((abs(formula(u) - u) > 4 * fine * abs(u)).mean() > 0.5) and _everywhere(pair, formula, fine)
+        return bool((abs(formula(u) - u) > 4 * fine * abs(u)).mean() > 0.5) and _holds_everywhere(pair, formula, fine)
 
     if not (u < 0).any() and fits(np.sqrt):
         return "root", "holds the square root of the reference's values", {}
@@ -171,20 +176,20 @@ def _power(pair: Pair, u: Any, v: Any) -> Found | None:
     return None
 
 
-def _quantised(pair: Pair, u: Any, v: Any) -> Found | None:
+def _find_quantisation(pair: ArrayPair, u: Any, v: Any) -> Found | None:
     """Relative to the largest of each block: whole parts of it (linear quantisation), or few different values (any
     other)."""
-    u, v = (wide(t.reshape(-1)[:_SAMPLE]) for t in (pair.a, pair.b))  # blocks begin where the tensor does
-    if not floating(pair.x) or not 0 < float(((v - u) ** 2).sum()) <= 0.25 * float((u * u).sum()):
+    u, v = (as_float64(t.reshape(-1)[:_SAMPLE]) for t in (pair.a, pair.b))  # blocks begin where the tensor does
+    if not is_floating(pair.x) or not 0 < float(((v - u) ** 2).sum()) <= 0.25 * float((u * u).sum()):
         return None
     rows = {pair.a.shape[-1], pair.a.size // pair.a.shape[0]} if pair.a.ndim > 1 else set[int]()
     for block in (len(v), *sorted(rows | {1 << k for k in range(5, 13)}, reverse=True)):
         if block > len(v) or block < 3:
             continue
-        x, y = _relative(u, block), _relative(v, block)
-        levels = _different(y)
-        few = levels <= _EIGHT and len(v) >= _MANY and _different(x) > 2 * levels
-        if few or any(_whole(y, most) and not _whole(x, most) for most in (7, 127)):
+        x, y = _relative_to_block_max(u, block), _relative_to_block_max(v, block)
+        levels = _count_different(y)
+        few = levels <= _EIGHT and len(v) >= _MANY and _count_different(x) > 2 * levels
+        if few or any(_are_whole_parts(y, most) and not _are_whole_parts(x, most) for most in (7, 127)):
             width = 4 if levels <= 16 and few else 8
             whose = "the tensor" if block == len(v) else f"each block of {block}"
             text = f"holds the reference's values quantised to {width} bits, relative to the largest of {whose}"
@@ -192,7 +197,7 @@ def _quantised(pair: Pair, u: Any, v: Any) -> Found | None:
     return None
 
 
-def _relative(x: Any, block: int) -> Any:
+def _relative_to_block_max(x: Any, block: int) -> Any:
     """Every size relative to the largest of its block; the last block may be shorter."""
     import numpy as np
 
@@ -201,7 +206,7 @@ def _relative(x: Any, block: int) -> Any:
     return (rows / np.where(scale > 0, scale, 1)).reshape(-1)[: len(x)]
 
 
-def _whole(x: Any, most: int) -> bool:
+def _are_whole_parts(x: Any, most: int) -> bool:
     """Whether these are whole numbers of parts, 1 being `most` of them; two that are neither 0 nor 1 are needed."""
     import numpy as np
 
@@ -209,7 +214,7 @@ def _whole(x: Any, most: int) -> bool:
     return len(inner) > 1 and bool((abs(inner - np.round(inner)) < 1e-3).all())
 
 
-def _different(x: Any) -> int:
+def _count_different(x: Any) -> int:
     """How many different values there are, up to rounding."""
     import numpy as np
 
@@ -217,9 +222,9 @@ def _different(x: Any) -> int:
     return 1 + int(np.count_nonzero(np.diff(found) > 1e-5 * found[1:] + 1e-12))
 
 
-def distance(pair: Pair) -> Found:
+def measure_distance(pair: ArrayPair) -> Found:
     """How far apart the values are, where no formula fits."""
-    sums = _sums(pair)
+    sums = _sum_pair(pair)
     if not sums.count:
         return "unrelated", "has values that are not numbers", {}
     relative = (sums.apart / sums.x) ** 0.5 if sums.x else float("inf")

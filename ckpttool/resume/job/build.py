@@ -34,11 +34,11 @@ from ...index.checkpoint import Checkpoint
 from ...live.optimizers import OWN_FLAGS, each
 from ..settings import Settings
 from ..text import plural
-from ..trace.live_facts import dropouts, named_parameters
-from .peft_model import adapted
-from .user_job import built
+from ..trace.live_facts import list_dropouts, named_parameters
+from .peft_model import add_lora_layers
+from .user_job import call_build
 
-__all__ = ["Job", "start"]
+__all__ = ["Job", "build_job"]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Job:
         return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
 
 
-class Several(list[Any]):
+class OptimizerList(list[Any]):
     """Several optimizers, each over its own parameters (Muon beside AdamW), which step together. torch's get_state_dict
     and ckpttool.load take it as the list that it is."""
 
@@ -97,7 +97,7 @@ class Several(list[Any]):
             optimizer.zero_grad()
 
 
-def start(settings: Settings, opened: OpenCheckpoint) -> Job:
+def build_job(settings: Settings, opened: OpenCheckpoint) -> Job:
     """The job that the settings describe, on this rank, before anything is loaded. A collective.
 
     Raises:
@@ -112,19 +112,19 @@ def start(settings: Settings, opened: OpenCheckpoint) -> Job:
     scheduler = data = loss = None
     dropout_off = 0.0
     if settings.job is not None:
-        model, optimizer, scheduler, data, loss = built(settings, mesh)
-        model = _below(model, settings)
+        model, optimizer, scheduler, data, loss = call_build(settings, mesh)
+        model = _nest_under_prefix(model, settings)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     else:
-        model, dropout_off = _from_config(settings)
+        model, dropout_off = _model_from_config(settings)
         with _parameters_on_meta():
-            model = adapted(model, settings, opened)
-        model = _below(model, settings)
-        _like_checkpoint(model, opened.checkpoint, notes)
+            model = add_lora_layers(model, settings, opened)
+        model = _nest_under_prefix(model, settings)
+        _match_checkpoint(model, opened.checkpoint, notes)
         optimizer = None
         vocabulary = model.config.vocab_size
     if not settings.keep_dropout:
-        for module, name, p in dropouts(model):
+        for module, name, p in list_dropouts(model):
             if p > 0:
                 setattr(module, name, 0.0)
                 dropout_off = max(dropout_off, p)
@@ -134,17 +134,17 @@ def start(settings: Settings, opened: OpenCheckpoint) -> Job:
         notes += [
             f"sharding drops gradient hooks, first of {n}; shard the model in build() to keep them" for n in hooked[:1]
         ]
-        _shard(model, mesh, settings)
+        _shard_model(model, mesh, settings)
     _materialise(model, settings)
     follows = optimizer is not None and (hasattr(optimizer, "param_groups") or not callable(optimizer))
     if settings.job is None:
-        optimizer = _optimizer(model, opened.checkpoint, notes)
+        optimizer = _build_optimizer(model, opened.checkpoint, notes)
     elif optimizer is not None and not follows:
         optimizer = optimizer(model)
     if isinstance(optimizer, (list, tuple)):
-        optimizer = Several(each(optimizer))
+        optimizer = OptimizerList(each(optimizer))
     if follows:
-        _follow(optimizer, names, named_parameters(model))
+        _replace_parameters(optimizer, names, named_parameters(model))
     if callable(scheduler) and not hasattr(scheduler, "state_dict"):
         scheduler = scheduler(optimizer)
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
@@ -161,7 +161,7 @@ def start(settings: Settings, opened: OpenCheckpoint) -> Job:
         optimizer,
         scheduler,
         data,
-        _loss(loss, settings.job is None),
+        _loss_function(loss, settings.job is None),
         dist.get_rank() // tp,
         dist.get_world_size() // tp,
         scale,
@@ -176,7 +176,7 @@ def start(settings: Settings, opened: OpenCheckpoint) -> Job:
 # from
 
 
-def _below(model: Any, settings: Settings) -> Any:
+def _nest_under_prefix(model: Any, settings: Settings) -> Any:
     """The model with names that begin with `module_prefix`: it becomes the module of that name in empty ones.
 
     Raises:
@@ -219,14 +219,14 @@ def _below(model: Any, settings: Settings) -> Any:
 _ILL = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, RuntimeError)
 
 
-def _cannot(folder: str, e: Exception) -> str:
+def _explain_build_error(folder: str, e: Exception) -> str:
     return (
         f"{argument('config', folder)}: transformers cannot build the model that it describes ({type(e).__name__}: "
         f"{e})."
     )
 
 
-def _from_config(settings: Settings) -> tuple[Any, float]:
+def _model_from_config(settings: Settings) -> tuple[Any, float]:
     """(the model, the largest probability of a dropout that was switched off)"""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -243,7 +243,7 @@ def _from_config(settings: Settings) -> tuple[Any, float]:
     except (OSError, ValueError) as e:
         raise UsageError(f"{argument('config', folder)}: no model configuration ({str(e).splitlines()[0]}).") from None
     except _ILL as e:
-        raise UsageError(_cannot(folder, e)) from e
+        raise UsageError(_explain_build_error(folder, e)) from e
     dropout_off = 0.0
     if not settings.keep_dropout:
         for key, value in config.to_dict().items():
@@ -260,7 +260,7 @@ def _from_config(settings: Settings) -> tuple[Any, float]:
             f"({str(e).splitlines()[0]}). Give the job with {argument('job')}."
         ) from None
     except _ILL as e:
-        raise UsageError(_cannot(folder, e)) from e
+        raise UsageError(_explain_build_error(folder, e)) from e
     model.tie_weights()  # no_init_weights leaves it out
     return model, dropout_off
 
@@ -284,11 +284,11 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _like_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
+def _match_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
     """Give the model the checkpoint's dtypes, and let the parameters train that its param groups list."""
     import torch
 
-    groups = _groups(ckpt)
+    groups = _stored_param_groups(ckpt)
     trained = {n for g in groups for n in g["params"]}
     done: dict[int, Any] = {}
     idle = 0
@@ -321,7 +321,7 @@ def _is_sharded(model: Any) -> bool:
     return isinstance(model, DistributedDataParallel) or any(hasattr(p, "_local_tensor") for p in model.parameters())
 
 
-def _blocks(model: Any) -> list[Any]:
+def _repeated_blocks(model: Any) -> list[Any]:
     """The repeated modules, which are sharded one by one."""
     from torch import nn
 
@@ -336,15 +336,15 @@ def _blocks(model: Any) -> list[Any]:
     return [m for m in outer if all(held[id(p)] == 1 for p in m.parameters())]
 
 
-def _shard(model: Any, mesh: Any, settings: Settings) -> None:
+def _shard_model(model: Any, mesh: Any, settings: Settings) -> None:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    blocks = _blocks(model)
+    blocks = _repeated_blocks(model)
     if settings.mesh.get("tp", 1) > 1:
-        _tensor_parallel(model, mesh["tp"])
+        _apply_tensor_parallelism(model, mesh["tp"])
     if settings.activation_checkpointing:
-        _checkpointing(model, blocks)
+        _checkpoint_activations(model, blocks)
     if settings.compile:
         for block in blocks:
             block.compile()
@@ -360,7 +360,7 @@ def _shard(model: Any, mesh: Any, settings: Settings) -> None:
     fully_shard(model, **options)
 
 
-def _checkpointing(model: Any, blocks: list[Any]) -> None:
+def _checkpoint_activations(model: Any, blocks: list[Any]) -> None:
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
@@ -370,7 +370,7 @@ def _checkpointing(model: Any, blocks: list[Any]) -> None:
     apply_activation_checkpointing(model, check_fn=lambda m: id(m) in chosen)
 
 
-def _tensor_parallel(model: Any, mesh: Any) -> None:
+def _apply_tensor_parallelism(model: Any, mesh: Any) -> None:
     """Apply the plan that transformers has for the architecture, with torch's styles."""
     import re
 
@@ -459,7 +459,7 @@ def _sum_gradients(model: Any, world: int) -> float:
 # ----------------------------------------------------------------------------------------------------------- optimizer
 
 
-def _groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
+def _stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
     """Param groups of a checkpoint: options, and FQNs."""
     found: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
@@ -469,10 +469,10 @@ def _groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
     return [g for g in groups if all(isinstance(n, str) for n in g["params"])]
 
 
-def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
+def _build_optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
     import torch
 
-    groups = _groups(ckpt)
+    groups = _stored_param_groups(ckpt)
     slots = {str(t.path[3]) for t in ckpt.tensors.values() if t.is_optimizer_state and len(t.path) == 4}
     options = {k for g in groups for k in g}
     torchs = "maximize" in options  # what every optimizer of torch writes; RAdam and NAdam lack amsgrad
@@ -505,7 +505,7 @@ def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
     return out
 
 
-def _follow(optimizer: Any, names: Mapping[int, str], new: Mapping[str, Any]) -> None:
+def _replace_parameters(optimizer: Any, names: Mapping[int, str], new: Mapping[str, Any]) -> None:
     """Replace the parameters of an optimizer that was created before the model was sharded."""
     for group in optimizer.param_groups:
         for i, p in enumerate(group["params"]):
@@ -517,7 +517,7 @@ def _follow(optimizer: Any, names: Mapping[int, str], new: Mapping[str, Any]) ->
 # ---------------------------------------------------------------------------------------------------------------- loss
 
 
-def _loss(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]:
+def _loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]:
     import torch
     import torch.nn.functional as F
 

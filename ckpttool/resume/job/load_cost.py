@@ -9,7 +9,7 @@ from contextlib import suppress
 from statistics import median
 from typing import Any
 
-__all__ = ["LoadCost", "spread"]
+__all__ = ["LoadCost", "describe_load_costs"]
 
 
 class LoadCost:
@@ -36,17 +36,17 @@ class LoadCost:
             torch.cuda.synchronize()
             device = torch.cuda.max_memory_allocated()
         seconds = time.monotonic() - self._began
-        return {"seconds": seconds, "bytes": self.bytes, "host_bytes": _peak(), "device_bytes": device}
+        return {"seconds": seconds, "bytes": self.bytes, "host_bytes": _peak_host_bytes(), "device_bytes": device}
 
 
-def _peak() -> int:
+def _peak_host_bytes() -> int:
     """The most resident memory since it was last cleared, in bytes."""
     with suppress(OSError, ValueError, IndexError), open("/proc/self/status", encoding="ascii", errors="replace") as f:
         return next(int(line.split()[1]) << 10 for line in f if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def spread(loads: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def describe_load_costs(loads: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Time, bytes and memory over the ranks as (what, minimum, median and maximum, and which rank has it)."""
     out: list[tuple[str, str]] = []
     read = max((m["bytes"] for m in loads), default=0)

@@ -18,7 +18,7 @@ from ...huggingface import lora, model_files
 from ...storage.source import Source
 from ..settings import Settings
 
-__all__ = ["adapted"]
+__all__ = ["add_lora_layers"]
 
 _FIELDS = (
     "r",
@@ -41,7 +41,7 @@ _FIELDS = (
 )
 
 
-def adapted(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
+def add_lora_layers(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
     """The model with the LoRA layers of the checkpoint; as it is where that holds none.
 
     adapter_config.json is looked for in the folder of `settings.config`, and where ckpttool looks for that of any
@@ -58,7 +58,7 @@ def adapted(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
     instead = f"Give the job with {argument('job')}."
     if len(held.names) > 1:
         raise Unsupported(f"the checkpoint holds several adapters ({', '.join(held.names)}). {instead}")
-    found = _config(settings, opened, held.names[0])
+    found = _find_adapter_config(settings, opened, held.names[0])
     if found is None:
         raise Unsupported(
             f"the checkpoint holds LoRA layers, and {model_files.ADAPTER_CONFIG}, which describes them, is neither in "
@@ -93,7 +93,7 @@ def adapted(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
         ) from None
 
 
-def _config(settings: Settings, opened: OpenCheckpoint, name: str) -> dict[str, Any] | None:
+def _find_adapter_config(settings: Settings, opened: OpenCheckpoint, name: str) -> dict[str, Any] | None:
     """adapter_config.json, parsed."""
     found = None
     if settings.config is not None and os.path.isdir(settings.config):

@@ -19,10 +19,10 @@ from ...live.load import load
 from ...live.optimizers import options
 from ..settings import Settings, Status
 from ..trace import fingerprint
-from ..trace.live_facts import device_of, named_state, numbers_of
+from ..trace.live_facts import collective_device, named_state, optimizer_numbers
 from ..trace.model import Trace
 from .build import Job
-from .watchdog import at
+from .watchdog import enter_stage
 
 __all__ = ["round_trip"]
 
@@ -41,30 +41,30 @@ def round_trip(job: Job, settings: Settings, out: Trace, status: Status) -> None
     need = sum(t.numel() * t.element_size() for t in tensors.values())
     chosen: list[Any] = [None, None]
     if dist.get_rank() == 0:  # one answer for all, though another process may use the disk meanwhile
-        chosen = _folder(settings, need)
+        chosen = _choose_folder(settings, need)
     dist.broadcast_object_list(chosen)
     folder, why = chosen
     if folder is None:
         out.roundtrip = {"skipped": why}
         return
     status("saving and loading again")
-    at("saving for the round trip")
-    device = device_of(job.model)
-    before, apart = fingerprint.in_memory(tensors, device)
-    copies = fingerprint.of_each_rank({n: tensors[n] for n in apart})
-    own = {n: fingerprint.local(tensors[n]).clone() for n in apart}
+    enter_stage("saving for the round trip")
+    device = collective_device(job.model)
+    before, apart = fingerprint.fingerprint_tensors(tensors, device)
+    copies = fingerprint.fingerprint_each_rank({n: tensors[n] for n in apart})
+    own = {n: fingerprint.local_shard(tensors[n]).clone() for n in apart}
     began = time.monotonic()
     model, optim = get_state_dict(job.model, job.optimizer)
     save({"model": model, "optim": optim}, checkpoint_id=folder)
     saved = time.monotonic() - began
     groups = [deepcopy(options(g)) for g in job.optimizer.param_groups]
-    numbers = numbers_of(job.model, job.optimizer)
+    numbers = optimizer_numbers(job.model, job.optimizer)
     del model, optim
     with torch.no_grad():
         for t in tensors.values():
-            local = fingerprint.local(t)
+            local = fingerprint.local_shard(t)
             local.fill_(1 if local.dtype == torch.bool else 77)
-    at("loading what was saved")
+    enter_stage("loading what was saved")
     began = time.monotonic()
     load(job.model, job.optimizer, folder)
     loaded = time.monotonic() - began
@@ -72,17 +72,17 @@ def round_trip(job: Job, settings: Settings, out: Trace, status: Status) -> None
     if dist.get_rank() == 0:  # if anything fails before, it goes with the folder that it is in
         shutil.rmtree(folder, ignore_errors=True)
     tensors = named_state(job.model, job.optimizer)
-    after, _ = fingerprint.in_memory(tensors, device)
+    after, _ = fingerprint.fingerprint_tensors(tensors, device)
     differing = sorted(n for n in before.keys() | after.keys() if n not in own and before.get(n) != after.get(n))
     differing += [n for n, prints in copies.items() if after.get(n) not in {p for _, _, p in prints}]
-    now = numbers_of(job.model, job.optimizer)
+    now = optimizer_numbers(job.model, job.optimizer)
     differing += sorted(n for n in numbers.keys() | now.keys() if numbers.get(n) != now.get(n))
     for k, (was, g) in enumerate(zip(groups, job.optimizer.param_groups, strict=True)):
         differing += [f"optim.param_groups.{k}.{o}" for o in was if first_difference(g.get(o), was[o]) is not None]
     with torch.no_grad():
         for n, t in own.items():
             if n in tensors:
-                fingerprint.local(tensors[n]).copy_(t)
+                fingerprint.local_shard(tensors[n]).copy_(t)
     out.roundtrip = {
         "save_seconds": saved,
         "load_seconds": loaded,
@@ -92,7 +92,7 @@ def round_trip(job: Job, settings: Settings, out: Trace, status: Status) -> None
     }
 
 
-def _folder(settings: Settings, need: int) -> list[str | None]:
+def _choose_folder(settings: Settings, need: int) -> list[str | None]:
     """[a folder that nobody else has, or None; why not]."""
     if settings.scratch is None:
         return [None, f"{argument('scratch')} was not given, a folder that all ranks share"]

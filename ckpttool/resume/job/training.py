@@ -14,22 +14,22 @@ from ...errors import UsageError
 from ...live.collectives import gathered
 from ..settings import Settings
 from ..trace import batches, fingerprint, probing
-from ..trace.live_facts import Measure, root_of_squares
+from ..trace.live_facts import StepNorms, root_of_squares
 from ..trace.model import Step, Trace
 from .build import Job
-from .watchdog import at
+from .watchdog import enter_stage
 
-__all__ = ["measure_memory", "probe", "probe_as_recorded", "train_step"]
+__all__ = ["measure_memory", "measure_probe", "measure_recorded_probe", "train_step"]
 
 
-def _batch(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
+def _stack_rows(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
     import torch
 
     samples = [rows(i) for i in range(first, last)]
     return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]).to(device) for k in samples[0]}
 
 
-def _on(settings: Settings) -> Any:
+def _device(settings: Settings) -> Any:
     import torch
 
     return (
@@ -37,22 +37,24 @@ def _on(settings: Settings) -> Any:
     )
 
 
-def probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trace) -> None:
+def measure_probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trace) -> None:
     """Logits of the first rows of the data, the same on every rank. A collective."""
     import numpy as np
     import torch
     import torch.distributed as dist
 
     job.model.eval()
-    batch = _batch(rows, 0, settings.micro_batch, _on(settings))
+    batch = _stack_rows(rows, 0, settings.micro_batch, _device(settings))
     with torch.no_grad():
         _, _, logits = job.loss(job.model, batch)
     job.model.train()
     if logits is None:
         out.probe = {"skipped": "the job gives no logits"}
         return
-    found = probing.kept(logits)
-    each = torch.tensor([fingerprint.flat(found.reshape(-1), 0) >> 1], dtype=torch.int64, device=found.device)
+    found = probing.select_probe_logits(logits)
+    each = torch.tensor(
+        [fingerprint.fingerprint_flat(found.reshape(-1), 0) >> 1], dtype=torch.int64, device=found.device
+    )
     every = [torch.empty_like(each) for _ in range(dist.get_world_size())]
     dist.all_gather(every, each)
     marks = [int(e.item()) for e in every]
@@ -61,24 +63,24 @@ def probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trac
     if not out.probe["agree"] and 2 * marks.count(usual) > len(marks):
         out.probe["odd"] = [rank for rank, m in enumerate(marks) if m != usual]
     if "input_ids" in batch:
-        out.probe["batch"] = f"{batches.digest(batch['input_ids'].cpu().numpy()):032x}"
+        out.probe["batch"] = f"{batches.digest_rows(batch['input_ids'].cpu().numpy()):032x}"
     if dist.get_rank() == 0:
         np.save(file, found.cpu().numpy(), allow_pickle=False)
         out.probe["file"] = file
 
 
-def probe_as_recorded(job: Job, settings: Settings, out: Trace) -> None:
+def measure_recorded_probe(job: Job, settings: Settings, out: Trace) -> None:
     """A sketch of the logits of the rows that a `Recorder` probed its job with. A collective."""
     if not settings.probe:
         return
-    batch = probing.batch_of(settings.probe, _on(settings))
-    why = probing.refused(job.model, batch)
+    batch = probing.probe_batch(settings.probe, _device(settings))
+    why = probing.unsupported_forward_reason(job.model, batch)
     found: dict[str, Any] = {}
     if why is None:
         try:
-            with probing.undisturbed(job.model):
-                logits = probing.kept(probing.logits_of(job.model, batch))
-            found = probing.sketch(logits.cpu().numpy())
+            with probing.preserving_module_state(job.model):
+                logits = probing.select_probe_logits(probing.compute_logits(job.model, batch))
+            found = probing.sketch_logits(logits.cpu().numpy())
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as e:
             why = f"{type(e).__name__}: {e}"
     wrong = [text for text in gathered(why) if text is not None]
@@ -91,29 +93,29 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     import torch.distributed as dist
 
     where = f"step {step - settings.start} of {settings.steps}"
-    at(f"{where}, reading its rows")
-    device = _on(settings)
+    enter_stage(f"{where}, reading its rows")
+    device = _device(settings)
     parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
-    data = [(_batch(rows, first, last, device), counts) for first, last, counts in parts]
-    tokens, seen, marks = _count(data, settings)
-    rates = _rates(job, step, settings)
-    measure = Measure(job.model)
-    _wait(settings)
+    data = [(_stack_rows(rows, first, last, device), counts) for first, last, counts in parts]
+    tokens, seen, marks = _count_tokens(data, settings)
+    rates = _set_learning_rates(job, step, settings)
+    measure = StepNorms(job.model)
+    _synchronize(settings)
     began = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     first = step == settings.start + 1
     for i, ((row, _, _), (batch, counts)) in enumerate(zip(parts, data, strict=True)):
-        at(f"{where}, micro-batch {i + 1} of {len(data)}")
+        enter_stage(f"{where}, micro-batch {i + 1} of {len(data)}")
         if not settings.keep_dropout:
-            _seed(settings.seed, row)
-        before = _generators(settings) if first else None
+            _seed_by_row(settings.seed, row)
+        before = _generator_states(settings) if first else None
         loss, count, _ = job.loss(job.model, batch)
-        job.random = job.random or (first and before != _generators(settings))
+        job.random = job.random or (first and before != _generator_states(settings))
         if counts:
             total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
         # a pass that does not count still takes part in the collectives; nan * 0 would be nan
         (loss * (job.scale / tokens) if counts else torch.nan_to_num(loss) * 0.0).backward()
-    _wait(settings)
+    _synchronize(settings)
     seconds = time.perf_counter() - began
     if dist.get_rank() % settings.mesh.get("tp", 1):
         total.zero_()  # ranks of one tensor-parallel group have the same rows
@@ -124,21 +126,21 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     if counted != tokens:  # the user's own loss counts other tokens
         for p in job.model.parameters():
             if p.grad is not None:
-                fingerprint.local(p.grad).mul_(tokens / counted)
-    measure.before()
-    measure.gradients()
+                fingerprint.local_shard(p.grad).mul_(tokens / counted)
+    measure.copy_parameters()
+    measure.measure_gradients()
     norm = root_of_squares(measure.grads)
     began = time.perf_counter()
-    at(f"{where}, optimizer")
+    enter_stage(f"{where}, optimizer")
     if settings.clip is not None:
-        _clip(job.model, settings.clip, norm)
+        _clip_gradients(job.model, settings.clip, norm)
     job.optimizer.step()
     if job.scheduler is not None and not job.scheduler_waits:
         job.scheduler.step()
     job.optimizer.zero_grad()
-    _wait(settings)
+    _synchronize(settings)
     seconds += time.perf_counter() - began
-    measure.after()
+    measure.measure_updates()
     mine = torch.tensor([float(total[0].item()) / counted], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
@@ -158,7 +160,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     )
 
 
-def _seed(seed: int, row: int) -> None:
+def _seed_by_row(seed: int, row: int) -> None:
     """Random numbers that depend on the first row of a micro-batch, and not on the rank that has it: at any world size
     the forward pass draws the same."""
     import numpy as np
@@ -170,7 +172,7 @@ def _seed(seed: int, row: int) -> None:
     random.seed(number)
 
 
-def _generators(settings: Settings) -> Any:
+def _generator_states(settings: Settings) -> Any:
     """The states of all generators that a forward pass may use, to be compared."""
     import numpy as np
     import torch
@@ -180,7 +182,7 @@ def _generators(settings: Settings) -> Any:
     return [s.numpy().tobytes() for s in states], key.tobytes(), position, rest, random.getstate()  # type: ignore[union-attr]
 
 
-def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None, list[str]]:
+def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None, list[str]]:
     """(tokens of the global batch that count in the loss, its digest, the marks of the rows of each rank). A
     collective."""
     import torch.distributed as dist
@@ -205,7 +207,7 @@ def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple
     return total, f"{sum(p[1] for p in parts) % (1 << 128):032x}", [p[2] for p in parts]
 
 
-def _rates(job: Job, step: int, settings: Settings) -> list[float]:
+def _set_learning_rates(job: Job, step: int, settings: Settings) -> list[float]:
     """The learning rates of a step; from the second step on those of the reference, if no scheduler sets them."""
     given = settings.rates.get(step)
     groups = job.optimizer.param_groups
@@ -216,16 +218,16 @@ def _rates(job: Job, step: int, settings: Settings) -> list[float]:
     return [float(g["lr"]) for g in groups]
 
 
-def _clip(model: Any, bound: float, norm: float) -> None:
+def _clip_gradients(model: Any, bound: float, norm: float) -> None:
     """torch.nn.utils.clip_grads_with_norm_ for parameters on several meshes."""
     import torch
 
     factor = min(1.0, bound / (norm + 1e-6))
-    grads = [fingerprint.local(p.grad) for p in model.parameters() if p.grad is not None]
+    grads = [fingerprint.local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(grads, factor)
 
 
-def _wait(settings: Settings) -> None:
+def _synchronize(settings: Settings) -> None:
     if settings.device == "cuda":
         import torch
 

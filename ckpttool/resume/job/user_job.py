@@ -1,9 +1,9 @@
 """The user's recipe, module.py:build: what can be said about it before ranks are started, its call, and whether its
 data fits its model.
 
-looked_over("recipe.py:build")     before a launch: reads the file, runs nothing of it
-built(settings, mesh)              on every rank: imports it and calls the function
-fitting(model, loss, rows)         before anything is loaded: a sample of the data and the call of the model
+check_job_source("recipe.py:build")              before a launch: reads the file, runs nothing of it
+call_build(settings, mesh)                       on every rank: imports it and calls the function
+check_batches_fit_model(model, loss, rows)       before anything is loaded: a sample of the data and the model's call
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 from ...errors import UsageError, argument, kind_of_failure
 from ..settings import Settings
 from ..trace.batches import Rows
-from ..trace.probing import refused
+from ..trace.probing import unsupported_forward_reason
 
-__all__ = ["built", "fitting", "looked_over", "refuse_no_config"]
+__all__ = ["call_build", "check_batches_fit_model", "check_config_exists", "check_job_source"]
 
 #: What build() may ask for.
 _OFFERED = ("mesh", "device")
 
 
-def _parts(job: str) -> tuple[str, str]:
+def _split_job(job: str) -> tuple[str, str]:
     """(file or module, function)"""
     where, _, name = job.rpartition(":")
     return (where, name) if where else (name, "build")
 
 
-def refuse_no_config(config: str) -> None:
+def check_config_exists(config: str) -> None:
     """Refuse a path without a config.json, before processes are started; an id of the Hub is looked up later.
 
     Raises:
@@ -52,21 +52,21 @@ def refuse_no_config(config: str) -> None:
         raise UsageError(f"{argument('config', config)}: no such folder.")
 
 
-def looked_over(job: str) -> None:
+def check_job_source(job: str) -> None:
     """Refuse a recipe that cannot work, from the text of its file. No code of it runs, nor of the packages that a
     module is in.
 
     Raises:
         UsageError: there is no such file, module or function; it is no Python; the function requires other arguments.
     """
-    where, name = _parts(job)
+    where, name = _split_job(job)
     said = argument("job", job)
     if where.endswith(".py"):
         file = where
         if not os.path.isfile(file):
             raise UsageError(f"{said}: the file {file} does not exist.")
     else:
-        spec = _found(where)
+        spec = _find_module(where)
         if spec is None:
             hint = f" Did you mean {where}.py:{name}?" if os.path.isfile(f"{where}.py") else ""
             raise UsageError(f"{said}: there is no module {where}.{hint}")
@@ -81,7 +81,7 @@ def looked_over(job: str) -> None:
     except (SyntaxError, ValueError) as e:
         at = f", line {e.lineno}" if isinstance(e, SyntaxError) and e.lineno else ""
         raise UsageError(f"{said}: {file}{at} is not Python: {e.msg if isinstance(e, SyntaxError) else e}.") from None
-    defined = dict(_defined(tree))
+    defined = dict(_defined_names(tree))
     if name not in defined and "*" not in defined and "__getattr__" not in defined:
         functions = [n for n, node in defined.items() if isinstance(node, ast.FunctionDef) and not n.startswith("_")]
         there = f" It defines {', '.join(functions[:8])}." if functions else ""
@@ -92,17 +92,17 @@ def looked_over(job: str) -> None:
         plain = [*a.posonlyargs, *a.args]
         required = [x.arg for x in plain[: len(plain) - len(a.defaults)]]
         required += [x.arg for x, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default is None]
-        _refuse_others(job, name, [n for n in required if n not in _OFFERED])
+        _refuse_other_arguments(job, name, [n for n in required if n not in _OFFERED])
 
 
-def _refuse_others(job: str, name: str, others: list[str]) -> None:
+def _refuse_other_arguments(job: str, name: str, others: list[str]) -> None:
     if others:
         raise UsageError(
             f"{argument('job', job)}: {name}() requires {', '.join(others)}, but ckpttool passes only mesh and device."
         )
 
 
-def _defined(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
+def _defined_names(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
     """(name, its definition) at the top of a module, also where it is inside an if, a try or a with; "*" for `from x
     import *` and for what may define any name."""
     for node in ast.iter_child_nodes(tree):
@@ -115,13 +115,13 @@ def _defined(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
         elif isinstance(node, ast.Name) and node.id in ("globals", "exec", "setattr"):
             yield "*", None
         elif not isinstance(node, ast.Lambda):
-            yield from _defined(node)
+            yield from _defined_names(node)
 
 
-def _found(module: str) -> ModuleSpec | None:
+def _find_module(module: str) -> ModuleSpec | None:
     """Where a module is: installed or on PYTHONPATH, or else in the current folder. Nothing is imported."""
     top, *inner = module.split(".")
-    spec = _installed(top) or PathFinder.find_spec(top, [os.getcwd()]) if top.isidentifier() else None
+    spec = _find_installed(top) or PathFinder.find_spec(top, [os.getcwd()]) if top.isidentifier() else None
     for part in inner:
         if spec is None or spec.submodule_search_locations is None:
             return None
@@ -130,40 +130,40 @@ def _found(module: str) -> ModuleSpec | None:
     return spec
 
 
-def _installed(top: str) -> ModuleSpec | None:
+def _find_installed(top: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(top)
     except ValueError:  # __main__
         return None
 
 
-def _add(folder: str) -> None:
+def _add_to_path(folder: str) -> None:
     """Let the recipe import what lies beside it, as a script does. A rank has no other folder than this on its path
     that is not of its Python or PYTHONPATH."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
 
-def built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
+def call_build(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
     """(model, optimizer, scheduler, data, loss) that the user's function gives; None for what it does not.
 
     Raises:
         UsageError: there is no such function, it asks for something else, or gives it.
     """
-    where, name = _parts(str(settings.job))
+    where, name = _split_job(str(settings.job))
     said = argument("job", settings.job)
     if where.endswith(".py"):
         if not os.path.isfile(where):
             raise UsageError(f"{said}: the file {where} does not exist.")
-        _add(os.path.dirname(os.path.abspath(where)))
+        _add_to_path(os.path.dirname(os.path.abspath(where)))
         spec = importlib.util.spec_from_file_location(os.path.basename(where)[:-3], where)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     else:
-        if _installed(where.partition(".")[0]) is None:
-            _add(os.getcwd())
+        if _find_installed(where.partition(".")[0]) is None:
+            _add_to_path(os.getcwd())
         try:
             module = importlib.import_module(where)
         except ImportError as e:
@@ -176,7 +176,7 @@ def built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
     needed = [
         p.name for p in asked.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    _refuse_others(str(settings.job), name, [n for n in needed if n not in offers])
+    _refuse_other_arguments(str(settings.job), name, [n for n in needed if n not in offers])
     given = build(**{k: v for k, v in offers.items() if k in asked})
     parts = ("model", "optimizer", "scheduler", "data", "loss")
     if isinstance(given, Mapping):
@@ -194,7 +194,7 @@ def built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
     return out[0], out[1], out[2], out[3], out[4]
 
 
-def fitting(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary: int | None) -> None:
+def check_batches_fit_model(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary: int | None) -> None:
     """Refuse data of build() that its model cannot be called with, before anything is loaded.
 
     Raises:
@@ -241,7 +241,7 @@ def fitting(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary:
     inner = getattr(model, "module", model)
     takes_labels = "labels" in inspect.signature(getattr(inner, "forward", inner)).parameters
     names = [k for k in sample if k != "labels"] + (["labels"] if takes_labels else [])
-    if why := refused(model, dict.fromkeys(names)):
+    if why := unsupported_forward_reason(model, dict.fromkeys(names)):
         raise UsageError(
             f"{why}. Rename its parameters, return samples with the keys that it takes, or return a loss(model, batch) "
             "from build() that calls the model as it wants."

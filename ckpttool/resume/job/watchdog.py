@@ -1,9 +1,9 @@
 """What every rank is doing, and which one holds up the others.
 
-A rank says where it is (`at`) and that it moves (`moved`). A thread of it, the pulse, publishes that as a `Beat` every
-few seconds, with the collective that it waits in and its Python stack. Whoever sees the beats of all ranks asks
-`Watch.stalled`: the command that started the ranks reads them from files; in a job that torchrun or srun started, ranks
-0 and 1 read them from the store of the job.
+A rank says where it is (`enter_stage`) and that it moves (`report_progress`). A thread of it, the pulse, publishes that
+as a `Beat` every few seconds, with the collective that it waits in and its Python stack. Whoever sees the beats of all
+ranks asks `Watch.stalled`: the command that started the ranks reads them from files; in a job that torchrun or srun
+started, ranks 0 and 1 read them from the store of the job.
 
 The rank that waits in a collective is not the one to name, so the order is: a rank whose threads do not run (it is
 stopped, or hangs in native code that holds Python's lock); then, of the ranks that are furthest behind, those that are
@@ -29,15 +29,15 @@ __all__ = [
     "Beat",
     "Stall",
     "Watch",
-    "at",
-    "beating",
-    "moved",
-    "parsed",
-    "period_of",
-    "stage",
-    "with_stage",
+    "beat_from_json",
+    "beat_period",
+    "beat_to_json",
+    "current_stage",
+    "enter_stage",
+    "publishing_beats",
+    "read_later_stage",
+    "report_progress",
     "write_stages_to",
-    "written",
 ]
 
 _FRAMES = 12  # of a stack, innermost first
@@ -77,17 +77,17 @@ class Beat:
     stack: list[str] = field(default_factory=list)
 
 
-def written(beat: Beat) -> str:
-    """A beat as JSON, for `parsed`."""
+def beat_to_json(beat: Beat) -> str:
+    """Write a beat as JSON, for `beat_from_json`."""
     return json.dumps(asdict(beat))
 
 
-def parsed(text: str) -> Beat:
-    """What `written` wrote."""
+def beat_from_json(text: str) -> Beat:
+    """Read what `beat_to_json` wrote."""
     return Beat(**json.loads(text))
 
 
-def period_of(timeout: float) -> float:
+def beat_period(timeout: float) -> float:
     """Seconds between two beats."""
     return min(5.0, timeout / 10)
 
@@ -107,7 +107,7 @@ class _Here:
 _here = _Here()
 
 
-def at(what: str, computes: bool = False) -> None:
+def enter_stage(what: str, computes: bool = False) -> None:
     """This rank begins a stage: the same stages in the same order on every rank.
 
     `computes`: alone and on the CPU, so that its main thread makes progress while it uses that. Elsewhere it may wait
@@ -121,22 +121,23 @@ def at(what: str, computes: bool = False) -> None:
         _here.wake.set()
 
 
-def moved() -> None:
+def report_progress() -> None:
     """This rank makes progress within its stage."""
     _here.moves += 1
 
 
-def stage() -> str:
+def current_stage() -> str:
     """The stage that this rank is in."""
     return _here.what
 
 
 def write_stages_to(path: str) -> None:
-    """From now on `at` writes the stage to this file too, which is there when the rank was killed. It costs 2 us."""
+    """From now on `enter_stage` writes the stage to this file too, which is there when the rank was killed. It costs 2
+    us."""
     _here.file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
 
-def with_stage(beat: Beat, path: str) -> Beat:
+def read_later_stage(beat: Beat, path: str) -> Beat:
     """A beat, with the stage from the file that `write_stages_to` wrote if that is later."""
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
@@ -154,7 +155,7 @@ class _Pulse(threading.Thread):
 
     def __init__(self, rank: int, timeout: float, publish: Callable[[Beat], None], stacks: IO[str] | int) -> None:
         super().__init__(name="ckpttool-pulse", daemon=True)
-        self.rank, self.timeout, self.period = rank, timeout, period_of(timeout)
+        self.rank, self.timeout, self.period = rank, timeout, beat_period(timeout)
         self.publish, self.stacks = publish, stacks
         self.over = threading.Event()
         self.main = threading.main_thread().ident
@@ -167,7 +168,7 @@ class _Pulse(threading.Thread):
             still = now == before and done - bytes_before < _MOVED_BYTES and not computed
             quiet = quiet + self.period if still and count else 0.0
             before, bytes_before, used_before, count = now, done, used, count + 1
-            waits, stack = _stack_of(sys._current_frames().get(self.main or 0))
+            waits, stack = _inspect_stack(sys._current_frames().get(self.main or 0))
             # a rank whose native code holds Python's lock does not come here in time, and its stack is written without
             # it
             if not isinstance(self.stacks, int):
@@ -185,7 +186,9 @@ class _Pulse(threading.Thread):
 
 
 @contextmanager
-def beating(rank: int, timeout: float, publish: Callable[[Beat], None], stacks: IO[str] | int) -> Iterator[None]:
+def publishing_beats(
+    rank: int, timeout: float, publish: Callable[[Beat], None], stacks: IO[str] | int
+) -> Iterator[None]:
     """Publish what this rank does while the block runs. `stacks` gets its stack if Python's lock is held for so
     long."""
     pulse = _Pulse(rank, timeout, publish, stacks)
@@ -218,7 +221,7 @@ def _cpu_seconds() -> float:
         return 0.0
 
 
-def _stack_of(frame: Any) -> tuple[str, list[str]]:
+def _inspect_stack(frame: Any) -> tuple[str, list[str]]:
     """(the collective that a thread waits in, its frames, innermost first)."""
     frames = []
     while frame is not None:
@@ -249,13 +252,13 @@ class Stall:
     beats: dict[int, Beat]
     seconds: float
 
-    def error(self) -> RankLost:
+    def to_error(self) -> RankLost:
         """The sentence about it, with the stacks as notes."""
         first = self.beats[self.culprits[0]]
         if len(self.culprits) == len(self.beats) > 1:
             text = (
                 f"no rank has made progress for {self.seconds:.0f} s, and none is behind the others: "
-                f"{_each(self.beats)}."
+                f"{_describe_places(self.beats)}."
             )
         else:
             who = f"rank {first.rank}" if len(self.culprits) == 1 else f"ranks {', '.join(map(str, self.culprits))}"
@@ -263,7 +266,7 @@ class Stall:
             text = f"{who} {have} made no progress for {self.seconds:.0f} s in {first.what!r}: {self._state(first)}."
             others = {r: b for r, b in self.beats.items() if r not in self.culprits}
             if others:
-                text += f" Of the others, {_each(others)}."
+                text += f" Of the others, {_describe_places(others)}."
         out = RankLost(f"{text} If the job is only slow there, allow more time: {argument('timeout', 1800)}.")
         for rank in [*self.culprits, *(r for r in self.beats if r not in self.culprits)][:4]:
             if self.beats[rank].stack:
@@ -273,7 +276,7 @@ class Stall:
     def _state(self, beat: Beat) -> str:
         if not beat.count and not beat.pid:
             return "nothing was heard of it"
-        letter, place = _process(beat)
+        letter, place = _process_state(beat)
         if letter in ("T", "t"):
             return f"process {beat.pid} is stopped (state {letter}; `kill -CONT {beat.pid}` lets it go on)"
         if letter in ("Z", "X"):
@@ -294,7 +297,7 @@ class Stall:
         return f"it is at {beat.stack[0]}" if beat.stack else "it has not said where it is"
 
 
-def _each(beats: Mapping[int, Beat]) -> str:
+def _describe_places(beats: Mapping[int, Beat]) -> str:
     """Where ranks are, those that are at the same place together."""
     places: dict[str, list[int]] = {}
     for rank, beat in beats.items():
@@ -307,7 +310,7 @@ def _each(beats: Mapping[int, Beat]) -> str:
     return ", ".join(found[:4])
 
 
-def _process(beat: Beat) -> tuple[str, str]:
+def _process_state(beat: Beat) -> tuple[str, str]:
     """(state letter, function of the kernel that it waits in) of a process of this machine; ("", "") of another
     one's."""
     if not beat.pid or beat.host not in ("", socket.gethostname()):
@@ -330,7 +333,7 @@ class Watch:
 
     def __init__(self, ranks: Mapping[int, int], timeout: float) -> None:
         """`ranks`: {rank: process id on this machine, 0 where that is not known}."""
-        self.timeout, self.period = timeout, period_of(timeout)
+        self.timeout, self.period = timeout, beat_period(timeout)
         self._beats = {rank: Beat(rank, pid) for rank, pid in ranks.items()}
         self._since = dict.fromkeys(ranks, 0.0)  # their last beats, in seconds
 

@@ -22,11 +22,11 @@ from contextlib import suppress
 
 from ... import errors
 from ...errors import CkpttoolError, Interrupted, RankLost
-from ..job.watchdog import Beat, Watch, parsed, with_stage
+from ..job.watchdog import Beat, Watch, beat_from_json, read_later_stage
 from ..settings import Settings, Status, write_settings
 from ..trace.model import Trace, read_trace
 
-__all__ = ["launch_runs", "pass_on_status", "raise_error_of", "run_ranks", "started"]
+__all__ = ["launch_runs", "pass_on_status", "raise_rank_error", "run_ranks", "start_rank"]
 
 _GRACE = 3.0  # seconds in which the other ranks of a failed job can leave their errors
 _PATIENCE = 20.0  # seconds for killed processes to end
@@ -51,8 +51,8 @@ def launch_runs(plan: Mapping[str, Settings], folder: str, status: Status) -> di
         for i, (label, _) in enumerate(together):
             trace = os.path.join(inner, f"trace-{i}.json")
             if not os.path.exists(trace):
-                where = _beats(inner).get(0, Beat(0)).what
-                raise _with_log(
+                where = _read_beats(inner).get(0, Beat(0)).what
+                raise _attach_log(
                     CkpttoolError(
                         f"rank 0 ended with status 0 in {where!r}, before the end of the run: the job must not end its "
                         "process."
@@ -79,20 +79,20 @@ def run_ranks(folder: str, world: int, settings: Settings, status: Status) -> No
             time.sleep(0.1)
             seen = pass_on_status(folder, seen, status)
             if (now := time.monotonic()) - looked >= watch.period:
-                stall = watch.stalled(_beats(folder), now - looked)
+                stall = watch.stalled(_read_beats(folder), now - looked)
                 looked = now
                 if stall is not None:
-                    raise _with_log(stall.error(), folder)
+                    raise _attach_log(stall.to_error(), folder)
         pass_on_status(folder, seen, status)
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing was written to the checkpoint.") from None
     finally:
         ranks.end()
     if any(ranks.statuses.values()):
-        raise_error_of(folder, ranks.statuses)
+        raise_rank_error(folder, ranks.statuses)
 
 
-def started(words: list[str], environment: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
+def start_rank(words: list[str], environment: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
     """A rank: `python -P WORDS`, whose modules never come from the current folder, in a session of its own, so that a
     Ctrl-C of the terminal reaches only the command."""
     with open(log, "ab") as f:
@@ -127,12 +127,12 @@ class _Ranks:
         words = ["-m", "ckpttool.resume.ranks.worker", self.folder, str(os.getpid())]
         for rank in range(world):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.children[rank] = started(words, environment, os.path.join(self.folder, "log"))
+            self.children[rank] = start_rank(words, environment, os.path.join(self.folder, "log"))
 
     def ended(self) -> bool:
         """Whether all have ended, or one has failed and the others have had the time to say why."""
         for rank, child in self.children.items():
-            if rank not in self.statuses and (status := _status(child.pid)) is not None:
+            if rank not in self.statuses and (status := _exit_status(child.pid)) is not None:
                 self.statuses[rank] = status
         if self._failed is None and (any(self.statuses.values()) or _error_files(self.folder)):
             self._failed = time.monotonic()
@@ -150,7 +150,7 @@ class _Ranks:
                 child.wait(max(0.1, deadline - time.monotonic()))
 
 
-def _status(pid: int) -> int | None:
+def _exit_status(pid: int) -> int | None:
     """The exit status of a child, or minus the signal that killed it; None while it runs. The child keeps its number,
     which its process group has, too."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -173,15 +173,15 @@ def pass_on_status(folder: str, seen: int, status: Status) -> int:
     return seen + len(whole.encode())
 
 
-def _beats(folder: str) -> dict[int, Beat]:
+def _read_beats(folder: str) -> dict[int, Beat]:
     """{rank: its last beat, with the stage that it was in last}, of ranks that have begun."""
     out = {}
     for path in glob.glob(os.path.join(glob.escape(folder), "stage-*")):
         rank = int(path.rpartition("-")[2])
         out[rank] = Beat(rank)
         with suppress(OSError), open(os.path.join(folder, f"beat-{rank}.json"), encoding="utf-8") as f:
-            out[rank] = parsed(f.read())
-        out[rank] = with_stage(out[rank], path)
+            out[rank] = beat_from_json(f.read())
+        out[rank] = read_later_stage(out[rank], path)
     return out
 
 
@@ -189,7 +189,7 @@ def _error_files(folder: str) -> list[str]:
     return glob.glob(os.path.join(glob.escape(folder), "error-*.json"))
 
 
-def raise_error_of(folder: str, statuses: Mapping[int, int]) -> None:
+def raise_rank_error(folder: str, statuses: Mapping[int, int]) -> None:
     """Raise what made the job fail: a rank that was killed, or else what the ranks left in files.
 
     The errors of the ranks that lost their peer come after its death, and are not the cause. SIGABRT is last: libraries
@@ -207,18 +207,18 @@ def raise_error_of(folder: str, statuses: Mapping[int, int]) -> None:
     killed = [r for r, s in silent.items() if s < 0 and s != -signal.SIGABRT]
     if killed or (silent and (not found or found[0]["lost_peer"])):
         rank = min(killed or silent)
-        where = _beats(folder).get(rank, Beat(rank)).what
-        raise _with_log(_ended(rank, silent[rank], where), folder)
+        where = _read_beats(folder).get(rank, Beat(rank)).what
+        raise _attach_log(_explain_death(rank, silent[rank], where), folder)
     first = found[0]
     text = first["text"] if first["kind"] == "NotRecognised" else " ".join(first["text"].split())
     if first["known"]:
         kinds = {c: getattr(errors, c) for c in errors.__all__ if c != "EXIT_CODES"}
         raise kinds.get(first["kind"], CkpttoolError)(text)
     full = "\n".join(f"rank {error['rank']}:\n{error['traceback']}" for error in found)
-    raise _with_log(CkpttoolError(f"rank {first['rank']} failed: {first['kind']}: {text.rstrip('.')}."), folder, full)
+    raise _attach_log(CkpttoolError(f"rank {first['rank']} failed: {first['kind']}: {text.rstrip('.')}."), folder, full)
 
 
-def _ended(rank: int, status: int, where: str) -> CkpttoolError:
+def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
     """What a rank is said to have died of that left no error."""
     if status > 0:
         return CkpttoolError(f"rank {rank} ended with status {status} in {where!r}, without an error message.")
@@ -234,12 +234,12 @@ def _ended(rank: int, status: int, where: str) -> CkpttoolError:
     return RankLost(f"rank {rank} was killed by signal {number} ({name}) in {where!r}. {cause}")
 
 
-def _with_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:
+def _attach_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:
     """The same error, with the log of the ranks, their stacks and tracebacks in a file that stays."""
     kept = os.path.join(tempfile.mkdtemp(prefix="ckpttool-failed-"), "log")
     shutil.copyfile(os.path.join(folder, "log"), kept)
     with open(kept, "a", encoding="utf-8") as f:
-        for rank, beat in sorted(_beats(folder).items()):
+        for rank, beat in sorted(_read_beats(folder).items()):
             f.write(
                 f"\nrank {rank} in {beat.what!r}; where it was last seen, innermost first:\n"
                 + "\n".join(f"  {frame}" for frame in beat.stack)

@@ -26,11 +26,19 @@ from typing import Any, NoReturn
 
 from ...errors import CkpttoolError, RankLost, UsageError, argument
 from ...live.collectives import gathered
-from ..job.watchdog import Beat, Watch, at, beating, parsed, period_of, written
+from ..job.watchdog import Beat, Watch, beat_from_json, beat_period, beat_to_json, enter_stage, publishing_beats
 from ..settings import Status
 from ..trace.numerics import set_cuda_environment
 
-__all__ = ["in_job", "joined_job", "lasting_job", "leave", "leave_together", "lost_peer", "watched_job"]
+__all__ = [
+    "exit_process",
+    "exit_together",
+    "is_lost_peer",
+    "is_rank_of_job",
+    "joined_job",
+    "lasting_job",
+    "watched_job",
+]
 
 #: Seconds that collectives wait longer than the watch, which says more about what is wrong.
 _LONGER = 60.0
@@ -38,12 +46,12 @@ _LONGER = 60.0
 _JUDGING = timedelta(days=1)
 
 
-def in_job() -> bool:
+def is_rank_of_job() -> bool:
     """Whether this process is a rank of a job that torchrun or srun started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """End this process. On the usual way out, threads of gloo now and then outlive what owns them, and the process
     aborts."""
     sys.stdout.flush()
@@ -51,7 +59,7 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-class _Lasting:
+class _LastingJob:
     """The job of this process: whether it lasts, the group of its ranks that then ends it, and the watch over them."""
 
     wanted, group = False, None
@@ -61,21 +69,21 @@ class _Lasting:
 @contextmanager
 def lasting_job() -> Iterator[None]:
     """A job that is joined in this block lasts until `leave_together`, or until the block fails."""
-    _Lasting.wanted = True
+    _LastingJob.wanted = True
     try:
         yield
     except BaseException:
-        if _Lasting.group is not None:
+        if _LastingJob.group is not None:
             import torch.distributed as dist
 
             dist.destroy_process_group()  # the ranks that wait for this one learn that it is gone
         raise
     finally:
-        _Lasting.watch.close()
-        _Lasting.wanted, _Lasting.group = False, None
+        _LastingJob.watch.close()
+        _LastingJob.wanted, _LastingJob.group = False, None
 
 
-def leave_together(status: int) -> NoReturn:
+def exit_together(status: int) -> NoReturn:
     """End this process with the status of rank 0, as soon as that has one. A collective, in the block of `lasting_job`.
 
     A torchrun whose ranks have ended with 0 waits for those on other nodes, for 300 s if these end with another status.
@@ -90,13 +98,13 @@ def leave_together(status: int) -> NoReturn:
     # change the status of a rank 0 that has written its reports
     signal.signal(signal.SIGTERM, signal.SIG_DFL if dist.get_rank() else signal.SIG_IGN)
     try:
-        statuses = gathered(status, _Lasting.group)
+        statuses = gathered(status, _LastingJob.group)
     except RuntimeError:  # gloo's errors are of this class
         raise RankLost(
             f"rank {dist.get_rank()} waited for the verdict of rank 0, but a rank ended before all had it. That rank's "
             "own message, or the table of torchrun, has the cause."
         ) from None
-    leave(statuses[0])
+    exit_process(statuses[0])
 
 
 @contextmanager
@@ -104,13 +112,13 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
     """torch.distributed of this job: NCCL on CUDA, gloo on CPU; begun here unless the caller's own is running.
 
     Args:
-        timeout: seconds that a rank may make no progress, see `watch`.
+        timeout: seconds that a rank may make no progress, see job/watchdog.py.
         meeting: a file, where the ranks of one machine meet; without it they meet at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         UsageError: MASTER_PORT is in use. CkpttoolError: this rank cannot reach rank 0.
     """
-    at("joining the job")
+    enter_stage("joining the job")
     if deterministic:
         set_cuda_environment()
     import torch
@@ -129,23 +137,23 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
         else:
             try:
                 store, rank, world = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
-                store = _keys_of_this_attempt(store, rank, world, patience)
+                store = _prefix_of_attempt(store, rank, world, patience)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
             except dist.DistError as e:
-                raise _not_joined(e) from None
+                raise _explain_join_error(e) from None
     try:
         yield
     except BaseException:
         if ours:
             dist.destroy_process_group()
         raise
-    if ours and _Lasting.wanted:
-        _Lasting.group = dist.new_group(backend="gloo", timeout=_JUDGING)
+    if ours and _LastingJob.wanted:
+        _LastingJob.group = dist.new_group(backend="gloo", timeout=_JUDGING)
     elif ours:
         dist.destroy_process_group()
 
 
-def _keys_of_this_attempt(store: Any, rank: int, world: int, patience: timedelta) -> Any:
+def _prefix_of_attempt(store: Any, rank: int, world: int, patience: timedelta) -> Any:
     """The store with a prefix that its ranks agree on and no earlier attempt has used. A collective.
 
     Restarts are counted by each machine for itself, so the count cannot be that prefix. Rank 0 answers whoever asks,
@@ -176,7 +184,7 @@ def _keys_of_this_attempt(store: Any, rank: int, world: int, patience: timedelta
     return dist.PrefixStore(chosen, store)  # type: ignore[attr-defined]
 
 
-def _not_joined(e: Exception) -> CkpttoolError:
+def _explain_join_error(e: Exception) -> CkpttoolError:
     host, port, rank = (os.environ.get(k, "") for k in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     if "EADDRINUSE" in str(e):
         return UsageError(
@@ -193,7 +201,7 @@ def _not_joined(e: Exception) -> CkpttoolError:
     )
 
 
-def lost_peer(e: BaseException) -> bool:
+def is_lost_peer(e: BaseException) -> bool:
     """Whether a rank raised this because another one is gone, as gloo and NCCL say it."""
     import torch.distributed as dist
 
@@ -209,7 +217,7 @@ def watched_job(timeout: float, status: Status) -> Iterator[None]:
     """
     import torch.distributed as dist
 
-    period = period_of(timeout)
+    period = beat_period(timeout)
     attempt = gathered(uuid.uuid4().hex)[0]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -224,26 +232,26 @@ def watched_job(timeout: float, status: Status) -> Iterator[None]:
         yield
         return
     with ExitStack() as watch:
-        observer = _Observer(dist.PrefixStore(attempt, store), timeout)  # type: ignore[attr-defined]
-        watch.enter_context(beating(dist.get_rank(), timeout, observer, 2))
+        observer = _BeatObserver(dist.PrefixStore(attempt, store), timeout)  # type: ignore[attr-defined]
+        watch.enter_context(publishing_beats(dist.get_rank(), timeout, observer, 2))
         yield
-        if _Lasting.wanted:
-            _Lasting.watch = watch.pop_all()
+        if _LastingJob.wanted:
+            _LastingJob.watch = watch.pop_all()
 
 
-class _Observer:
+class _BeatObserver:
     """Publishes the beats of this rank in the store, and looks at those of the others."""
 
     def __init__(self, store: Any, timeout: float) -> None:
         import torch.distributed as dist
 
-        self.store, self.timeout, self.period = store, timeout, period_of(timeout)
+        self.store, self.timeout, self.period = store, timeout, beat_period(timeout)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.watch, self.looked = Watch(dict.fromkeys(range(self.world), 0), timeout), time.monotonic()
 
     def __call__(self, beat: Beat) -> None:
         try:
-            self.store.set(f"ckpttool-beat-{self.rank}", written(beat))
+            self.store.set(f"ckpttool-beat-{self.rank}", beat_to_json(beat))
             if self.store.check(["ckpttool-stalled"]):
                 time.sleep(3 * self.period)  # the rank that prints it goes first, since torchrun then ends the rest
                 os._exit(RankLost.exit_code)
@@ -251,7 +259,7 @@ class _Observer:
                 return
             keys = [f"ckpttool-beat-{rank}" for rank in range(self.world)]
             there = [key for key in keys if self.store.check([key])]
-            beats = {b.rank: b for b in (parsed(text.decode()) for text in self.store.multi_get(there))}
+            beats = {b.rank: b for b in (beat_from_json(text.decode()) for text in self.store.multi_get(there))}
         except RuntimeError as e:  # torch's errors of stores are of this class
             if beat.quiet >= self.timeout:
                 where = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
@@ -269,7 +277,7 @@ class _Observer:
         if stall is None or (self.rank == 1 and 0 not in self.watch.frozen()):
             return
         self.store.set("ckpttool-stalled", "1")
-        self._end(stall.error())
+        self._end(stall.to_error())
 
     def _end(self, e: RankLost) -> None:
         print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)  # noqa: T201

@@ -1,6 +1,6 @@
 """What every rank does: build the job, load the checkpoint into it, fingerprint it, probe it, train some steps.
 
-    run(settings, status) -> Trace on rank 0, None elsewhere
+    run_job(settings, probe_file, status) -> Trace on rank 0, None elsewhere
 
 The state is fingerprinted before the first forward pass, and the probe comes before the first update. After the first
 step, the job is saved, overwritten with garbage and loaded again (`round_trip`), and training continues.
@@ -30,41 +30,41 @@ from ...live.load import load_opened
 from ...live.shared_index import look_together
 from ...live.values import lossless
 from ..compare import misfit
-from ..job.build import Job, start
+from ..job.build import Job, build_job
 from ..job.load_cost import LoadCost
 from ..job.round_trip import round_trip
-from ..job.training import measure_memory, probe, probe_as_recorded, train_step
-from ..job.user_job import fitting
-from ..job.watchdog import Beat, at, beating, moved, write_stages_to, written
+from ..job.training import measure_memory, measure_probe, measure_recorded_probe, train_step
+from ..job.user_job import check_batches_fit_model
+from ..job.watchdog import Beat, beat_to_json, enter_stage, publishing_beats, report_progress, write_stages_to
 from ..settings import Settings, Status, read_settings
 from ..text import fqn_of, plural
 from ..trace import batches, fingerprint
 from ..trace.live_facts import (
-    config_of,
-    device_of,
-    dropouts,
-    dtype_of,
-    environment,
+    collective_device,
+    describe_environment,
+    dtype_name,
     has_dropout,
+    list_dropouts,
+    model_config,
     named_parameters,
     named_state,
-    numbers_of,
-    plain_groups,
-    scalars_of,
+    one_element_values,
+    optimizer_numbers,
+    plain_param_groups,
     tied_names,
 )
-from ..trace.model import OF_BUILD, Trace, to_json
+from ..trace.model import OF_BUILD, Trace, trace_to_json
 from ..trace.numerics import name_missing_kernel, use_numerics, use_recorded_buffers
-from ..trace.side_state import taken
-from .torchrun import joined_job, leave, lost_peer
+from ..trace.side_state import collect_side_state
+from .torchrun import exit_process, is_lost_peer, joined_job
 
-__all__ = ["run"]
+__all__ = ["run_job"]
 
 #: The components of a checkpoint that are loaded into the job; what else it holds is compared as it is in the files.
 _IN_JOB = ("model", "optim")
 
 
-def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
+def run_job(settings: Settings, probe_file: str, status: Status) -> Trace | None:
     """The trace of one checkpoint in one job, on rank 0. A collective.
 
     Raises:
@@ -76,16 +76,16 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
 
     def stage(text: str) -> None:
         status(text)
-        at(text)
+        enter_stage(text)
 
     torch.manual_seed(settings.seed)
-    at(f"reading the index of {settings.source}")
+    enter_stage(f"reading the index of {settings.source}")
     use_numerics(settings.deterministic, settings.numerics)
     opened, problem = look_together(settings.source, settings.reading)
     with opened:
         ckpt = opened.checkpoint
         stage("building the model")
-        job = start(settings, opened)
+        job = build_job(settings, opened)
         job.notes.extend(use_recorded_buffers(job.model, settings.buffers))
         out = Trace(
             source=settings.source,
@@ -103,14 +103,14 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             dropout=has_dropout(job.model),
             parameters=sum(p.numel() for p in job.model.parameters()),
             tied=tied_names(job.model),
-            config=config_of(job.model),
+            config=model_config(job.model),
             notes=[*ckpt.notes, *job.notes],
-            environment=environment(settings.device)
+            environment=describe_environment(settings.device)
             | {
                 "deterministic": settings.deterministic,
                 "compile": settings.compile,
                 "scheduler_waits": job.scheduler_waits,
-                "dropout_probabilities": sorted({p for _, _, p in dropouts(job.model) if p > 0}),
+                "dropout_probabilities": sorted({p for _, _, p in list_dropouts(job.model) if p > 0}),
             },
             dropout_off=job.dropout_off,
             recipe=settings.job or settings.config,
@@ -118,9 +118,9 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             unread=[(u.name, u.component) for u in ckpt.unread if u.component],
         )
         # extra states of modules, too, since they are not loaded
-        rest = taken({v.path: v.data for v in ckpt.values.values() if v.component != "optim"})
+        rest = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.component != "optim"})
         out.values, out.others = rest.values, rest.others
-        rows, out.sequence = _data(settings, job)
+        rows, out.sequence = _open_rows(settings, job)
         if job.data is not None:
             out.data = OF_BUILD
         entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
@@ -130,18 +130,18 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             lacks = "what was read has no optimizer state" if aside else "the checkpoint has no optimizer state"
             out.notes.append(f"{lacks}; the optimizer of the job starts from zero")
         stage(f"loading {settings.source}")
-        failed = _load(settings, job, opened, problem, trained, out, status)
+        failed = _load_checkpoint(settings, job, opened, problem, trained, out, status)
         if failed is not None:
             out.failed = failed
             out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items() if t.component in _IN_JOB}
             return out if dist.get_rank() == 0 else None
         stage("comparing what the job holds with the files")
-        _state(job, trained, opened, settings, out, status)
+        _fingerprint_state(job, trained, opened, settings, out, status)
         _restore_rng(settings, opened, out)
     stage("probing")
     with name_missing_kernel():
-        probe(job, rows, settings, probe_file, out)
-        probe_as_recorded(job, settings, out)
+        measure_probe(job, rows, settings, probe_file, out)
+        measure_recorded_probe(job, settings, out)
         for k in range(settings.steps):
             step = settings.start + 1 + k
             out.steps.append(train_step(job, rows, step, settings))
@@ -158,14 +158,14 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
     return out if dist.get_rank() == 0 else None
 
 
-def _data(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
+def _open_rows(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
     """(rows, their length)
 
     Raises:
         UsageError: they are not what the model of build() takes.
     """
     if job.data is not None:
-        rows = batches.of_user(job.data)
+        rows = batches.wrap_user_data(job.data)
         ids = rows(0).get("input_ids")
         length = None if ids is None else ids.size
     else:
@@ -177,21 +177,21 @@ def _data(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
             tokenizer=settings.config,
         )
     if settings.job is not None:
-        fitting(job.model, job.own_loss, rows, job.vocabulary)
+        check_batches_fit_model(job.model, job.own_loss, rows, job.vocabulary)
     return rows, length
 
 
 # ------------------------------------------------------------------------------------------------------- the checkpoint
 
 
-class _Rate:
+class _RateReporter:
     """Tells, now and then, how much of this rank's part is read."""
 
     def __init__(self, status: Status) -> None:
         self.status, self.began, self.said = status, time.monotonic(), time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        moved()
+        report_progress()
         now = time.monotonic()
         if now - self.said < 2 or not done:
             return
@@ -203,7 +203,7 @@ class _Rate:
         )
 
 
-def _load(
+def _load_checkpoint(
     settings: Settings,
     job: Job,
     opened: OpenCheckpoint,
@@ -220,7 +220,7 @@ def _load(
         try:
             optimizer, scheduler = (job.optimizer, job.scheduler) if trained else (None, None)
             loaded = load_opened(
-                opened, settings.source, job.model, optimizer, scheduler, _Rate(status), time.monotonic()
+                opened, settings.source, job.model, optimizer, scheduler, _RateReporter(status), time.monotonic()
             )
             out.notes.extend(loaded.notes)
             cost.bytes = loaded.bytes
@@ -235,7 +235,7 @@ def _load(
     if not all(gathered(fits)):
         stored = {t.local_name: t.shape for t in opened.checkpoint.tensors.values() if t.component == "model"}
         live = {n.removeprefix("model."): tuple(t.shape) for n, t in named_state(job.model).items()}
-        out.misfit = misfit.compared(stored, live, out.tied)
+        out.misfit = misfit.compare_names(stored, live, out.tied)
     errors = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
     if not errors:
         return None
@@ -244,19 +244,21 @@ def _load(
     return text if len(errors) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
 
 
-def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, out: Trace, status: Status) -> None:
+def _fingerprint_state(
+    job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, out: Trace, status: Status
+) -> None:
     """Fingerprints of what the job holds, and of the files. A collective."""
     import torch
     import torch.distributed as dist
 
-    device = device_of(job.model)
+    device = collective_device(job.model)
     tensors = named_state(job.model, job.optimizer if trained else None)
-    prints, apart = fingerprint.in_memory(tensors, device)
-    out.state = {n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
-    out.scalars = scalars_of(tensors) | (numbers_of(job.model, job.optimizer) if trained else {})
+    prints, apart = fingerprint.fingerprint_tensors(tensors, device)
+    out.state = {n: (dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
+    out.scalars = one_element_values(tensors) | (optimizer_numbers(job.model, job.optimizer) if trained else {})
     low = {n: p for n, p in named_parameters(job.model).items() if p.is_floating_point() and p.element_size() == 2}
-    out.quanta = fingerprint.norms(low, device, fingerprint.quantum)
-    out.groups = [] if job.optimizer is None else plain_groups(job.model, job.optimizer)
+    out.quanta = fingerprint.global_norms(low, device, fingerprint.spacing_16bit)
+    out.groups = [] if job.optimizer is None else plain_param_groups(job.model, job.optimizer)
     if apart:
         out.notes.append(f"copies on several ranks are not equal, of {plural(len(apart), 'tensor')}, first {apart[0]}")
         out.environment["copies_differ"] = apart
@@ -268,24 +270,24 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
         if t.component not in _IN_JOB or (t.component in used and n not in tensors and fqn_of(n) not in tied)
     ]
     ranks = dist.get_rank(), dist.get_world_size()
-    marks = fingerprint.in_files(opened, rest, *ranks, device)
+    marks = fingerprint.fingerprint_files(opened, rest, *ranks, device)
     out.others |= {n: (opened.checkpoint.tensors[n].dtype, opened.checkpoint.tensors[n].shape, marks[n]) for n in rest}
     for dtype in settings.dtypes:
-        others = {n: t for n, t in tensors.items() if t.is_floating_point() and dtype_of(t) != dtype}
-        out.rounded[dtype], _ = fingerprint.in_memory(others, device, getattr(torch, dtype))
+        others = {n: t for n, t in tensors.items() if t.is_floating_point() and dtype_name(t) != dtype}
+        out.rounded[dtype], _ = fingerprint.fingerprint_tensors(others, device, getattr(torch, dtype))
     entries = opened.locate().tensors
-    other = [n for n, t in entries.items() if n in tensors and t.dtype != dtype_of(tensors[n])]
+    other = [n for n, t in entries.items() if n in tensors and t.dtype != dtype_name(tensors[n])]
     if settings.reread or settings.dtypes:
-        marks = fingerprint.in_files(opened, other, *ranks, device)
+        marks = fingerprint.fingerprint_files(opened, other, *ranks, device)
         out.stored_as = {n: (entries[n].dtype, marks[n]) for n in other}
     if settings.reread:
-        out.environment["rounded"] = [n for n in other if not lossless(entries[n].dtype, dtype_of(tensors[n]))]
+        out.environment["rounded"] = [n for n in other if not lossless(entries[n].dtype, dtype_name(tensors[n]))]
         if other:
-            kinds = f"{entries[other[0]].dtype} in the files and {dtype_of(tensors[other[0]])} in the job"
+            kinds = f"{entries[other[0]].dtype} in the files and {dtype_name(tensors[other[0]])} in the job"
             out.notes.append(f"of another dtype: {plural(len(other), 'tensor')}, first {other[0]}: {kinds}")
         common = [n for n in entries if n in tensors]
         in_job = {n: tensors[n].dtype for n in other}
-        out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(status), in_job)
+        out.stored = fingerprint.fingerprint_files(opened, common, *ranks, device, _RateReporter(status), in_job)
 
 
 def _restore_rng(settings: Settings, opened: OpenCheckpoint, out: Trace) -> None:
@@ -328,44 +330,44 @@ def main(folder: str) -> None:
     write_stages_to(os.path.join(folder, f"stage-{rank}"))
 
     def publish(beat: Beat) -> None:
-        _write(folder, f"beat-{rank}.json", written(beat))
+        _write_atomically(folder, f"beat-{rank}.json", beat_to_json(beat))
 
     with (
         nullcontext() if runs[0].flags is None else as_flags(CommandLine(runs[0].flags)),
         open(os.path.join(folder, f"stack-{rank}"), "a", encoding="utf-8") as stacks,
-        beating(rank, runs[0].timeout, publish, stacks),
+        publishing_beats(rank, runs[0].timeout, publish, stacks),
     ):
         try:
             with joined_job(runs[0].device, runs[0].deterministic, runs[0].timeout, os.path.join(folder, "meeting")):
                 try:
                     for i, settings in enumerate(runs):
-                        trace = run(settings, os.path.join(folder, f"probe-{i}.npy"), status)
+                        trace = run_job(settings, os.path.join(folder, f"probe-{i}.npy"), status)
                         if trace is not None:
-                            _write(folder, f"trace-{i}.json", json.dumps(to_json(trace), default=str))
+                            _write_atomically(folder, f"trace-{i}.json", json.dumps(trace_to_json(trace), default=str))
                 except BaseException as e:
-                    _fail(folder, rank, e)  # before the job is left, which may wait for a rank that is gone
+                    _leave_with_error(folder, rank, e)  # before the job is left, which may wait for a rank that is gone
         except BaseException as e:
-            _fail(folder, rank, e)
-    leave(0)
+            _leave_with_error(folder, rank, e)
+    exit_process(0)
 
 
-def _fail(folder: str, rank: int, e: BaseException) -> NoReturn:
+def _leave_with_error(folder: str, rank: int, e: BaseException) -> NoReturn:
     import traceback
 
     word: Mapping[str, Any] = {
         "rank": rank,
         "known": isinstance(e, CkpttoolError),
-        "lost_peer": lost_peer(e),
+        "lost_peer": is_lost_peer(e),
         "kind": kind_of(e) if isinstance(e, CkpttoolError) else type(e).__name__,
         "text": str(e) or type(e).__name__,
         "time": time.time(),
         "traceback": traceback.format_exc(),
     }
-    _write(folder, f"error-{rank}.json", json.dumps(word))
-    leave(1)
+    _write_atomically(folder, f"error-{rank}.json", json.dumps(word))
+    exit_process(1)
 
 
-def _write(folder: str, name: str, text: str) -> None:
+def _write_atomically(folder: str, name: str, text: str) -> None:
     """Write a file that is never there in part."""
     temporary = os.path.join(folder, f".{name}")
     with open(temporary, "w", encoding="utf-8") as f:

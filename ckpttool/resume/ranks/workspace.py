@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["workspace"]
+__all__ = ["temporary_workspace"]
 
 _LOCK = "lock"
 _NEW = 60.0  # seconds in which a run certainly takes the lock of the folder that it made
 
 
 @contextmanager
-def workspace(parent: str | None = None) -> Iterator[str]:
+def temporary_workspace(parent: str | None = None) -> Iterator[str]:
     """A new folder in `parent`, or in the folder for temporary files, which is removed afterwards; and so are those of
     dead runs.
 

@@ -1,6 +1,6 @@
 """The charts of report.html, as plain shapes: what to draw and where. The template turns them into SVG.
 
-    figure("loss", "loss", rows, with_reference=True) -> Figure
+    draw_figure("loss", "loss", rows, with_reference=True) -> Figure
 
 A figure has two panels over one axis of steps. The upper one shows the curves of run and reference; the lower one their
 differences on a logarithmic axis, with the envelope. Colours are classes of the style sheet, so that light, dark and
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ..text import number
-from .facts import Row
+from ..text import format_number
+from .facts import ComparedStep
 
-__all__ = ["Figure", "Shape", "figure", "finite_or_inf"]
+__all__ = ["Figure", "Shape", "draw_figure", "finite_or_inf"]
 
 #: The view box, and the places of the panels in it.
 _WIDTH, _HEIGHT = 460, 400
@@ -58,8 +58,8 @@ class _Axis:
     ticks: list[tuple[float, str]] = field(default_factory=list)
 
 
-def figure(quantity: str, name: str, rows: Sequence[Row], with_reference: bool) -> Figure:
-    """The chart of one quantity (a key of `contents.QUANTITIES`) over the steps of `rows`, which must not be empty."""
+def draw_figure(quantity: str, name: str, rows: Sequence[ComparedStep], with_reference: bool) -> Figure:
+    """The chart of one quantity (a key of `facts.QUANTITIES`) over the steps of `rows`, which must not be empty."""
     steps = [r.got.step for r in rows]
     first, last = min(steps), max(steps)
 
@@ -73,7 +73,7 @@ def figure(quantity: str, name: str, rows: Sequence[Row], with_reference: bool) 
     expected: list[float | None] = [getattr(r.expected, quantity) if r.expected is not None else None for r in rows]
     differences = [r.differences[quantity] for r in rows if quantity in r.differences]
     bottom, height = (_BOTTOM, _HEIGHT) if differences else (_MIDDLE, _MIDDLE + _HEIGHT - _BOTTOM)
-    axis = _linear([v for v in [*got, *expected] if v is not None])
+    axis = _linear_axis([v for v in [*got, *expected] if v is not None])
     markers = len(rows) <= _MANY
 
     shapes = list(_grid(axis, _TOP, _MIDDLE))
@@ -95,7 +95,7 @@ def figure(quantity: str, name: str, rows: Sequence[Row], with_reference: bool) 
         shapes.append(_tooltip(quantity, row, left, right, bottom))
     label = f"{name} of {len(rows)} steps, {first} to {last}"
     if differences:
-        label += f"; differences up to {number(max(map(finite_or_inf, differences)), 2)}"
+        label += f"; differences up to {format_number(max(map(finite_or_inf, differences)), 2)}"
     return Figure(name, label, _WIDTH, height, shapes)
 
 
@@ -119,7 +119,7 @@ def _text(kind: str, x: object, y: object, text: str, anchor: str | None = None)
     return Shape("text", {"class": kind, "x": x, "y": y, "text-anchor": anchor}, text)
 
 
-def _cross(x: float, y: float) -> Shape:
+def _cross_mark(x: float, y: float) -> Shape:
     """The mark of a value that is outside of the envelope, or not a finite number."""
     return _path("out", f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
 
@@ -154,7 +154,7 @@ def _markers(
         if v is None:
             continue
         if not math.isfinite(v):
-            yield _cross(x, _TOP + 6)
+            yield _cross_mark(x, _TOP + 6)
         elif drawn and kind == "ref":
             y = axis.place(v)
             yield Shape("rect", {"class": kind, "x": f"{x - 4.5:.1f}", "y": f"{y - 4.5:.1f}", "width": 9, "height": 9})
@@ -162,16 +162,16 @@ def _markers(
             yield _circle(kind, x, axis.place(v), 3)
 
 
-def _tooltip(quantity: str, row: Row, left: float, right: float, bottom: float) -> Shape:
+def _tooltip(quantity: str, row: ComparedStep, left: float, right: float, bottom: float) -> Shape:
     """A strip of the chart that shows the numbers of its step to the pointer."""
-    lines = [f"step {row.got.step}", f"this run {number(getattr(row.got, quantity), 8)}"]
+    lines = [f"step {row.got.step}", f"this run {format_number(getattr(row.got, quantity), 8)}"]
     if row.expected is not None:
-        lines.append(f"reference {number(getattr(row.expected, quantity), 8)}")
+        lines.append(f"reference {format_number(getattr(row.expected, quantity), 8)}")
     if quantity in row.differences:
         difference = row.differences[quantity]
-        lines.append(f"difference {number(difference, 3)}" + (" (equal)" if difference == 0 else ""))
+        lines.append(f"difference {format_number(difference, 3)}" + (" (equal)" if difference == 0 else ""))
     if quantity in row.bounds:
-        lines.append(f"allowed {number(row.bounds[quantity], 3)}")
+        lines.append(f"allowed {format_number(row.bounds[quantity], 3)}")
     place = {"x": f"{left:.1f}", "y": _TOP, "width": f"{max(1.0, right - left):.1f}", "height": bottom - _TOP}
     return Shape("rect", {"class": "hit", **place}, title=tuple(lines))
 
@@ -179,11 +179,11 @@ def _tooltip(quantity: str, row: Row, left: float, right: float, bottom: float) 
 # ---------------------------------------------------------------------------------------------------------- the panels
 
 
-def _lower_panel(quantity: str, rows: Sequence[Row], xs: Sequence[float], markers: bool) -> Iterator[Shape]:
+def _lower_panel(quantity: str, rows: Sequence[ComparedStep], xs: Sequence[float], markers: bool) -> Iterator[Shape]:
     """Differences on a logarithmic axis, with the envelope; zeros have a row of their own below it."""
     differences = [r.differences.get(quantity) for r in rows]
     bounds = [r.bounds.get(quantity) for r in rows]
-    axis, zero = _decades([v for v in [*differences, *bounds] if v is not None])
+    axis, zero = _decade_axis([v for v in [*differences, *bounds] if v is not None])
     yield from _grid(axis, _LOWER, _BOTTOM)
     if zero is not None:
         yield _path("grid", f"M{_LEFT} {zero}H{_RIGHT}")
@@ -206,14 +206,14 @@ def _lower_panel(quantity: str, rows: Sequence[Row], xs: Sequence[float], marker
         if d is None:
             continue
         if not d <= row.bounds.get(quantity, math.inf):
-            yield _cross(x, max(_LOWER + 4, y(d)))
+            yield _cross_mark(x, max(_LOWER + 4, y(d)))
         elif d == 0:
             yield _circle("zero", x, y(d), 3.6 if markers else 2.4)
         elif markers:
             yield _circle("apart", x, y(d), 3.4)
 
 
-def _linear(values: Sequence[float]) -> _Axis:
+def _linear_axis(values: Sequence[float]) -> _Axis:
     """The axis of the upper panel: round numbers around the values; no ticks where doubles cannot hold the span."""
     middle = _Axis(lambda v: (_MIDDLE + _TOP) / 2)
     finite = [v for v in values if math.isfinite(v)]
@@ -230,7 +230,7 @@ def _linear(values: Sequence[float]) -> _Axis:
         step = many * unit
         first, last = math.floor(lo / step), math.ceil(hi / step)
         digits = math.ceil(math.log10(many * max(abs(first), abs(last), 1))) + 1
-        ticks = [(i * step, _tick(i * step, digits)) for i in range(first, last + 1)]
+        ticks = [(i * step, _format_tick(i * step, digits)) for i in range(first, last + 1)]
         lo, hi = first * step, last * step
         span = hi - lo
     except (OverflowError, ValueError, ZeroDivisionError):
@@ -240,12 +240,12 @@ def _linear(values: Sequence[float]) -> _Axis:
     return _Axis(lambda v: _MIDDLE - (v - lo) / span * (_MIDDLE - _TOP), ticks)
 
 
-def _tick(x: float, digits: int) -> str:
+def _format_tick(x: float, digits: int) -> str:
     text = f"{x:.{digits}g}"
     return text if len(text) <= 8 else f"{x:.2e}"
 
 
-def _decades(values: Sequence[float]) -> tuple[_Axis, float | None]:
+def _decade_axis(values: Sequence[float]) -> tuple[_Axis, float | None]:
     """The axis of the lower panel, in powers of ten, and the place of zeros, if there are any."""
     positive = [v for v in values if math.isfinite(v) and v > 0]
     bottom: float = _BOTTOM

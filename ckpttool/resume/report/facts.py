@@ -1,11 +1,11 @@
 """What every form of the report shows: the verdict in a sentence, what was compared, the steps, the speed.
 
-    sentence(report)     the verdict, and the likely cause or the first failed check
-    facts(report)        run and reference side by side
-    rows(report)         each step next to the reference's step of the same number, with the envelope
-    speed(report)        speed and memory, as far as known
+    verdict_sentence(report)    the verdict, and the likely cause or the first failed check
+    list_facts(report)          run and reference side by side
+    compared_rows(report)       each step next to the reference's step of the same number, with the envelope
+    list_speed(report)          speed and memory, as far as known
 
-Texts are clean (`text.clean`). `terminal`, `junit`, `prometheus` and `page` lay them out.
+Texts are printable (`text.escape_unprintable`). `terminal`, `junit`, `prometheus` and `html_page` lay them out.
 """
 
 from __future__ import annotations
@@ -14,101 +14,103 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..compare.differences import deviation
-from ..compare.misfit import advice
+from ..compare.differences import relative_deviation
+from ..compare.misfit import describe_misfit
 from ..compare.verdict import Check, Report
-from ..job.load_cost import spread
-from ..text import clean, number
+from ..job.load_cost import describe_load_costs
+from ..text import escape_unprintable, format_number
 from ..trace.model import OF_BUILD, Step, Trace
 
 __all__ = [
     "QUANTITIES",
-    "Row",
-    "count",
-    "device_of",
-    "facts",
-    "known",
-    "limit",
-    "relative",
-    "rows",
-    "sentence",
-    "speed",
+    "ComparedStep",
+    "compared_rows",
+    "count_checks",
+    "device_name",
+    "format_bound",
+    "known_metric",
+    "list_facts",
+    "list_speed",
+    "relative_difference",
+    "verdict_sentence",
 ]
 
 #: What is compared step by step: the field of Step, and its name in words.
 QUANTITIES = {"loss": "loss", "grad_norm": "grad norm", "update_norm": "update norm"}
 
 
-def sentence(report: Report) -> str:
+def verdict_sentence(report: Report) -> str:
     """The verdict in a sentence."""
     failed = [c for c in report.checks if c.verdict == "fail"]
     continuity = [c for c in failed if c.stage != "gate"]
-    total, aside = len(report.checks), count(report, "not comparable")
+    total, aside = len(report.checks), count_checks(report, "not comparable")
     left = f" {aside} could not be compared." if aside else ""
     if report.word == "does not fit":
         return (
             "The checkpoint does not fit the job, so nothing was judged. "
-            f"{_said(advice(report.candidate), capital=True)}"
+            f"{_as_sentence(describe_misfit(report.candidate), capital=True)}"
         )
     if report.word == "fail":
         if report.causes:
-            return f"{len(failed)} of {total} checks failed. Likely cause: {_said(report.causes[0].text)}"
-        return f"{len(failed)} of {total} checks failed. {_said(continuity[0].text, capital=True)}"
+            return f"{len(failed)} of {total} checks failed. Likely cause: {_as_sentence(report.causes[0].text)}"
+        return f"{len(failed)} of {total} checks failed. {_as_sentence(continuity[0].text, capital=True)}"
     if report.word == "not comparable":
         why = [c.text for c in report.checks if c.name == "step1.loss" and c.verdict == "not comparable"]
         why.append("there was neither optimizer state, nor an update, nor a loss after the first step to compare")
-        return f"Run and reference could not be compared. {_said(why[0], capital=True)}"
+        return f"Run and reference could not be compared. {_as_sentence(why[0], capital=True)}"
     if report.word == "gate failed":
         goes_on = (
             "Training goes on as the reference does, but" if report.reference is not None else "The run is sound, but"
         )
         return (
             f"{goes_on} {_plural(len(failed), 'threshold was', 'thresholds were')} not met. "
-            f"{_said(failed[0].text, capital=True)}"
+            f"{_as_sentence(failed[0].text, capital=True)}"
         )
     if report.word == "no reference":
-        return f"Without a reference, whether training goes on as before was not judged. {_passed(report)}{left}"
-    return f"Training goes on as the reference does. {_passed(report)}{left}"
+        return f"Without a reference, whether training goes on as before was not judged. {_count_passed(report)}{left}"
+    return f"Training goes on as the reference does. {_count_passed(report)}{left}"
 
 
-def _said(text: str, capital: bool = False) -> str:
+def _as_sentence(text: str, capital: bool = False) -> str:
     """The text of a check or a cause as the end of a sentence, or as one."""
-    text = clean(text, 60)
+    text = escape_unprintable(text, 60)
     return (text[:1].upper() + text[1:] if capital else text) + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def _passed(report: Report) -> str:
-    return f"{count(report, 'pass')} of {len(report.checks)} checks passed."
+def _count_passed(report: Report) -> str:
+    return f"{count_checks(report, 'pass')} of {len(report.checks)} checks passed."
 
 
 def _plural(n: int, one: str, many: str) -> str:
     return f"{n} {one if n == 1 else many}"
 
 
-def count(report: Report, verdict: str) -> int:
+def count_checks(report: Report, verdict: str) -> int:
     """How many checks have a verdict."""
     return sum(c.verdict == verdict for c in report.checks)
 
 
-def limit(check: Check) -> str:
+def format_bound(check: Check) -> str:
     """The bound of a check with its sign and source: "≤ 1e-05 measured"."""
     if check.bound is None or (check.source == "exact" and check.bound == 0):
         return check.source
     sign = "≥" if check.name.rpartition(".")[2].startswith("min") else "≤"
-    return f"{sign} {number(check.bound)} {check.source}".rstrip()
+    return f"{sign} {format_number(check.bound)} {check.source}".rstrip()
 
 
-def facts(report: Report) -> list[tuple[str, str, str]]:
+def list_facts(report: Report) -> list[tuple[str, str, str]]:
     """What was compared: (what, of this run, of the reference), "" if not known."""
-    ours = _facts(report.candidate)
-    theirs = _facts(report.reference) if report.reference is not None else {}
+    ours = _facts_of(report.candidate)
+    theirs = _facts_of(report.reference) if report.reference is not None else {}
     out = [(k, ours.get(k, ""), theirs.get(k, "")) for k in ours if ours[k] or theirs.get(k)]
-    bounds = f"profile {clean(report.profile)}" + (", calibrated with this job" if report.calibrated else "")
+    bounds = f"profile {escape_unprintable(report.profile)}" + (
+        ", calibrated with this job" if report.calibrated else ""
+    )
     return [*out, ("bounds", bounds, "")]
 
 
-def _facts(trace: Trace) -> dict[str, str]:
-    mesh = " x ".join(f"{clean(k, 24)} {v}" for k, v in trace.mesh.items())
+def _facts_of(trace: Trace) -> dict[str, str]:
+    mesh = " x ".join(f"{escape_unprintable(k, 24)} {v}" for k, v in trace.mesh.items())
     ranks = "" if trace.world_size is None else f"{trace.world_size}" + (f" ({mesh})" if mesh else "")
     batch = "" if trace.global_batch is None else f"{trace.global_batch} sequences"
     if trace.sequence is not None:
@@ -116,36 +118,36 @@ def _facts(trace: Trace) -> dict[str, str]:
     if trace.micro_batch is not None:
         batch += f", {trace.micro_batch} at a time"
     return {
-        "source": clean(trace.source, 120),
-        "layout": clean(trace.layout or ""),
+        "source": escape_unprintable(trace.source, 120),
+        "layout": escape_unprintable(trace.layout or ""),
         "step": f"{trace.start:,}",
         "ranks": ranks,
-        "dtype": clean(trace.dtype or ""),
-        "device": clean(device_of(trace), 60),
+        "dtype": escape_unprintable(trace.dtype or ""),
+        "device": escape_unprintable(device_name(trace), 60),
         "parameters": "" if trace.parameters is None else f"{trace.parameters:,}",
         "batch": batch,
-        "data": clean(trace.data or "", 80)
+        "data": escape_unprintable(trace.data or "", 80)
         + ("" if trace.seed is None or trace.data == OF_BUILD else f", seed {trace.seed}"),
-        "job": clean(trace.recipe or "", 80),
-        "scheduler": clean(trace.scheduler or "", 40),
-        "clipping": "" if trace.clip is None else f"grad norm {number(trace.clip)}",
+        "job": escape_unprintable(trace.recipe or "", 80),
+        "scheduler": escape_unprintable(trace.scheduler or "", 40),
+        "clipping": "" if trace.clip is None else f"grad norm {format_number(trace.clip)}",
         "dropout": "on" if trace.dropout else "switched off" if trace.dropout_off else "",
     }
 
 
-def device_of(trace: Trace) -> str:
+def device_name(trace: Trace) -> str:
     """The kind of device, with its name if known."""
     name = trace.environment.get("gpu")
     return ", ".join(str(x) for x in (trace.device, name) if x)
 
 
-def relative(got: float | None, expected: float | None) -> float | None:
+def relative_difference(got: float | None, expected: float | None) -> float | None:
     """|got - expected| / |expected|; None if one of them is not known, NaN if one is NaN."""
-    return None if got is None or expected is None else deviation(got, expected)
+    return None if got is None or expected is None else relative_deviation(got, expected)
 
 
 @dataclass
-class Row:
+class ComparedStep:
     """One step of the run, with that of the reference if it has it. `bounds` and `differences` by quantity."""
 
     got: Step
@@ -166,16 +168,16 @@ class Row:
         return self.batch is False or any(not d <= self.bounds.get(q, math.inf) for q, d in self.differences.items())
 
 
-def rows(report: Report) -> list[Row]:
+def compared_rows(report: Report) -> list[ComparedStep]:
     """The steps of the run, in order."""
     expected = {s.step: s for s in report.reference.steps} if report.reference is not None else {}
-    out: list[Row] = []
+    out: list[ComparedStep] = []
     common = 0
     for step in report.candidate.steps:
-        row = Row(step, expected.get(step.step))
+        row = ComparedStep(step, expected.get(step.step))
         if row.expected is not None:
             for q in QUANTITIES:
-                difference = relative(getattr(step, q), getattr(row.expected, q))
+                difference = relative_difference(getattr(step, q), getattr(row.expected, q))
                 if difference is not None:
                     row.differences[q] = difference
                 bounds = report.envelope.get(q, [])
@@ -186,26 +188,26 @@ def rows(report: Report) -> list[Row]:
     return out
 
 
-def speed(report: Report) -> list[tuple[str, str]]:
+def list_speed(report: Report) -> list[tuple[str, str]]:
     """Speed and memory as (what, value with its unit), as far as known."""
     out: list[tuple[str, str]] = []
     for what, value, text in (
-        ("MFU", known(report, "mfu"), "{:.3f}"),
-        ("tokens/s", known(report, "tokens_per_second"), "{:,.0f}"),
-        ("step", known(report, "step_seconds"), "{:.3g} s"),
-        ("load", known(report, "load_seconds"), "{:.3g} s"),
-        ("load rate", known(report, "load_gb_per_second"), "{:.3g} GB/s"),
-        ("save", known(report, "save_seconds"), "{:.3g} s"),
-        ("peak reserved", known(report, "reserved_gib"), "{:.2f} GiB"),
-        ("peak allocated", known(report, "allocated_gib"), "{:.2f} GiB"),
-        ("memory left", known(report, "headroom_gib"), "{:.2f} GiB"),
+        ("MFU", known_metric(report, "mfu"), "{:.3f}"),
+        ("tokens/s", known_metric(report, "tokens_per_second"), "{:,.0f}"),
+        ("step", known_metric(report, "step_seconds"), "{:.3g} s"),
+        ("load", known_metric(report, "load_seconds"), "{:.3g} s"),
+        ("load rate", known_metric(report, "load_gb_per_second"), "{:.3g} GB/s"),
+        ("save", known_metric(report, "save_seconds"), "{:.3g} s"),
+        ("peak reserved", known_metric(report, "reserved_gib"), "{:.2f} GiB"),
+        ("peak allocated", known_metric(report, "allocated_gib"), "{:.2f} GiB"),
+        ("memory left", known_metric(report, "headroom_gib"), "{:.2f} GiB"),
     ):
         if value is not None:
             out.append((what, text.format(value)))
-    return [*out, *spread(report.candidate.loads)]
+    return [*out, *describe_load_costs(report.candidate.loads)]
 
 
-def known(report: Report, key: str) -> float | None:
+def known_metric(report: Report, key: str) -> float | None:
     """One of the metrics, as computed for the gates, or else from the trace."""
     value: Any = report.metrics.get(key)
     trace = report.candidate

@@ -1,10 +1,10 @@
 """Writes a report to files: report.json and report.html in a folder, JUnit XML, Prometheus metrics.
 
-    write(report, folder="report", junit_file="junit.xml", metrics_file="resume.prom")
+    write_reports(report, folder="report", junit_file="junit.xml", metrics_file="resume.prom")
 
-Each file is complete or is not written. `terminal`, `junit`, `prometheus` and `page` lay out what `contents` says.
-Names of tensors come from checkpoints of others: everywhere, characters that do not print are spelled out (`clean`), so
-that no name can control a terminal or break a file.
+Each file is complete or is not written. `terminal`, `junit`, `prometheus` and `html_page` lay out what `facts` says.
+Names of tensors come from checkpoints of others: everywhere, characters that do not print are spelled out
+(`escape_unprintable`), so that no name can control a terminal or break a file.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from ...errors import UsageError, kind_of_failure, note_change
 from ..compare.verdict import Report
-from .html_page import page
-from .junit import junit
-from .prometheus import prometheus
+from .html_page import render_html
+from .junit import render_junit
+from .prometheus import render_metrics
 
-__all__ = ["write"]
+__all__ = ["write_reports"]
 
 
-def write(
+def write_reports(
     report: Report,
     *,
     folder: str | os.PathLike[str] | None = None,
@@ -42,9 +42,12 @@ def write(
     out: list[Path] = []
     if folder is not None:
         text = json.dumps(report.to_json(), indent=1, allow_nan=False, default=str)
-        out += [_put(Path(folder) / "report.json", text + "\n"), _put(Path(folder) / "report.html", page(report))]
+        out += [
+            _write_whole(Path(folder) / "report.json", text + "\n"),
+            _write_whole(Path(folder) / "report.html", render_html(report)),
+        ]
     if junit_file is not None:
-        out.append(_put(Path(junit_file), junit(report)))
+        out.append(_write_whole(Path(junit_file), render_junit(report)))
     if metrics_file is not None:
         path = Path(metrics_file)
         try:
@@ -52,11 +55,11 @@ def write(
         except (OSError, ValueError):
             previous = None
         training = path.name.removesuffix(".prom")
-        out.append(_put(path, prometheus(report, training=training, previous=previous), make=False))
+        out.append(_write_whole(path, render_metrics(report, training=training, previous=previous), make=False))
     return out
 
 
-def _put(path: Path, text: str, make: bool = True) -> Path:
+def _write_whole(path: Path, text: str, make: bool = True) -> Path:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # no .prom at its end: a collector would read it
     try:
         if make:

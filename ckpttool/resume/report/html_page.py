@@ -1,10 +1,10 @@
 """report.html: one file that a browser shows without loading anything else.
 
-    page(report) -> str
+    render_html(report) -> str
 
 The HTML, the style sheet and the script are files in templates/, which the package contains; here is what they show.
-Names come from checkpoints of others: jinja2 escapes every value, and before that `clean` spells out what does not
-print. The page's own policy (CSP) lets it load nothing. Without its script everything is still visible.
+Names come from checkpoints of others: jinja2 escapes every value, and before that `escape_unprintable` spells out what
+does not print. The page's own policy (CSP) lets it load nothing. Without its script everything is still visible.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..compare.verdict import Report
-from ..text import clean, number
-from .charts import Figure, figure, finite_or_inf
-from .facts import QUANTITIES, Row, facts, limit, relative, rows, sentence, speed
+from ..text import escape_unprintable, format_number
+from .charts import Figure, draw_figure, finite_or_inf
+from .facts import (
+    QUANTITIES,
+    ComparedStep,
+    compared_rows,
+    format_bound,
+    list_facts,
+    list_speed,
+    relative_difference,
+    verdict_sentence,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-__all__ = ["page"]
+__all__ = ["render_html"]
 
 #: What a page shows at most; report.json has everything.
 _STEPS, _TABLE, _CHECKS, _RANKS, _TENSORS, _NAMES = 400, 200, 2000, 64, 10, 100
@@ -49,35 +58,35 @@ _KINDS = {
 _MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M4 10h12"}
 
 
-def page(report: Report) -> str:
+def render_html(report: Report) -> str:
     """The report as one HTML file that refers to no other."""
-    every = rows(report)
+    every = compared_rows(report)
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
             policy=_POLICY,
-            style=_text_of("report.css"),
-            script=_text_of("report.js"),
-            newline=_markup("\n"),
-            title=f"{report.word}: {clean(report.candidate.source, 80)} at step {report.candidate.start}",
+            style=_include_file("report.css"),
+            script=_include_file("report.js"),
+            newline=_as_markup("\n"),
+            title=f"{report.word}: {escape_unprintable(report.candidate.source, 80)} at step {report.candidate.start}",
             report=report,
             kind=_KINDS[report.word],
             kinds=_KINDS,
             marks=_MARKS,
-            sentence=sentence(report),
-            facts=facts(report),
+            sentence=verdict_sentence(report),
+            facts=list_facts(report),
             tiles=_tiles(report, every),
             most_names=_NAMES,
             most_unseen=_UNSEEN,
             tall=_TALL,
-            **_curves(report, every),
-            **_checks(report),
-            **_worst(every),
-            **_steps(every),
-            memory=_memory(report),
-            notes=_notes(report),
-            groups=_groups(report),
+            **_curves_context(report, every),
+            **_checks_context(report),
+            **_worst_context(every),
+            **_steps_context(every),
+            memory=_memory_context(report),
+            notes=_list_notes(report),
+            groups=_closing_tables(report),
         )
         + "\n"
     )
@@ -99,50 +108,50 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else clean(value, 160),
+        finalize=lambda value: value if isinstance(value, Markup) else escape_unprintable(value, 160),
     )
     environment.filters |= {
-        "short": clean,
-        "breakable": _breakable,
-        "number": number,
+        "short": escape_unprintable,
+        "breakable": _breakable_name,
+        "number": format_number,
         "commas": lambda n: f"{n:,}",
-        "gib": _gib,
-        "plain": _plain,
-        "limit": limit,
+        "gib": _format_bytes,
+        "plain": _as_text,
+        "limit": format_bound,
     }
     return environment
 
 
-def _markup(text: str) -> Markup:
+def _as_markup(text: str) -> Markup:
     from markupsafe import Markup
 
     return Markup(text)
 
 
-def _text_of(name: str) -> Markup:
+def _include_file(name: str) -> Markup:
     """A file of ours, to be included as it is."""
     environment = _environment()
     assert environment.loader is not None
-    return _markup(environment.loader.get_source(environment, name)[0])
+    return _as_markup(environment.loader.get_source(environment, name)[0])
 
 
-def _breakable(name: str, word: int) -> Markup:
+def _breakable_name(name: str, word: int) -> Markup:
     """A name that the browser may break after its dots."""
-    return _markup(".<wbr>").join(clean(name, word).split("."))
+    return _as_markup(".<wbr>").join(escape_unprintable(name, word).split("."))
 
 
-def _gib(n: int) -> str:
+def _format_bytes(n: int) -> str:
     return f"{n / 2**30:.2f} GiB" if n >= 2**30 / 10 else f"{n / 2**20:.1f} MiB"
 
 
-def _plain(x: object) -> str:
+def _as_text(x: object) -> str:
     return x if isinstance(x, str) else json.dumps(x, default=str)[:2000]
 
 
 # -------------------------------------------------------------------------------------------------------- what is shown
 
 
-def _tiles(report: Report, every: Sequence[Row]) -> list[tuple[str, str]]:
+def _tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str, str]]:
     """The large numbers at the top: (name, value)."""
     trace, reference = report.candidate, report.reference
     ranks = "" if trace.world_size is None else str(trace.world_size)
@@ -154,18 +163,18 @@ def _tiles(report: Report, every: Sequence[Row]) -> list[tuple[str, str]]:
         differences = [r.differences[quantity] for r in every if quantity in r.differences]
         if differences:
             largest = math.nan if any(map(math.isnan, differences)) else max(differences)
-            tiles.append((name, "0 (exact)" if largest == 0 else number(largest, 2)))
+            tiles.append((name, "0 (exact)" if largest == 0 else format_number(largest, 2)))
     return tiles + [
-        (name, value) for name, value in speed(report) if name in ("MFU", "tokens/s", "peak reserved", "load")
+        (name, value) for name, value in list_speed(report) if name in ("MFU", "tokens/s", "peak reserved", "load")
     ]
 
 
-def _curves(report: Report, every: Sequence[Row]) -> dict[str, Any]:
-    drawn = _thinned(every, _STEPS)
+def _curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, Any]:
+    drawn = _thin_out(every, _STEPS)
     figures: list[Figure] = []
     for quantity, name in QUANTITIES.items():
         if any(getattr(r.got, quantity) is not None for r in drawn):
-            figures.append(figure(quantity, name, drawn, report.reference is not None))
+            figures.append(draw_figure(quantity, name, drawn, report.reference is not None))
     source = "calibrated with this very job" if report.calibrated else f"profile {report.profile}"
     note = f"envelope: {source}" if report.envelope else ""
     if len(drawn) < len(every):
@@ -173,20 +182,20 @@ def _curves(report: Report, every: Sequence[Row]) -> dict[str, Any]:
     return {"figures": figures, "curves_note": note, "outside": any(r.outside for r in drawn)}
 
 
-def _thinned(every: Sequence[Row], most: int) -> list[Row]:
+def _thin_out(every: Sequence[ComparedStep], most: int) -> list[ComparedStep]:
     """At most so many rows: evenly spaced stretches, and of each the row that differs most."""
     if len(every) <= most:
         return list(every)
     cuts = [len(every) * i // most for i in range(most + 1)]
-    return [max(every[a:b], key=_difference) for a, b in pairwise(cuts)]
+    return [max(every[a:b], key=_largest_difference) for a, b in pairwise(cuts)]
 
 
-def _difference(row: Row) -> float:
+def _largest_difference(row: ComparedStep) -> float:
     values = map(finite_or_inf, row.differences.values())
     return math.inf if not math.isfinite(row.got.loss) else max(values, default=0.0)
 
 
-def _checks(report: Report) -> dict[str, Any]:
+def _checks_context(report: Report) -> dict[str, Any]:
     shown = report.checks
     if len(shown) > _CHECKS:
         shown = [c for c in shown if c.verdict != "pass"][:_CHECKS]
@@ -204,13 +213,13 @@ def _checks(report: Report) -> dict[str, Any]:
     }
 
 
-def _worst(every: Sequence[Row]) -> dict[str, Any]:
+def _worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
     """The tensors whose gradient and update differ most in the first step that the reference has too."""
     first = next((r for r in every if r.expected is not None), None)
     tables: list[dict[str, Any]] = []
     for quantity, title in (("grads", "Gradients"), ("updates", "Updates")):
         got, expected = (getattr(x, quantity) if x else {} for x in (first and first.got, first and first.expected))
-        differences = {n: d for n in got if (d := relative(got[n], expected.get(n))) is not None}
+        differences = {n: d for n in got if (d := relative_difference(got[n], expected.get(n))) is not None}
         if not differences:
             continue
         names = sorted(differences, key=lambda n: -finite_or_inf(differences[n]))[:_TENSORS]
@@ -226,7 +235,7 @@ def _worst(every: Sequence[Row]) -> dict[str, Any]:
                         "expected": expected[n],
                         "got": got[n],
                         "difference": differences[n],
-                        "share": _share(differences[n], largest),
+                        "share": _bar_percent(differences[n], largest),
                     }
                     for n in names
                 ],
@@ -235,14 +244,14 @@ def _worst(every: Sequence[Row]) -> dict[str, Any]:
     return {"worst": tables, "worst_step": first.got.step if first else None}
 
 
-def _share(difference: float, largest: float) -> float:
+def _bar_percent(difference: float, largest: float) -> float:
     """The length of a bar, in percent; full for what is not a finite number."""
     if not math.isfinite(difference):
         return 100.0
     return 100 * (difference / largest) if difference > 0 else 0.0
 
 
-def _memory(report: Report) -> dict[str, Any] | None:
+def _memory_context(report: Report) -> dict[str, Any] | None:
     def of(memory: dict[str, Any], key: str) -> int:
         value = memory.get(key)
         return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
@@ -269,7 +278,7 @@ def _memory(report: Report) -> dict[str, Any] | None:
     return {"ranks": ranks, "all": len(every), "full": full, "device": device}
 
 
-def _steps(every: Sequence[Row]) -> dict[str, Any]:
+def _steps_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
     """The table of all steps; a cell is (text, whether it is bad)."""
     compared = any(r.expected is not None for r in every)
     columns = ["step"]
@@ -277,36 +286,36 @@ def _steps(every: Sequence[Row]) -> dict[str, Any]:
         columns += [name, *(["reference", "difference"] if compared else [])]
     columns += ["lr", *(["batch"] if compared else []), "seconds"]
     table = []
-    for r in _thinned(every, _TABLE):
+    for r in _thin_out(every, _TABLE):
         cells: list[tuple[str, bool]] = []
         for quantity in QUANTITIES:
-            cells.append((number(getattr(r.got, quantity), 6), False))
+            cells.append((format_number(getattr(r.got, quantity), 6), False))
             if compared:
-                cells.append((number(getattr(r.expected, quantity), 6) if r.expected is not None else "", False))
+                cells.append((format_number(getattr(r.expected, quantity), 6) if r.expected is not None else "", False))
                 difference = r.differences.get(quantity)
                 bad = difference is not None and not difference <= r.bounds.get(quantity, math.inf)
-                cells.append((number(difference, 2) + (" outside" if bad else ""), bad))
-        rates = sorted({number(v) for v in (r.got.learning_rates or [])})
+                cells.append((format_number(difference, 2) + (" outside" if bad else ""), bad))
+        rates = sorted({format_number(v) for v in (r.got.learning_rates or [])})
         cells.append((", ".join(rates[:3]) + (" .." if len(rates) > 3 else ""), False))
         if compared:
             cells.append(({None: "", True: "same", False: "differs"}[r.batch], r.batch is False))
-        cells.append((number(r.got.seconds), False))
+        cells.append((format_number(r.got.seconds), False))
         table.append({"step": r.got.step, "outside": r.outside, "cells": cells})
     return {"steps": table, "all_steps": len(every), "step_columns": columns}
 
 
-def _notes(report: Report) -> list[tuple[str, str]]:
+def _list_notes(report: Report) -> list[tuple[str, str]]:
     notes = [("this run", n) for n in report.candidate.notes]
     notes += [("reference", n) for n in (report.reference.notes if report.reference is not None else [])]
     return notes[:200]
 
 
-def _groups(report: Report) -> list[tuple[str, list[tuple[str, object]]]]:
+def _closing_tables(report: Report) -> list[tuple[str, list[tuple[str, object]]]]:
     """The tables at the end: (title, [(name, value)])."""
     groups: list[tuple[str, dict[str, object]]] = [
         ("Where it was started", {**({"judged": report.time} if report.time else {}), **report.versions}),
         ("Environment of the run", dict(report.candidate.environment)),
         ("Environment of the reference", dict(report.reference.environment) if report.reference is not None else {}),
-        ("Speed and memory", dict(speed(report))),
+        ("Speed and memory", dict(list_speed(report))),
     ]
     return [(title, list(values.items())[:100]) for title, values in groups if values]

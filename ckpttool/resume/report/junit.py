@@ -1,6 +1,6 @@
 """The report as JUnit XML, for CI systems.
 
-junit(report) -> str
+render_junit(report) -> str
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import json
 from collections.abc import Iterator
 
 from ..compare.verdict import Check, Report
-from ..text import clean, number
-from .facts import count, facts, limit, sentence, speed
+from ..text import escape_unprintable, format_number
+from .facts import count_checks, format_bound, list_facts, list_speed, verdict_sentence
 
-__all__ = ["junit"]
+__all__ = ["render_junit"]
 
 
-def junit(report: Report) -> str:
+def render_junit(report: Report) -> str:
     """JUnit XML: a test case a check; what could not be compared is skipped.
 
     Where the verdict as a whole is "not comparable" there is one more test case with an error, since a file in which
@@ -23,7 +23,7 @@ def junit(report: Report) -> str:
     """
     from xml.etree import ElementTree as Xml
 
-    failed, aside = count(report, "fail"), count(report, "not comparable")
+    failed, aside = count_checks(report, "fail"), count_checks(report, "not comparable")
     unjudged = report.word == "not comparable"
     tests = {
         "name": "ckpttool resume-verify",
@@ -36,44 +36,54 @@ def junit(report: Report) -> str:
     suite = Xml.SubElement(root, "testsuite", tests)
     properties = Xml.SubElement(suite, "properties")
     given: dict[str, object] = {"verdict": report.word, "profile": report.profile, "calibrated": report.calibrated}
-    for what, ours, theirs in facts(report):
+    for what, ours, theirs in list_facts(report):
         given[what] = ours
         if theirs:
             given[f"reference {what}"] = theirs
-    given |= {"step time" if what == "step" else what: value for what, value in speed(report)}
+    given |= {"step time" if what == "step" else what: value for what, value in list_speed(report)}
     given |= report.versions | report.candidate.environment
     given |= {f"not verified {i}": line for i, line in enumerate(report.not_verified, 1)}
     for key, value in given.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
-        Xml.SubElement(properties, "property", {"name": clean(key, 200), "value": clean(text, 1000)})
+        Xml.SubElement(
+            properties, "property", {"name": escape_unprintable(key, 200), "value": escape_unprintable(text, 1000)}
+        )
     for c in report.checks:
-        case = Xml.SubElement(suite, "testcase", {"classname": f"resume.{clean(c.stage)}", "name": clean(c.name)})
+        case = Xml.SubElement(
+            suite,
+            "testcase",
+            {"classname": f"resume.{escape_unprintable(c.stage)}", "name": escape_unprintable(c.name)},
+        )
         if c.verdict == "not comparable":
-            Xml.SubElement(case, "skipped", {"message": clean(c.text)})
+            Xml.SubElement(case, "skipped", {"message": escape_unprintable(c.text)})
         elif c.verdict == "fail":
-            failure = Xml.SubElement(case, "failure", {"message": clean(c.text), "type": clean(c.stage)})
-            failure.text = "\n".join(_explained(report, c))
+            failure = Xml.SubElement(
+                case, "failure", {"message": escape_unprintable(c.text), "type": escape_unprintable(c.stage)}
+            )
+            failure.text = "\n".join(_explain_failure(report, c))
     if unjudged:
         case = Xml.SubElement(suite, "testcase", {"classname": "resume", "name": "verdict"})
-        Xml.SubElement(case, "error", {"message": sentence(report), "type": "not comparable"})
+        Xml.SubElement(case, "error", {"message": verdict_sentence(report), "type": "not comparable"})
     if report.not_verified:
-        lines = ["not verified by this run:", *(f"- {clean(line)}" for line in report.not_verified)]
+        lines = ["not verified by this run:", *(f"- {escape_unprintable(line)}" for line in report.not_verified)]
         Xml.SubElement(suite, "system-out").text = "\n".join(lines)
     Xml.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + Xml.tostring(root, encoding="unicode") + "\n"
 
 
-def _explained(report: Report, check: Check) -> Iterator[str]:
-    yield clean(check.text)
+def _explain_failure(report: Report, check: Check) -> Iterator[str]:
+    yield escape_unprintable(check.text)
     if check.number is not None:
-        yield f"found {number(check.number, 6)}" + (f", bound {limit(check)}" if check.bound is not None else "")
+        yield f"found {format_number(check.number, 6)}" + (
+            f", bound {format_bound(check)}" if check.bound is not None else ""
+        )
     if check.where:
-        yield f"where: {clean(check.where)}"
+        yield f"where: {escape_unprintable(check.where)}"
     for cause in report.causes:
-        yield f"likely cause: {clean(cause.text)}"
-        yield from (f"  - {clean(line)}" for line in cause.evidence)
+        yield f"likely cause: {escape_unprintable(cause.text)}"
+        yield from (f"  - {escape_unprintable(line)}" for line in cause.evidence)
         if cause.tensors:
             more = f" and {len(cause.tensors) - 10} more" if len(cause.tensors) > 10 else ""
-            yield "  tensors: " + ", ".join(clean(n) for n in cause.tensors[:10]) + more
+            yield "  tensors: " + ", ".join(escape_unprintable(n) for n in cause.tensors[:10]) + more
         if cause.place:
-            yield f"  place: {clean(cause.place)}"
+            yield f"  place: {escape_unprintable(cause.place)}"

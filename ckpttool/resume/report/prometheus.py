@@ -1,6 +1,6 @@
 """The report as metrics in Prometheus' text format, for the textfile collector of node_exporter.
 
-prometheus(report) -> str
+render_metrics(report) -> str
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from ..._version import __version__
 from ..compare.verdict import Report
-from ..text import clean, middle
-from .facts import count, device_of, known, rows
+from ..text import escape_unprintable, shorten_middle
+from .facts import compared_rows, count_checks, device_name, known_metric
 
-__all__ = ["METRICS", "prometheus"]
+__all__ = ["METRICS", "render_metrics"]
 
 
 #: Every metric, and its HELP; all are gauges. docs/how-to/metrics.md says more, alerts.yml uses them.
@@ -51,14 +51,14 @@ _WORDS = ("pass", "fail", "does not fit", "gate failed", "not comparable", "no r
 _SAME_JOB = ("world_size", "device", "dtype", "parameters", "global_batch", "micro_batch", "sequence")
 
 
-def prometheus(report: Report, *, training: str = "", now: float | None = None, previous: str | None = None) -> str:
+def render_metrics(report: Report, *, training: str = "", now: float | None = None, previous: str | None = None) -> str:
     """Metrics in the text format, for the textfile collector of node_exporter. What is not known is left out.
 
     `training` is a label on everything, so that files of several trainings can lie in one folder. `previous` is the
     text that this one replaces; the step time in it is carried on where it was of the same job.
     """
     trace = report.candidate
-    every = rows(report)
+    every = compared_rows(report)
     found: dict[str, list[tuple[dict[str, object], float]]] = {}
 
     def add(metric: str, value: object, **labels: object) -> None:
@@ -70,8 +70,8 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
     for c in report.checks:
         if c.verdict != "not comparable":
             add("check", c.verdict == "pass", stage=c.stage, name=c.name)
-    add("checks_failed", count(report, "fail"))
-    add("checks_not_comparable", count(report, "not comparable"))
+    add("checks_failed", count_checks(report, "fail"))
+    add("checks_not_comparable", count_checks(report, "not comparable"))
     add("not_verified", len(report.not_verified))
     add("timestamp_seconds", round(time.time() if now is None else now, 3))
     add("checkpoint_step", trace.start)
@@ -80,15 +80,15 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
         numbers = [(s.loss, s.grad_norm if s.grad_norm is not None else 0.0) for s in trace.steps]
         add("steps_not_finite", sum(not all(map(math.isfinite, pair)) for pair in numbers))
         add("loss", trace.steps[-1].loss)
-    add("loss_difference_ratio", _largest([r.differences["loss"] for r in every if "loss" in r.differences]))
+    add("loss_difference_ratio", _largest_or_nan([r.differences["loss"] for r in every if "loss" in r.differences]))
     norms = [s.grad_norm for s in trace.steps if s.grad_norm is not None]
-    add("grad_norm", _largest(norms))
+    add("grad_norm", _largest_or_nan(norms))
     expected = [r.expected.grad_norm for r in every if r.expected is not None and r.expected.grad_norm is not None]
     expected = [x for x in expected or sorted(norms)[:-1] if math.isfinite(x)]
     add("grad_norm_expected", sum(expected) / len(expected) if expected else None)
     for key in ("step_seconds", "tokens_per_second", "mfu", "load_seconds", "save_seconds"):
-        add(key, known(report, key))
-    rate = known(report, "load_gb_per_second")
+        add(key, known_metric(report, key))
+    rate = known_metric(report, "load_gb_per_second")
     add("load_bytes_per_second", None if rate is None else rate * 1e9)
     for m in trace.memory:
         for name, key in (("peak_reserved", "reserved"), ("peak_allocated", "allocated"), ("device_memory", "total")):
@@ -100,7 +100,7 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
         "layout": trace.layout,
         "profile": report.profile,
         "world_size": trace.world_size,
-        "device": device_of(trace),
+        "device": device_name(trace),
         "dtype": trace.dtype,
         "parameters": trace.parameters,
         "global_batch": trace.global_batch,
@@ -111,8 +111,8 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
     }
     add("info", 1, **{k: v for k, v in info.items() if v not in (None, "")})
     if previous is not None:
-        labels, before = _read_back(previous)
-        if all(labels.get(k, "") == _label("" if info[k] is None else info[k]) for k in _SAME_JOB):
+        labels, before = _read_previous(previous)
+        if all(labels.get(k, "") == _escape_label("" if info[k] is None else info[k]) for k in _SAME_JOB):
             add("previous_step_seconds", before)
     lines: list[str] = []
     for name, text in METRICS.items():
@@ -121,17 +121,19 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
             lines += [f"# HELP {full} {text}", f"# TYPE {full} gauge"]
             for labels_, value in found[name]:
                 shown = {**({"training": training} if training else {}), **labels_}
-                inside = ",".join(f'{k}="{_label(v)}"' for k, v in shown.items())
-                lines.append(f"{full}{{{inside}}} {_value(value)}" if inside else f"{full} {_value(value)}")
+                inside = ",".join(f'{k}="{_escape_label(v)}"' for k, v in shown.items())
+                lines.append(
+                    f"{full}{{{inside}}} {_format_value(value)}" if inside else f"{full} {_format_value(value)}"
+                )
     return "\n".join(lines) + "\n"
 
 
-def _label(x: object) -> str:
+def _escape_label(x: object) -> str:
     """A label's value, escaped. Names are spelled out and no longer than a database likes them."""
-    return middle(clean(x), 200).replace("\\", r"\\").replace('"', r"\"")
+    return shorten_middle(escape_unprintable(x), 200).replace("\\", r"\\").replace('"', r"\"")
 
 
-def _value(x: float) -> str:
+def _format_value(x: float) -> str:
     if math.isnan(x):
         return "NaN"
     if math.isinf(x):
@@ -139,15 +141,15 @@ def _value(x: float) -> str:
     return repr(int(x)) if x == int(x) and abs(x) < 2**53 else repr(x)
 
 
-def _largest(numbers: Sequence[float]) -> float | None:
+def _largest_or_nan(numbers: Sequence[float]) -> float | None:
     """NaN where one is NaN."""
     if any(math.isnan(x) for x in numbers):
         return math.nan
     return max(numbers, default=None)
 
 
-def _read_back(text: str) -> tuple[dict[str, str], float | None]:
-    """The labels of info, as they are escaped, and step_seconds, of metrics that `prometheus` made."""
+def _read_previous(text: str) -> tuple[dict[str, str], float | None]:
+    """The labels of info, as they are escaped, and step_seconds, of metrics that `render_metrics` made."""
     labels: dict[str, str] = {}
     seconds: float | None = None
     if m := re.search(r"^ckpttool_resume_info\{(.*)\} 1$", text, re.MULTILINE):

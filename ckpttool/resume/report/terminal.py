@@ -1,6 +1,6 @@
 """The report on the terminal, for rich.
 
-screen(report)
+render_terminal(report)
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..compare.verdict import Check, Report
-from ..text import clean, middle, number
-from .facts import Row, facts, limit, rows, sentence, speed
+from ..text import escape_unprintable, format_number, shorten_middle
+from .facts import ComparedStep, compared_rows, format_bound, list_facts, list_speed, verdict_sentence
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
-__all__ = ["screen"]
+__all__ = ["render_terminal"]
 
 
 _STYLE = {
@@ -32,7 +32,7 @@ _STYLE = {
 _MANY_CHECKS, _MANY_STEPS = 60, 24
 
 
-def screen(report: Report) -> RenderableType:
+def render_terminal(report: Report) -> RenderableType:
     """The report as a person reads it; what needs attention stands at the end, where a terminal stops scrolling."""
     return _Screen(report)
 
@@ -46,7 +46,9 @@ class _Screen:
         from rich.text import Text
 
         report, width = self.report, options.max_width
-        head = Text.assemble((f" {report.word.upper()} ", _STYLE[report.word]), "  ", sentence(report), overflow="fold")
+        head = Text.assemble(
+            (f" {report.word.upper()} ", _STYLE[report.word]), "  ", verdict_sentence(report), overflow="fold"
+        )
         yield head
         yield Text()
         yield self._facts(width)
@@ -55,12 +57,12 @@ class _Screen:
         if report.candidate.steps:
             yield Text()
             yield from self._steps(width)
-        if numbers := speed(report):
+        if numbers := list_speed(report):
             yield Text()
             yield Text("   ".join(f"{what} {value}" for what, value in numbers), overflow="fold")
         notes = [*report.candidate.notes, *(report.reference.notes if report.reference is not None else [])]
         for note in dict.fromkeys(notes):
-            yield Text.assemble(("note ", "blue"), clean(note, max(20, width - 10)), overflow="fold")
+            yield Text.assemble(("note ", "blue"), escape_unprintable(note, max(20, width - 10)), overflow="fold")
         if report.causes and report.exit_code:
             yield Text()
             yield from self._causes(width)
@@ -68,9 +70,11 @@ class _Screen:
             yield Text()
             yield Text("not verified by this run:", "bold yellow")
             for line in report.not_verified:
-                yield Padding(Text(f"- {clean(line, max(20, width - 6))}", overflow="fold"), (0, 0, 0, 2))
+                yield Padding(Text(f"- {escape_unprintable(line, max(20, width - 6))}", overflow="fold"), (0, 0, 0, 2))
         yield Text()
-        yield Text(f"{sentence(report)}", overflow="fold") if report.exit_code else Text(sentence(report))
+        yield (
+            Text(f"{verdict_sentence(report)}", overflow="fold") if report.exit_code else Text(verdict_sentence(report))
+        )
         yield Text(report.word, style=_STYLE[report.word])
 
     def _facts(self, width: int) -> RenderableType:
@@ -86,10 +90,14 @@ class _Screen:
         table.add_column("this run", overflow="fold")
         table.add_column("reference", overflow="fold")
         each = max(16, (width - 16) // (2 if with_reference else 1))
-        for what, ours, theirs in facts(self.report):
+        for what, ours, theirs in list_facts(self.report):
             apart = with_reference and theirs != "" and ours != theirs and what != "source"
             style = "bold" if apart else ""
-            table.add_row(Text(what, style="dim"), Text(clean(ours, each), style), Text(clean(theirs, each), style))
+            table.add_row(
+                Text(what, style="dim"),
+                Text(escape_unprintable(ours, each), style),
+                Text(escape_unprintable(theirs, each), style),
+            )
         return table
 
     def _shown(self) -> Iterator[tuple[str, list[Check], int]]:
@@ -122,11 +130,11 @@ class _Screen:
                 for i, c in enumerate(checks):
                     table.add_row(
                         Text("" if i else stage, "bold"),
-                        _verdict(c),
-                        Text(middle(clean(c.name), 32)),
-                        Text(number(c.number)),
-                        Text(limit(c)),
-                        Text(_text_of(c), "dim" if c.verdict == "pass" else ""),
+                        _verdict_text(c),
+                        Text(shorten_middle(escape_unprintable(c.name), 32)),
+                        Text(format_number(c.number)),
+                        Text(format_bound(c)),
+                        Text(_check_text(c), "dim" if c.verdict == "pass" else ""),
                     )
                 if more:
                     table.add_row(Text("" if checks else stage, "bold"), "", Text(f"{more:,} more"), "", "", "")
@@ -136,10 +144,11 @@ class _Screen:
             yield Text(stage, "bold")
             for c in checks:
                 room = max(12, width - 18 - 10 - 20)
-                line = Text.assemble("  ", _verdict(c), " " * (16 - len(c.verdict)))
-                line.append(f"{middle(clean(c.name), room):<{room}}{number(c.number):>10}  {limit(c)}")
+                line = Text.assemble("  ", _verdict_text(c), " " * (16 - len(c.verdict)))
+                name = shorten_middle(escape_unprintable(c.name), room)
+                line.append(f"{name:<{room}}{format_number(c.number):>10}  {format_bound(c)}")
                 yield line
-                yield Padding(Text(_text_of(c, 56), "dim" if c.verdict == "pass" else ""), (0, 0, 0, 18))
+                yield Padding(Text(_check_text(c, 56), "dim" if c.verdict == "pass" else ""), (0, 0, 0, 18))
             if more:
                 yield Text(f"  {more:,} more")
 
@@ -148,7 +157,7 @@ class _Screen:
         from rich.table import Table
         from rich.text import Text
 
-        every = rows(self.report)
+        every = compared_rows(self.report)
         compared = any(r.expected is not None for r in every)
         wide = width >= 130 and compared
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -170,28 +179,38 @@ class _Screen:
             titles += ["grad norm", "update", "lr"] + (["batch"] if compared else ["seconds"])
         for title in titles:
             table.add_column(title, justify="right", no_wrap=True)
-        for at, r in _some(every):
+        for at, r in _select_rows(every):
             if r is None:
                 table.add_row(Text(f"({at})", "dim"))
                 continue
             e = r.expected
             cells: list[str | Text] = [str(r.got.step)]
             if compared:
-                cells += [number(e.loss, 6) if e is not None else "", number(r.got.loss, 6), _diff(r, "loss")]
+                cells += [
+                    format_number(e.loss, 6) if e is not None else "",
+                    format_number(r.got.loss, 6),
+                    _difference_text(r, "loss"),
+                ]
             else:
-                cells += [number(r.got.loss, 6)]
-            lr = ", ".join(number(x) for x in (r.got.learning_rates or [])[:1])
+                cells += [format_number(r.got.loss, 6)]
+            lr = ", ".join(format_number(x) for x in (r.got.learning_rates or [])[:1])
             if r.got.learning_rates and len(set(r.got.learning_rates)) > 1:
                 lr += " .."
             batch = Text("DIFFERS", "bold red") if r.batch is False else Text("ok" if r.batch else "")
             if wide:
-                cells += [number(r.bounds.get("loss"))]
+                cells += [format_number(r.bounds.get("loss"))]
                 for q in ("grad_norm", "update_norm"):
-                    cells += [number(getattr(r.got, q), 4), _diff(r, q), number(r.bounds.get(q))]
-                cells += [lr, batch, number(r.got.seconds)]
+                    cells += [
+                        format_number(getattr(r.got, q), 4),
+                        _difference_text(r, q),
+                        format_number(r.bounds.get(q)),
+                    ]
+                cells += [lr, batch, format_number(r.got.seconds)]
             else:
-                cells += [_diff(r, q, number(getattr(r.got, q), 4)) for q in ("grad_norm", "update_norm")] + [lr]
-                cells += [batch if compared else number(r.got.seconds)]
+                cells += [
+                    _difference_text(r, q, format_number(getattr(r.got, q), 4)) for q in ("grad_norm", "update_norm")
+                ] + [lr]
+                cells += [batch if compared else format_number(r.got.seconds)]
             table.add_row(*cells)
         yield table
         if any(r.outside for r in every):
@@ -206,19 +225,19 @@ class _Screen:
         table.add_column(overflow="fold")
         for i, cause in enumerate(self.report.causes):
             first = Text("or", "bold") if i else Text("likely cause", "bold red")
-            table.add_row(first, Text(clean(cause.text, width - 20), "bold"))
+            table.add_row(first, Text(escape_unprintable(cause.text, width - 20), "bold"))
             for line in cause.evidence[:8]:
-                table.add_row("", Text(f"- {clean(line, width - 20)}"))
+                table.add_row("", Text(f"- {escape_unprintable(line, width - 20)}"))
             if cause.tensors:
-                names = ", ".join(middle(clean(n), 60) for n in cause.tensors[:3])
+                names = ", ".join(shorten_middle(escape_unprintable(n), 60) for n in cause.tensors[:3])
                 more = f" and {len(cause.tensors) - 3:,} more" if len(cause.tensors) > 3 else ""
                 table.add_row("", Text(f"tensors: {names}{more}"))
             if cause.place:
-                table.add_row("", Text(f"place: {clean(cause.place, width - 20)}"))
+                table.add_row("", Text(f"place: {escape_unprintable(cause.place, width - 20)}"))
         yield table
 
 
-def _verdict(check: Check) -> Text:
+def _verdict_text(check: Check) -> Text:
     from rich.text import Text
 
     if check.verdict == "fail":
@@ -226,12 +245,16 @@ def _verdict(check: Check) -> Text:
     return Text(check.verdict, "green" if check.verdict == "pass" else "yellow")
 
 
-def _text_of(check: Check, word: int = 60) -> str:
-    where = f" [{middle(clean(check.where), word - 2)}]" if check.where and check.where not in check.text else ""
-    return clean(check.text, word) + where
+def _check_text(check: Check, word: int = 60) -> str:
+    where = (
+        f" [{shorten_middle(escape_unprintable(check.where), word - 2)}]"
+        if check.where and check.where not in check.text
+        else ""
+    )
+    return escape_unprintable(check.text, word) + where
 
 
-def _diff(row: Row, quantity: str, text: str | None = None) -> Text:
+def _difference_text(row: ComparedStep, quantity: str, text: str | None = None) -> Text:
     """The difference of a step, or another text about it, marked where it lies outside of the envelope."""
     from rich.text import Text
 
@@ -239,10 +262,10 @@ def _diff(row: Row, quantity: str, text: str | None = None) -> Text:
     if d is None:
         return Text(f"{text} " if text else "")
     out = not d <= row.bounds.get(quantity, math.inf)
-    return Text((number(d, 2) if text is None else text) + ("!" if out else " "), "bold red" if out else "")
+    return Text((format_number(d, 2) if text is None else text) + ("!" if out else " "), "bold red" if out else "")
 
 
-def _some(every: Sequence[Row]) -> Iterator[tuple[str, Row | None]]:
+def _select_rows(every: Sequence[ComparedStep]) -> Iterator[tuple[str, ComparedStep | None]]:
     """The first and the last steps and the first ones outside of the envelope; (how many are left out, None)
     between."""
     keep = set(range(len(every)))

@@ -4,7 +4,7 @@ the same data; and a digest that proves it.
 Step s (the first after a checkpoint of step n is n + 1) uses the samples [(s - 1) * B, s * B) of a global batch of B.
 They are cut into micro-batches of M; micro-batch k belongs to data-parallel rank k mod W. The shape of a forward pass
 is therefore the same at every world size, which is what keeps bfloat16 losses equal from one to the next: its noise
-comes from the shape, not from the number of ranks (measured; `bounds`).
+comes from the shape, not from the number of ranks (measured; compare/bounds.py).
 
 Data is one of
 
@@ -27,7 +27,16 @@ from typing import Any
 from ...bounded_json import parse
 from ...errors import Corrupt, Unsafe, UsageError, argument
 
-__all__ = ["Rows", "digest", "digest_and_marks", "marks_of", "micro_batches", "of_user", "open_data", "refuse_missing"]
+__all__ = [
+    "Rows",
+    "check_data_exists",
+    "digest_and_marks",
+    "digest_rows",
+    "micro_batches",
+    "open_data",
+    "split_marks",
+    "wrap_user_data",
+]
 
 #: sample index -> {"input_ids": int64 row, ...}; numpy arrays of one shape for every index.
 Rows = Callable[[int], dict[str, Any]]
@@ -54,14 +63,14 @@ def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, wor
     return out
 
 
-def digest(rows: Iterable[Any]) -> int:
+def digest_rows(rows: Iterable[Any]) -> int:
     """Digest of some rows of tokens: the sum mod 2^128 of each row's BLAKE3, so that neither the order of the rows nor
     their distribution over ranks matters; the sums of parts add up to the sum of the whole."""
     return digest_and_marks(rows)[0]
 
 
 def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
-    """(`digest` of some rows, the marks of the rows one after the other).
+    """(`digest_rows` of some rows, the marks of the rows one after the other).
 
     A mark is the first 48 bits of the row's BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a
     million rows two have the same by chance once in 500. Marks explain why batches differ; that they do is decided by
@@ -78,12 +87,12 @@ def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
     return total % (1 << 128), "".join(marks)
 
 
-def marks_of(ranks: Sequence[str]) -> list[list[str]]:
+def split_marks(ranks: Sequence[str]) -> list[list[str]]:
     """The marks of the rows of each rank, from what `digest_and_marks` gave on each."""
     return [[marks[i : i + _MARK] for i in range(0, len(marks), _MARK)] for marks in ranks]
 
 
-def refuse_missing(data: str) -> None:
+def check_data_exists(data: str) -> None:
     """Raises:
     UsageError: there is no such file."""
     if data != "synthetic" and not os.path.exists(data):
@@ -104,17 +113,17 @@ def open_data(
                 f"{argument('data', data)} needs a model with a vocabulary. Give {argument('data')} a file, or return "
                 "data from build()."
             )
-        return _synthetic(seed, sequence or 512, vocabulary), sequence or 512
-    refuse_missing(data)
+        return _synthetic_rows(seed, sequence or 512, vocabulary), sequence or 512
+    check_data_exists(data)
     if data.endswith(".npy"):
-        matrix = _matrix(data, sequence)
-        return _checked(lambda i: {"input_ids": matrix(i)}, data, vocabulary), len(matrix(0))
+        matrix = _npy_rows(data, sequence)
+        return _check_vocabulary(lambda i: {"input_ids": matrix(i)}, data, vocabulary), len(matrix(0))
     if data.endswith((".jsonl", ".json")):
-        return _lines(data, sequence, vocabulary, tokenizer)
+        return _jsonl_rows(data, sequence, vocabulary, tokenizer)
     raise UsageError(f"{argument('data', data)}: give a .npy or .jsonl file, or the word synthetic.")
 
 
-def _synthetic(seed: int, sequence: int, vocabulary: int) -> Rows:
+def _synthetic_rows(seed: int, sequence: int, vocabulary: int) -> Rows:
     def row(index: int) -> dict[str, Any]:
         import numpy as np
 
@@ -125,7 +134,7 @@ def _synthetic(seed: int, sequence: int, vocabulary: int) -> Rows:
     return row
 
 
-def _matrix(path: str, sequence: int | None) -> Callable[[int], Any]:
+def _npy_rows(path: str, sequence: int | None) -> Callable[[int], Any]:
     import numpy as np
 
     try:
@@ -151,7 +160,7 @@ def _matrix(path: str, sequence: int | None) -> Callable[[int], Any]:
     return lambda i: np.array(tokens[i % len(tokens)][:sequence], dtype=np.int64)
 
 
-def _lines(path: str, sequence: int | None, vocabulary: int | None, tokenizer: str | None) -> tuple[Rows, int]:
+def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokenizer: str | None) -> tuple[Rows, int]:
     import numpy as np
 
     where = [0]
@@ -161,7 +170,7 @@ def _lines(path: str, sequence: int | None, vocabulary: int | None, tokenizer: s
     count = len(where) - 1
     if not count:
         raise UsageError(f"{argument('data', path)}: no lines.")
-    encode = _tokenizer(tokenizer)
+    encode = _lazy_tokenizer(tokenizer)
 
     def record(index: int) -> dict[str, list[int]]:
         k = index % count
@@ -190,10 +199,10 @@ def _lines(path: str, sequence: int | None, vocabulary: int | None, tokenizer: s
         ids[:n], labels[:n] = got["input_ids"][:n], got["labels"][:n]
         return {"input_ids": ids, "labels": labels}
 
-    return _checked(row, path, vocabulary), length
+    return _check_vocabulary(row, path, vocabulary), length
 
 
-def _tokenizer(folder: str | None) -> Callable[[str], list[int]]:
+def _lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
     loaded: list[Any] = []
 
     def encode(text: str) -> list[int]:
@@ -216,7 +225,7 @@ def _tokenizer(folder: str | None) -> Callable[[str], list[int]]:
     return encode
 
 
-def _checked(rows: Rows, path: str, vocabulary: int | None) -> Rows:
+def _check_vocabulary(rows: Rows, path: str, vocabulary: int | None) -> Rows:
     def row(index: int) -> dict[str, Any]:
         out = rows(index)
         ids = out["input_ids"]
@@ -230,7 +239,7 @@ def _checked(rows: Rows, path: str, vocabulary: int | None) -> Rows:
     return row
 
 
-def of_user(data: Any) -> Rows:
+def wrap_user_data(data: Any) -> Rows:
     """The data of `build()`: a function of the sample index, or a sequence that is read cyclically."""
     import numpy as np
 

@@ -21,28 +21,39 @@ from typing import Any
 from ...index.boxes import box_is_flat, flat_start, strides
 from ...live.collectives import gathered
 
-__all__ = ["combine", "flat", "has_bits", "in_files", "in_memory", "local", "norms", "of_each_rank", "owned", "quantum"]
+__all__ = [
+    "can_fingerprint",
+    "counts_on_this_rank",
+    "fingerprint_each_rank",
+    "fingerprint_files",
+    "fingerprint_flat",
+    "fingerprint_tensors",
+    "global_norms",
+    "local_shard",
+    "spacing_16bit",
+    "sum_over_ranks",
+]
 
 _BLOCK = 1 << 20
 _A, _B, _C = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64 (Steele, Lea, Flood 2014)
 
 
-def _signed(x: int) -> int:
+def _as_int64(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def _mix(bits: Any, index: Any) -> int:
+def _sum_mixed(bits: Any, index: Any) -> int:
     """The sum of one block; `bits` and `index` are int64 tensors of one size, both are overwritten."""
-    index.mul_(_signed(_A))
-    z = bits.add_(1).mul_(_signed(_C)).add_(index)
+    index.mul_(_as_int64(_A))
+    z = bits.add_(1).mul_(_as_int64(_C)).add_(index)
     for shift, factor in ((30, _B), (27, _C)):
         # >> keeps the sign in torch; the mask takes it off
-        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_as_int64(factor))
     z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
     return int(z.sum().item()) % (1 << 64)
 
 
-def _bits(tensor: Any) -> Any:
+def _view_as_integers(tensor: Any) -> Any:
     """The elements of a contiguous 1-d tensor as integers, each complex128 as two."""
     import torch
 
@@ -50,40 +61,40 @@ def _bits(tensor: Any) -> Any:
     return tensor.view(of[tensor.element_size()])
 
 
-def has_bits(tensor: Any) -> bool:
+def can_fingerprint(tensor: Any) -> bool:
     """Whether a tensor has elements to take a fingerprint of; sparse, quantised and many subclasses of tensors do
     not."""
     try:
-        _bits(local(tensor).new_empty(0))
+        _view_as_integers(local_shard(tensor).new_empty(0))
     except (RuntimeError, TypeError, NotImplementedError, KeyError, AttributeError):
         return False
     return True
 
 
-def flat(tensor: Any, first: int) -> int:
+def fingerprint_flat(tensor: Any, first: int) -> int:
     """Sum of a contiguous 1-d tensor whose first element has flat index `first`."""
     import torch
 
-    bits = _bits(tensor)
+    bits = _view_as_integers(tensor)
     first *= 2 if tensor.element_size() == 16 else 1
     total = 0
     for a in range(0, bits.numel(), _BLOCK):
         part = bits[a : a + _BLOCK].to(torch.int64, copy=True)
         index = torch.arange(first + a, first + a + part.numel(), dtype=torch.int64, device=part.device)
-        total += _mix(part, index)
+        total += _sum_mixed(part, index)
     return total % (1 << 64)
 
 
-def _piece(tensor: Any, offset: Sequence[int], shape: Sequence[int]) -> int:
+def _fingerprint_box(tensor: Any, offset: Sequence[int], shape: Sequence[int]) -> int:
     """Sum of a box, at an offset in a tensor of `shape`."""
     if not tensor.numel():
         return 0
     if box_is_flat(shape, offset, tuple(tensor.shape)):
-        return flat(tensor.reshape(-1), flat_start(shape, offset))
-    return _scattered(tensor, offset, strides(shape))
+        return fingerprint_flat(tensor.reshape(-1), flat_start(shape, offset))
+    return _fingerprint_scattered_box(tensor, offset, strides(shape))
 
 
-def _scattered(tensor: Any, offset: Sequence[int], steps: Sequence[int]) -> int:
+def _fingerprint_scattered_box(tensor: Any, offset: Sequence[int], steps: Sequence[int]) -> int:
     """Sum of a box that is not a range of the flattened tensor, so the index of every element is computed."""
     import torch
 
@@ -96,31 +107,31 @@ def _scattered(tensor: Any, offset: Sequence[int], steps: Sequence[int]) -> int:
             along = torch.arange(start, start + part.shape[d], dtype=torch.int64, device=tensor.device) * s
             index = index + along.reshape([-1 if e == d else 1 for e in range(part.dim())])
         index = index.reshape(-1)
-        bits = _bits(part.reshape(-1)).to(torch.int64, copy=True)
+        bits = _view_as_integers(part.reshape(-1)).to(torch.int64, copy=True)
         if tensor.element_size() == 16:
             index = (2 * index).repeat_interleave(2)
             index[1::2] += 1
-        total += _mix(bits, index.contiguous())
+        total += _sum_mixed(bits, index.contiguous())
     return total % (1 << 64)
 
 
 # -------------------------------------------------------------------------------------------------- pieces and owners
 
 
-def local(tensor: Any) -> Any:
+def local_shard(tensor: Any) -> Any:
     """What this rank holds of a tensor, detached."""
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def _offset(tensor: Any) -> Any:
+def _shard_offset(tensor: Any) -> Any:
     """The offset of this rank's shard in the whole tensor, from the method that torch.distributed.checkpoint uses."""
-    if not hasattr(tensor, "_local_tensor") or not local(tensor).numel():
+    if not hasattr(tensor, "_local_tensor") or not local_shard(tensor).numel():
         return (0,) * tensor.dim()
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(int(o) for o in chunk.offsets)
 
 
-def owned(tensor: Any) -> bool:
+def counts_on_this_rank(tensor: Any) -> bool:
     """Whether this rank counts for a tensor: of the ranks with the same shard, the first does.
 
     A DTensor's replicated dimensions count where their coordinate is 0, and of the submeshes that hold copies of it the
@@ -137,7 +148,7 @@ def owned(tensor: Any) -> bool:
     return all(c == 0 for c, placement in zip(at, tensor.placements, strict=True) if placement.is_replicate())
 
 
-def combine(values: Sequence[float], *, integers: bool, device: Any) -> list[Any]:
+def sum_over_ranks(values: Sequence[float], *, integers: bool, device: Any) -> list[Any]:
     """Sums over all ranks of one number for each tensor; integers mod 2^64, else float64. A collective."""
     import torch
     import torch.distributed as dist
@@ -145,7 +156,7 @@ def combine(values: Sequence[float], *, integers: bool, device: Any) -> list[Any
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [int(v) % (1 << 64) for v in values] if integers else list(values)
     if integers:
-        together = torch.tensor([_signed(int(v) % (1 << 64)) for v in values], dtype=torch.int64, device=device)
+        together = torch.tensor([_as_int64(int(v) % (1 << 64)) for v in values], dtype=torch.int64, device=device)
     else:
         together = torch.tensor(list(values), dtype=torch.float64, device=device)
     if len(values):
@@ -153,7 +164,7 @@ def combine(values: Sequence[float], *, integers: bool, device: Any) -> list[Any
     return [v % (1 << 64) for v in together.tolist()] if integers else list(together.tolist())
 
 
-def in_memory(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tuple[dict[str, str], list[str]]:
+def fingerprint_tensors(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tuple[dict[str, str], list[str]]:
     """({name: fingerprint}, names whose copies on several ranks differ) of live tensors, or of what they are in
     `dtype`. A collective.
 
@@ -163,29 +174,32 @@ def in_memory(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tup
     import torch.distributed as dist
 
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = [_piece(local(t).to(dtype or t.dtype), _offset(t), tuple(t.shape)) for t in tensors.values()]
-    owner = [v if owned(t) else 0 for v, t in zip(mine, tensors.values(), strict=True)]
-    total = combine([*owner, *mine], integers=True, device=device)
+    mine = [
+        _fingerprint_box(local_shard(t).to(dtype or t.dtype), _shard_offset(t), tuple(t.shape))
+        for t in tensors.values()
+    ]
+    owner = [v if counts_on_this_rank(t) else 0 for v, t in zip(mine, tensors.values(), strict=True)]
+    total = sum_over_ranks([*owner, *mine], integers=True, device=device)
     out, apart = {}, []
     for k, (name, tensor) in enumerate(tensors.items()):
         out[name] = f"{total[k]:016x}"
-        if total[k] * (world // _distinct(tensor)) % (1 << 64) != total[len(tensors) + k]:
+        if total[k] * (world // _count_shards(tensor)) % (1 << 64) != total[len(tensors) + k]:
             apart.append(name)
     return out, apart
 
 
-def of_each_rank(tensors: Mapping[str, Any]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
+def fingerprint_each_rank(tensors: Mapping[str, Any]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
     """{name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of shards
     are left out. A collective."""
     whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
-    every = gathered([f"{_piece(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()])
+    every = gathered([f"{_fingerprint_box(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()])
     return {
         n: [(str(t.dtype).removeprefix("torch."), tuple(t.shape), prints[k]) for prints in every]
         for k, (n, t) in enumerate(whole.items())
     }
 
 
-def _distinct(tensor: Any) -> int:
+def _count_shards(tensor: Any) -> int:
     """Into how many shards a tensor is cut."""
     if not hasattr(tensor, "_local_tensor"):
         return 1
@@ -193,7 +207,7 @@ def _distinct(tensor: Any) -> int:
     return prod(n for n, placement in zip(sizes, tensor.placements, strict=True) if not placement.is_replicate())
 
 
-def quantum(tensor: Any) -> Any:
+def spacing_16bit(tensor: Any) -> Any:
     """The distance of each element, of 16 bits, to the next larger number; 0 for 0. In float32."""
     import torch
 
@@ -201,21 +215,21 @@ def quantum(tensor: Any) -> Any:
     return torch.where(tensor == 0, 0.0, exponent.float().exp2() * (torch.finfo(tensor.dtype).eps / 2))
 
 
-def norms(tensors: Mapping[str, Any], device: Any, of: Callable[[Any], Any] = lambda t: t) -> dict[str, float]:
+def global_norms(tensors: Mapping[str, Any], device: Any, of: Callable[[Any], Any] = lambda t: t) -> dict[str, float]:
     """{name: L2 norm over all ranks} of what `of` makes of a shard, summed in float64. A collective."""
     import torch
 
     mine = [
-        float(torch.linalg.vector_norm(of(local(t)), dtype=torch.float64).item()) ** 2
-        if owned(t) and local(t).numel()
+        float(torch.linalg.vector_norm(of(local_shard(t)), dtype=torch.float64).item()) ** 2
+        if counts_on_this_rank(t) and local_shard(t).numel()
         else 0.0
         for t in tensors.values()
     ]
-    total = combine(mine, integers=False, device=device)
+    total = sum_over_ranks(mine, integers=False, device=device)
     return {n: v**0.5 for n, v in zip(tensors, total, strict=True)}
 
 
-def in_files(
+def fingerprint_files(
     opened: Any,
     names: Sequence[str],
     rank: int,
@@ -250,9 +264,9 @@ def in_files(
         if block.count:
             dtype = getattr(torch, ckpt.tensors[block.name].dtype)
             data = torch.frombuffer(bytearray(block.data), dtype=dtype)
-            sums[block.name] += flat(data.to(device, (dtypes or {}).get(block.name, dtype)), block.first)
+            sums[block.name] += fingerprint_flat(data.to(device, (dtypes or {}).get(block.name, dtype)), block.first)
         done += block.source_bytes
         progress("compare", done, total)
     reader.finish()
-    total = combine(list(sums.values()), integers=True, device=device)
+    total = sum_over_ranks(list(sums.values()), integers=True, device=device)
     return {n: f"{v:016x}" for n, v in zip(sums, total, strict=True)}

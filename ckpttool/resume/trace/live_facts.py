@@ -1,7 +1,7 @@
 """What is read off a live model and its optimizer as plain data: names, param groups, configuration, norms of gradients
 and updates.
 
-`Measure.gradients`, `Measure.after` and `same_everywhere` are collective.
+`StepNorms.measure_gradients`, `StepNorms.measure_updates` and `is_same_on_all_ranks` are collective.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from typing import Any
 from ...live.collectives import gathered
 from ...live.live_values import leaves
 from ...live.optimizers import OWN_FLAGS
-from .fingerprint import combine, local, owned
-from .numerics import numerics
-from .side_state import mark
+from .fingerprint import counts_on_this_rank, local_shard, sum_over_ranks
+from .numerics import read_numerics
+from .side_state import mark_array
 
 __all__ = [
-    "Measure",
-    "config_of",
-    "device_of",
-    "dropouts",
-    "dtype_of",
-    "environment",
+    "StepNorms",
+    "as_float",
+    "collective_device",
+    "describe_environment",
+    "dtype_name",
     "has_dropout",
+    "is_same_on_all_ranks",
+    "list_dropouts",
+    "model_config",
     "named_parameters",
     "named_state",
-    "number",
-    "numbers_of",
-    "plain_groups",
+    "one_element_values",
+    "optimizer_numbers",
+    "plain_param_groups",
     "root_of_squares",
-    "same_everywhere",
-    "scalars_of",
     "tied_names",
 ]
 
 
-class Measure:
-    """Norms of the gradient and of the update of every trained parameter; `before` and `after` the optimizer's step.
+class StepNorms:
+    """Norms of the gradient and of the update of every trained parameter; `copy_parameters` before and
+    `measure_updates` after the optimizer's step.
 
     A forgiving one measures nothing where a rank fails, or where ranks have different parameters, and says why in
     `trouble`; otherwise the error is raised, on the rank that has it.
@@ -57,21 +58,21 @@ class Measure:
         """{FQN: parameter} of the trained parameters, tied ones once."""
         return {n: p for n, p in named_parameters(self.model).items() if p.requires_grad}
 
-    def before(self) -> None:
+    def copy_parameters(self) -> None:
         """Copy the parameters."""
         if self._comparable():
             with self._caught():
-                self._old = {n: local(p).clone() for n, p in self.parameters().items()}
+                self._old = {n: local_shard(p).clone() for n, p in self.parameters().items()}
 
-    def gradients(self) -> None:
+    def measure_gradients(self) -> None:
         """Measure the gradients as they are now. A collective."""
-        self.grads = self._norms(lambda n, p: None if p.grad is None else (p.grad, local(p.grad)))
+        self.grads = self._norms(lambda n, p: None if p.grad is None else (p.grad, local_shard(p.grad)))
 
-    def after(self) -> None:
+    def measure_updates(self) -> None:
         """Measure the difference to the copy. A collective."""
 
         def moved(n: str, p: Any) -> Any:
-            new, old = local(p), self._old.pop(n)
+            new, old = local_shard(p), self._old.pop(n)
             return p, new.double() - old.double() if new.element_size() == 8 else new.float() - old.float()
 
         self.updates = self._norms(moved)
@@ -90,10 +91,10 @@ class Measure:
                 found = part(n, p)
                 if found is not None:
                     there[k] = 1.0
-                    if owned(found[0]):
+                    if counts_on_this_rank(found[0]):
                         squares[k] = float(torch.linalg.vector_norm(found[1], dtype=torch.float64).item()) ** 2
         wrong = 0.0 if self.trouble is None else 1.0
-        total = combine([*squares, *there, wrong], integers=False, device=device_of(self.model))
+        total = sum_over_ranks([*squares, *there, wrong], integers=False, device=collective_device(self.model))
         if total[-1]:
             self.trouble = self.trouble or "another rank could not measure its shards"
             return {}
@@ -104,7 +105,7 @@ class Measure:
         """Whether all ranks have the same parameters; with pipeline parallelism they do not. A collective, the first
         time."""
         if self._alike is None:
-            self._alike = not self.forgiving or same_everywhere(list(self.parameters()))
+            self._alike = not self.forgiving or is_same_on_all_ranks(list(self.parameters()))
             if not self._alike:
                 self.trouble = "ranks have different parameters, as with pipeline parallelism"
         return self._alike
@@ -148,23 +149,23 @@ def named_parameters(model: Any) -> dict[str, Any]:
     return {clean[n]: p for n, p in found.items()}
 
 
-def plain_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
+def plain_param_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     """Param groups as plain data: options, and FQNs for parameters."""
     names = {id(p): n for n, p in named_parameters(model).items()}
     out = []
     for group in optimizer.param_groups:
-        options = {k: _plain(v) for k, v in group.items() if k not in OWN_FLAGS and k != "params"}
+        options = {k: _plain_option(v) for k, v in group.items() if k not in OWN_FLAGS and k != "params"}
         out.append({**options, "params": [names.get(id(p), "?") for p in group["params"]]})
     return out
 
 
-def _plain(x: Any) -> Any:
+def _plain_option(x: Any) -> Any:
     if hasattr(x, "element_size"):
-        return number(x) if x.numel() == 1 else " ".join(map(str, mark(x)))
+        return as_float(x) if x.numel() == 1 else " ".join(map(str, mark_array(x)))
     if isinstance(x, (list, tuple)):
-        return [_plain(v) for v in x]
+        return [_plain_option(v) for v in x]
     if isinstance(x, dict):
-        return {str(k): _plain(v) for k, v in x.items()}
+        return {str(k): _plain_option(v) for k, v in x.items()}
     return x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__name__
 
 
@@ -180,7 +181,7 @@ def tied_names(model: Any) -> list[list[str]]:
     return sorted(sorted(n) for n in names.values() if len(n) > 1)
 
 
-def config_of(model: Any) -> dict[str, Any] | None:
+def model_config(model: Any) -> dict[str, Any] | None:
     """The configuration of a transformers model, as plain data; None if it has none."""
     inner = getattr(model, "module", model)
     config: Any = getattr(inner, "config", None)
@@ -190,7 +191,7 @@ def config_of(model: Any) -> dict[str, Any] | None:
     return plain
 
 
-def scalars_of(tensors: Mapping[str, Any]) -> dict[str, float]:
+def one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
     """The values of tensors with one element that are not sharded."""
     return {
         n: float(t.item())
@@ -199,7 +200,7 @@ def scalars_of(tensors: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def numbers_of(model: Any, optimizer: Any) -> dict[str, float]:
+def optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
     """The numbers in the optimizer's state that are not tensors, under the names that tensors would have: some
     optimizers count steps so."""
     return {
@@ -212,10 +213,10 @@ def numbers_of(model: Any, optimizer: Any) -> dict[str, float]:
 
 def has_dropout(model: Any) -> bool:
     """Whether any dropout probability of the model is above zero."""
-    return any(p > 0 for _, _, p in dropouts(model))
+    return any(p > 0 for _, _, p in list_dropouts(model))
 
 
-def dropouts(model: Any) -> list[tuple[Any, str, float]]:
+def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
     """(module, attribute, probability) of every dropout."""
     from torch.nn.modules.dropout import _DropoutNd
 
@@ -230,12 +231,12 @@ def dropouts(model: Any) -> list[tuple[Any, str, float]]:
     return out
 
 
-def dtype_of(tensor: Any) -> str:
+def dtype_name(tensor: Any) -> str:
     """torch's name of a dtype: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def environment(device: str | None = None) -> dict[str, Any]:
+def describe_environment(device: str | None = None) -> dict[str, Any]:
     """Versions and devices: causes of differences that no checkpoint records.
 
     Args:
@@ -250,7 +251,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
     out: dict[str, Any] = {"ckpttool": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if device != "cpu" and torch.cuda.is_available():
         out["gpu"] = torch.cuda.get_device_name()
-        out["numerics"] = numerics()
+        out["numerics"] = read_numerics()
         out["cuda"] = torch.version.cuda
         if torch.distributed.is_nccl_available():
             version: Any = torch.cuda.nccl.version
@@ -258,7 +259,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
     return out
 
 
-def device_of(model: Any) -> Any:
+def collective_device(model: Any) -> Any:
     """The device for collectives: NCCL needs the GPU, even if parameters are offloaded."""
     import torch
 
@@ -268,14 +269,14 @@ def device_of(model: Any) -> Any:
     return on
 
 
-def number(x: Any) -> float:
+def as_float(x: Any) -> float:
     """A float from a number, a tensor with one element, or a DTensor of one."""
     if hasattr(x, "full_tensor"):
         x = x.full_tensor()
     return float(x.detach().item() if hasattr(x, "detach") else x)
 
 
-def same_everywhere(x: Any) -> bool:
+def is_same_on_all_ranks(x: Any) -> bool:
     """Whether all ranks have the same plain data. A collective."""
     from blake3 import blake3
 

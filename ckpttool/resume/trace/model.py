@@ -30,9 +30,19 @@ from typing import Any
 
 from ...bounded_json import parse
 from ...errors import Corrupt, Unsafe, UsageError, argument, kind_of_failure
-from .batches import marks_of
+from .batches import split_marks
 
-__all__ = ["OF_BUILD", "SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "spelled", "to_json"]
+__all__ = [
+    "OF_BUILD",
+    "SCHEMA",
+    "Step",
+    "Trace",
+    "read_reference",
+    "read_trace",
+    "record_line",
+    "spell_non_finite",
+    "trace_to_json",
+]
 
 SCHEMA = 1
 #: `Trace.data` of a run whose rows came from the user's build().
@@ -46,9 +56,9 @@ class Step:
     `step` counts from 1 over the whole training, so that the one after a checkpoint of step n is n + 1. `loss` is the
     mean over the tokens of the global batch. `grad_norm` and `grads` {FQN: norm} are before clipping, `updates` {FQN:
     norm} and `update_norm` of what the optimizer added to the parameters. `learning_rates` has the one used in this
-    step for each param group. `batch` is the digest of the global batch (`batches.digest`), `rows` the marks of the
-    rows of each data-parallel rank (`batches.marks_of`). `losses` is the global loss as each rank has it. `seconds` is
-    forward, backward, clipping and the optimizer, without the measurements.
+    step for each param group. `batch` is the digest of the global batch (`batches.digest_rows`), `rows` the marks of
+    the rows of each data-parallel rank (`batches.split_marks`). `losses` is the global loss as each rank has it.
+    `seconds` is forward, backward, clipping and the optimizer, without the measurements.
     """
 
     step: int
@@ -71,31 +81,31 @@ class Trace:
 
     `failed` says why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are
     set, without fingerprints. `misfit` is how the names and shapes of checkpoint and job differ, if that is why
-    (`misfit.compared`). `state` {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading,
-    at step `start`; `others` the same for tensors and arrays that no job holds (scaler, dataloader, random states,
-    averages of weights), from the files, and for what else is no plain value (`beside`). `stored` the fingerprints of
-    the same tensors in the files, in the dtype of the job, if these were read a second time. `stored_as` {name: (dtype,
-    fingerprint)} of those that the files have in another dtype than the job, as they are there; `rounded` {dtype:
-    {name: fingerprint}} of what the job holds, rounded to a dtype. `scalars` are the values of tensors with one
-    element, `values` the other plain data of the checkpoint (`beside`). `variants` {name: [...]}: of values and others
-    that the ranks of a recorded job held differently, those of the ranks. `generators` are marks of the random states
-    of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and "numpy_position". `unrecorded`
-    {what: why} is what a `Recorder` did not record. `buffers` {name: [dtype, shape, bytes in hex]} of small buffers of
-    a recorded job that no checkpoint holds (`numerics.read_small_buffers`). `quanta` {FQN: L2 norm} of the distance
-    from each element of a parameter of 16 bits to the next number. `groups` are the optimizer's param groups as the job
-    holds them: options, and "params": [FQN, ...]. `tied` lists the names of each parameter that has more than one.
-    `config` is the model's configuration. `recipe` is what the job was built from: module.py:build, or the folder of a
-    configuration. `scheduler` is the class of the scheduler that ran. `dropout_off` is the largest probability of a
-    dropout that was switched off. `unread` lists state beside the checkpoint that its layout does not read: (file,
-    component). `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same,
-    "odd": the ranks that differ from most, "batch": digest of the rows that were given}, or {"skipped": why}; of a
-    recording {"rows": {"input_ids": [...]}, "sketch", "shape", "not_finite"} (`probing.sketch`), and of a run that had
-    such a reference the sketch for the recorded rows as "recorded". `roundtrip` {"save_seconds", "load_seconds",
-    "bytes", "differing": [names], "apart": [names of tensors of which every rank has a copy of its own]} of the save
-    after the first step, or {"skipped": why}. `load_seconds` is that of the slowest rank, `load_bytes` of all ranks.
-    `loads` has {"rank", "seconds", "bytes", "host_bytes", "device_bytes"}: peaks of resident memory, and of the
-    device's, which is None on CPU. `memory` has {"rank", "allocated_bytes", "reserved_bytes", "total_bytes"} peaks, of
-    the device.
+    (`misfit.compare_names`). `state` {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after
+    loading, at step `start`; `others` the same for tensors and arrays that no job holds (scaler, dataloader, random
+    states, averages of weights), from the files, and for what else is no plain value (`beside`). `stored` the
+    fingerprints of the same tensors in the files, in the dtype of the job, if these were read a second time.
+    `stored_as` {name: (dtype, fingerprint)} of those that the files have in another dtype than the job, as they are
+    there; `rounded` {dtype: {name: fingerprint}} of what the job holds, rounded to a dtype. `scalars` are the values of
+    tensors with one element, `values` the other plain data of the checkpoint (`beside`). `variants` {name: [...]}: of
+    values and others that the ranks of a recorded job held differently, those of the ranks. `generators` are marks of
+    the random states of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and "numpy_position".
+    `unrecorded` {what: why} is what a `Recorder` did not record. `buffers` {name: [dtype, shape, bytes in hex]} of
+    small buffers of a recorded job that no checkpoint holds (`numerics.read_small_buffers`). `quanta` {FQN: L2 norm} of
+    the distance from each element of a parameter of 16 bits to the next number. `groups` are the optimizer's param
+    groups as the job holds them: options, and "params": [FQN, ...]. `tied` lists the names of each parameter that has
+    more than one. `config` is the model's configuration. `recipe` is what the job was built from: module.py:build, or
+    the folder of a configuration. `scheduler` is the class of the scheduler that ran. `dropout_off` is the largest
+    probability of a dropout that was switched off. `unread` lists state beside the checkpoint that its layout does not
+    read: (file, component). `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has
+    the same, "odd": the ranks that differ from most, "batch": digest of the rows that were given}, or {"skipped": why};
+    of a recording {"rows": {"input_ids": [...]}, "sketch", "shape", "not_finite"} (`probing.sketch_logits`), and of a
+    run that had such a reference the sketch for the recorded rows as "recorded". `roundtrip` {"save_seconds",
+    "load_seconds", "bytes", "differing": [names], "apart": [names of tensors of which every rank has a copy of its
+    own]} of the save after the first step, or {"skipped": why}. `load_seconds` is that of the slowest rank,
+    `load_bytes` of all ranks. `loads` has {"rank", "seconds", "bytes", "host_bytes", "device_bytes"}: peaks of resident
+    memory, and of the device's, which is None on CPU. `memory` has {"rank", "allocated_bytes", "reserved_bytes",
+    "total_bytes"} peaks, of the device.
     """
 
     source: str = ""
@@ -145,21 +155,21 @@ class Trace:
     notes: list[str] = field(default_factory=list)
 
 
-def to_json(trace: Trace) -> dict[str, Any]:
+def trace_to_json(trace: Trace) -> dict[str, Any]:
     """Plain data; NaN and infinities are the strings "nan", "inf" and "-inf", since JSON has no such numbers."""
-    plain = spelled(asdict(trace))
+    plain = spell_non_finite(asdict(trace))
     return {"ckpttool": SCHEMA, **plain}
 
 
-def line(kind: str, **record: Any) -> str:
+def record_line(kind: str, **record: Any) -> str:
     """One record of a `Recorder`, as a line."""
-    return json.dumps({"ckpttool": SCHEMA, "kind": kind, **spelled(record)}, ensure_ascii=False) + "\n"
+    return json.dumps({"ckpttool": SCHEMA, "kind": kind, **spell_non_finite(record)}, ensure_ascii=False) + "\n"
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """A trace that `to_json` made."""
     with open(path, encoding="utf-8") as f:
-        return _trace(_unspell(json.load(f)))
+        return _parse_trace(_parse_non_finite(json.load(f)))
 
 
 def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace:
@@ -176,7 +186,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
     states: dict[int, dict[str, Any]] = {}
     lost: dict[str, str] = {}
     try:
-        lines = list(_lines(path))
+        lines = list(_read_records(path))
     except OSError as e:
         raise kind_of_failure(e, UsageError)(f"{argument('reference', os.fspath(path))}: {e.strerror or e}.") from None
     for number, record in lines:
@@ -189,24 +199,24 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
                     setattr(out, key, None if record[key] is None else kind(record[key]))
             elif kind == "state":
                 states[int(record["step"])] = {
-                    "state": _marks(record["state"]),
-                    "others": _marks(record.get("others", {})),
+                    "state": _parse_marks(record["state"]),
+                    "others": _parse_marks(record.get("others", {})),
                     "variants": {str(n): list(v) for n, v in record.get("variants", {}).items()},
                     "generators": [dict(g) for g in record.get("generators", [])],
-                    "probe": _probe(record.get("probe", {})),
+                    "probe": _parse_probe(record.get("probe", {})),
                     "buffers": {
                         str(n): [str(b[0]), list(map(int, b[1])), str(b[2])]
                         for n, b in record.get("buffers", {}).items()
                     },
                     "unrecorded": {str(k): str(v) for k, v in record.get("unrecorded", _EARLIER).items()},
-                    "scalars": _numbers(record.get("scalars", {})),
+                    "scalars": _parse_floats(record.get("scalars", {})),
                     "groups": [dict(g) for g in record.get("groups", [])],
                     **({"values": dict(record["values"])} if "values" in record else {}),
                 }
             elif kind == "lost":
                 lost[str(record["what"])] = str(record["why"])
             elif kind == "step":
-                step = _step(record)
+                step = _parse_step(record)
                 steps[step.step] = step
         except (TypeError, ValueError, KeyError, AttributeError) as e:
             raise Corrupt(f"{os.fspath(path)}, line {number}: not a record of ckpttool.Recorder ({e!r}).") from None
@@ -215,7 +225,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
     out.steps = [steps[k] for k in sorted(steps)]
     out.clip = out.clip or None  # 0 is how trainers turn clipping off
     if out.global_batch is None:
-        out.global_batch = sum(len(marks_of([rank])[0]) for rank in out.steps[0].rows) or None
+        out.global_batch = sum(len(split_marks([rank])[0]) for rank in out.steps[0].rows) or None
     if states:
         out.start = at if at in states else list(states)[-1]
         for key, value in states[out.start].items():
@@ -235,7 +245,7 @@ _EARLIER = {
 }
 
 
-def _probe(x: Any) -> dict[str, Any]:
+def _parse_probe(x: Any) -> dict[str, Any]:
     if not x:
         return {}
     rows = {str(k): [[int(t) for t in row] for row in v] for k, v in x["rows"].items()}
@@ -243,11 +253,11 @@ def _probe(x: Any) -> dict[str, Any]:
     return {"rows": rows, "sketch": numbers, "shape": [int(n) for n in x["shape"]], "not_finite": int(x["not_finite"])}
 
 
-def _marks(x: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
+def _parse_marks(x: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
     return {str(n): (str(d), tuple(map(int, s)), str(h)) for n, (d, s, h) in x.items()}
 
 
-def _numbers(x: Any) -> dict[str, float]:
+def _parse_floats(x: Any) -> dict[str, float]:
     return {str(k): float(v) for k, v in x.items()}
 
 
@@ -275,7 +285,7 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     with open(path, encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
             if not line.strip():
@@ -288,20 +298,20 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]
                 if not line.endswith("\n"):
                     continue  # the job was killed while it wrote this
                 raise Corrupt(f"{os.fspath(path)}, line {number}: not a JSON object.")
-            yield number, _unspell(record)
+            yield number, _parse_non_finite(record)
 
 
-def _trace(data: dict[str, Any]) -> Trace:
+def _parse_trace(data: dict[str, Any]) -> Trace:
     known = {f.name for f in fields(Trace)}
     out = Trace(**{k: v for k, v in data.items() if k in known})
-    out.steps = [_step(s) for s in data.get("steps", [])]
-    out.state, out.others = _marks(out.state), _marks(out.others)
+    out.steps = [_parse_step(s) for s in data.get("steps", [])]
+    out.state, out.others = _parse_marks(out.state), _parse_marks(out.others)
     out.stored_as = {n: (dtype, mark) for n, (dtype, mark) in out.stored_as.items()}
     out.unread = [(name, component) for name, component in out.unread]
     return out
 
 
-def _step(data: dict[str, Any]) -> Step:
+def _parse_step(data: dict[str, Any]) -> Step:
     known = {f.name for f in fields(Step)}
     out = Step(**{k: v for k, v in data.items() if k in known})
     out.step, out.loss = int(out.step), float(out.loss)
@@ -311,7 +321,7 @@ def _step(data: dict[str, Any]) -> Step:
     for key in ("learning_rates", "losses"):
         value = getattr(out, key)
         setattr(out, key, None if value is None else [float(v) for v in value])
-    out.grads, out.updates = _numbers(out.grads), _numbers(out.updates)
+    out.grads, out.updates = _parse_floats(out.grads), _parse_floats(out.updates)
     out.rows = [str(r) for r in out.rows]
     return out
 
@@ -331,22 +341,22 @@ _NUMBERS = {
 }
 
 
-def spelled(x: Any) -> Any:
+def spell_non_finite(x: Any) -> Any:
     """Plain data without NaN and infinities, which are the strings "nan", "inf" and "-inf"."""
     if isinstance(x, float) and not math.isfinite(x):
         return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
     if isinstance(x, dict):
-        return {k: spelled(v) for k, v in x.items()}
+        return {k: spell_non_finite(v) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
-        return [spelled(v) for v in x]
+        return [spell_non_finite(v) for v in x]
     return x
 
 
-def _unspell(x: Any, number: bool = False) -> Any:
+def _parse_non_finite(x: Any, number: bool = False) -> Any:
     if isinstance(x, str) and number:
         return _WORDS.get(x, x)
     if isinstance(x, dict):
-        return {k: _unspell(v, number or k in _NUMBERS) for k, v in x.items()}
+        return {k: _parse_non_finite(v, number or k in _NUMBERS) for k, v in x.items()}
     if isinstance(x, list):
-        return [_unspell(v, number) for v in x]
+        return [_parse_non_finite(v, number) for v in x]
     return x

@@ -20,7 +20,7 @@ from ...errors import Unsupported, argument
 __all__ = [
     "NO_KERNEL",
     "name_missing_kernel",
-    "numerics",
+    "read_numerics",
     "read_small_buffers",
     "set_cuda_environment",
     "use_numerics",
@@ -41,7 +41,7 @@ def set_cuda_environment() -> None:
     os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
-def numerics() -> dict[str, Any]:
+def read_numerics() -> dict[str, Any]:
     """What of this process decides which kernels CUDA runs: {"deterministic": bool, "tf32": bool,
     "bf16_reduced_precision": bool}.
 
@@ -99,7 +99,7 @@ def name_missing_kernel() -> Iterator[None]:
         ) from e
 
 
-def _outside(model: Any) -> dict[str, Any]:
+def _non_persistent_buffers(model: Any) -> dict[str, Any]:
     """{name: buffer} of those that no state dict holds, without what wrappers add to names."""
     from ...index.fqns import strip_wrappers
 
@@ -122,7 +122,7 @@ def read_small_buffers(model: Any) -> dict[str, list[Any]]:
     import torch
 
     out = {}
-    for name, buffer in _outside(model).items():
+    for name, buffer in _non_persistent_buffers(model).items():
         if buffer.numel() * buffer.element_size() <= _SMALL:
             raw = buffer.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
             out[name] = [str(buffer.dtype).removeprefix("torch."), list(buffer.shape), raw.numpy().tobytes().hex()]
@@ -134,7 +134,7 @@ def use_recorded_buffers(model: Any, recorded: Mapping[str, Any]) -> list[str]:
     import torch
 
     notes = []
-    mine, live = read_small_buffers(model), _outside(model)
+    mine, live = read_small_buffers(model), _non_persistent_buffers(model)
     for name, (dtype, shape, hexed) in recorded.items():
         if name not in mine or mine[name] == [dtype, list(shape), hexed] or mine[name][:2] != [dtype, list(shape)]:
             continue

@@ -13,13 +13,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["batch_of", "kept", "logits_of", "refused", "sketch", "undisturbed"]
+__all__ = [
+    "compute_logits",
+    "preserving_module_state",
+    "probe_batch",
+    "select_probe_logits",
+    "sketch_logits",
+    "unsupported_forward_reason",
+]
 
 _ROWS = 64  # positions of logits that are kept
 _WIDE = 16
 
 
-def kept(logits: Any) -> Any:
+def select_probe_logits(logits: Any) -> Any:
     """Some of the positions, spread over all: float32, (positions, vocabulary)."""
     import torch
 
@@ -28,7 +35,7 @@ def kept(logits: Any) -> Any:
     return flat[chosen].float().contiguous()
 
 
-def sketch(logits: Any) -> dict[str, Any]:
+def sketch_logits(logits: Any) -> dict[str, Any]:
     """{"sketch", "shape", "not_finite"} of a numpy array of logits (positions, vocabulary); infinite and NaN logits
     count as 0."""
     import numpy as np
@@ -42,14 +49,14 @@ def sketch(logits: Any) -> dict[str, Any]:
     return {"sketch": out.tolist(), "shape": list(x.shape), "not_finite": int(wrong.sum())}
 
 
-def batch_of(rows: Mapping[str, Any], device: Any) -> dict[str, Any]:
+def probe_batch(rows: Mapping[str, Any], device: Any) -> dict[str, Any]:
     """{"input_ids": (rows, sequence), ...} from the plain rows of a recorded probe."""
     import torch
 
     return {k: torch.tensor(v, dtype=torch.int64, device=device) for k, v in rows.items()}
 
 
-def refused(model: Any, names: Mapping[str, Any]) -> str | None:
+def unsupported_forward_reason(model: Any, names: Mapping[str, Any]) -> str | None:
     """Why the model cannot be called with these keyword arguments, or None."""
     inner = getattr(model, "module", model)
     try:
@@ -64,7 +71,7 @@ def refused(model: Any, names: Mapping[str, Any]) -> str | None:
     return None
 
 
-def logits_of(model: Any, batch: Mapping[str, Any]) -> Any:
+def compute_logits(model: Any, batch: Mapping[str, Any]) -> Any:
     """The logits (rows, sequence, vocabulary) of model(**batch), whole on every rank. A collective if the model is
     sharded.
 
@@ -88,7 +95,7 @@ def logits_of(model: Any, batch: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
+def preserving_module_state(model: Any) -> Iterator[None]:
     """Evaluate a model in the middle of its training: mode, buffers, generators and FSDP2's shards are as before
     afterwards."""
     import torch
@@ -96,7 +103,7 @@ def undisturbed(model: Any) -> Iterator[None]:
 
     modes = [(m, m.training) for m in model.modules()]
     buffers = [(m, n, b, b.detach().clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
-    with generators_kept(), torch.no_grad():
+    with preserving_generators(), torch.no_grad():
         try:
             model.eval()
             yield
@@ -112,7 +119,7 @@ def undisturbed(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def preserving_generators() -> Iterator[None]:
     """Give the global generators of torch (CPU and this rank's GPU), numpy and Python their states back."""
     import numpy as np
     import torch

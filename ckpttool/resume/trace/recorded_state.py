@@ -1,7 +1,7 @@
 """What the ranks of a training job hold beside model and optimizer, gathered for a `Recorder`.
 
-    given = sources(scheduler=scheduler, extra={"ema": ema.state_dict, "epoch": lambda: epoch})
-    found = of_ranks(given, device)          # on every rank: values, others, variants, generators, unrecorded
+    given = check_sources(scheduler=scheduler, extra={"ema": ema.state_dict, "epoch": lambda: epoch})
+    found = gather_side_state(given, device)  # on every rank: values, others, variants, generators, unrecorded
 
 An object that fails on one rank (its state_dict raises, say) is left out on all, and named in `unrecorded`; no rank
 waits for another that has gone.
@@ -15,16 +15,16 @@ from typing import Any
 
 from ...errors import UsageError, argument
 from ...live.collectives import gathered
-from ..text import listed, plural
+from ..text import format_list, plural
 from . import fingerprint
-from .side_state import mark, named, taken
+from .side_state import collect_side_state, flatten_side_state, mark_array
 
-__all__ = ["of_ranks", "sources"]
+__all__ = ["check_sources", "gather_side_state"]
 
 _MODEL_KEYS = frozenset(("model", "optim", "optimizer", "state_dict"))
 
 
-def sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict[str, Any]:
+def check_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict[str, Any]:
     """{key at the root of a checkpoint: where its state comes from}, of what was given to a `Recorder`.
 
     Raises:
@@ -48,13 +48,13 @@ def sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict
                 f"{argument('extra')} is a {type(extra).__name__}. Pass a dict {{key at the root of the checkpoint: "
                 "state, or object with state_dict(), or function}, or a function that returns such a dict."
             )
-        _checked(extra, out)
+        _check_extra_keys(extra, out)
     if extra is not None:
         out["extra"] = extra
     return out
 
 
-def _checked(extra: Mapping[Any, Any], others: Collection[str]) -> Mapping[Any, Any]:
+def _check_extra_keys(extra: Mapping[Any, Any], others: Collection[str]) -> Mapping[Any, Any]:
     odd = [k for k in extra if not isinstance(k, str) or k in _MODEL_KEYS or k in others]
     if odd:
         raise UsageError(
@@ -64,52 +64,52 @@ def _checked(extra: Mapping[Any, Any], others: Collection[str]) -> Mapping[Any, 
     return extra
 
 
-def _state_of(source: Any) -> Any:
+def _state_dict_of(source: Any) -> Any:
     if hasattr(source, "state_dict"):
         return source.state_dict()
     if isinstance(source, (list, tuple)) and any(hasattr(x, "state_dict") for x in source):
-        return [_state_of(x) for x in source]
+        return [_state_dict_of(x) for x in source]
     return source() if callable(source) else source
 
 
-def of_ranks(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
+def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
     """Fields of a state record: values, others, variants, generators, unrecorded. A collective.
 
     Values that some ranks hold and others do not (each rank's own dataloader) are all there. Where ranks hold different
     values under one name, as long as they save them under that name the checkpoint has one of them: `variants` has all.
     """
     wrong: dict[str, str] = {}
-    mine = taken({})
+    mine = collect_side_state({})
     for key, source in given.items():
         try:
             if key == "extra":
                 extra = source() if callable(source) else source
-                found = {k: _state_of(v) for k, v in _checked(extra, given.keys() - {"extra"}).items()}
+                found = {k: _state_dict_of(v) for k, v in _check_extra_keys(extra, given.keys() - {"extra"}).items()}
             else:
-                found = {key: _state_of(source)}
-            part = taken(named(found))
+                found = {key: _state_dict_of(source)}
+            part = collect_side_state(flatten_side_state(found))
         except Exception as e:
             wrong[key] = f"{type(e).__name__}: {e}"
             continue
         for ours, new in zip(mine, part, strict=True):
             ours.update(new)
-    parts = gathered((mine.values, mine.others, sorted(mine.sharded), wrong, _generators()))
+    parts = gathered((mine.values, mine.others, sorted(mine.sharded), wrong, _mark_generators()))
     unrecorded: dict[str, str] = {}
     for rank, part in enumerate(parts):
         for key, why in part[3].items():
             unrecorded.setdefault(key, f"its state could not be read on rank {rank} ({why})")
     variants: dict[str, list[Any]] = {}
-    values = _merged([p[0] for p in parts], variants)
-    others = _merged([p[1] for p in parts], variants)
+    values = _merge_ranks([p[0] for p in parts], variants)
+    others = _merge_ranks([p[1] for p in parts], variants)
     if len({tuple(p[2]) for p in parts}) == 1:
         names = sorted(mine.sharded)
         tensors = {n: mine.sharded[n] for n in names}
-        prints, _ = fingerprint.in_memory(tensors, device)
+        prints, _ = fingerprint.fingerprint_tensors(tensors, device)
         others |= {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape), prints[n]) for n, t in tensors.items()}
     else:
         names = sorted(set().union(*(p[2] for p in parts)))
         unrecorded["extra"] = (
-            f"ranks hold different sharded tensors, of {plural(len(names), 'tensor')}: {listed(names)}"
+            f"ranks hold different sharded tensors, of {plural(len(names), 'tensor')}: {format_list(names)}"
         )
     for key in unrecorded.keys() & given.keys() - {"extra"}:  # what the other ranks have is not the whole
         for found_ in (values, others, variants):
@@ -124,7 +124,7 @@ def of_ranks(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
     }
 
 
-def _merged(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:
+def _merge_ranks(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
@@ -135,14 +135,14 @@ def _merged(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict
     return out
 
 
-def _generators() -> dict[str, Any]:
+def _mark_generators() -> dict[str, Any]:
     """Marks of this rank's global generators; with numpy's, its position in the numbers that are drawn already."""
     import numpy as np
     import torch
 
-    out: dict[str, Any] = {"torch": mark(torch.get_rng_state())}
+    out: dict[str, Any] = {"torch": mark_array(torch.get_rng_state())}
     if torch.cuda.is_available():
-        out["cuda"] = mark(torch.cuda.get_rng_state())
-    found = taken({("python",): random.getstate(), ("numpy",): np.random.get_state(legacy=True)})
+        out["cuda"] = mark_array(torch.cuda.get_rng_state())
+    found = collect_side_state({("python",): random.getstate(), ("numpy",): np.random.get_state(legacy=True)})
     out["python"], out["numpy"] = found.others["python.1"], found.others["numpy.1"]
     return {**out, "numpy_position": found.values["numpy.2"]}

@@ -26,34 +26,41 @@ from typing import Any
 from ...errors import UsageError, argument
 from ...live.collectives import gathered
 from ...printable import printable
-from ..text import listed, plural
+from ..text import format_list, plural
 from .batches import digest_and_marks
-from .fingerprint import has_bits, in_memory, of_each_rank
+from .fingerprint import can_fingerprint, fingerprint_each_rank, fingerprint_tensors
 from .live_facts import (
-    Measure,
-    config_of,
-    device_of,
-    dtype_of,
-    environment,
+    StepNorms,
+    as_float,
+    collective_device,
+    describe_environment,
+    dtype_name,
     has_dropout,
+    is_same_on_all_ranks,
+    model_config,
     named_state,
-    number,
-    numbers_of,
-    plain_groups,
+    one_element_values,
+    optimizer_numbers,
+    plain_param_groups,
     root_of_squares,
-    same_everywhere,
-    scalars_of,
     tied_names,
 )
-from .model import Step, line
+from .model import Step, record_line
 from .numerics import read_small_buffers
-from .probing import batch_of, kept, logits_of, refused, sketch, undisturbed
-from .recorded_state import of_ranks, sources
+from .probing import (
+    compute_logits,
+    preserving_module_state,
+    probe_batch,
+    select_probe_logits,
+    sketch_logits,
+    unsupported_forward_reason,
+)
+from .recorded_state import check_sources, gather_side_state
 
 __all__ = ["Recorder"]
 
 
-def _not_given(what: str) -> dict[str, str]:
+def _not_passed(what: str) -> dict[str, str]:
     return {what: f"{what} was not passed to Recorder"}
 
 
@@ -105,18 +112,18 @@ class Recorder:
         group: Any = None,
         **about: Any,
     ) -> None:
-        optimizer = _unwrapped(optimizer)
+        optimizer = _unwrap_optimizer(optimizer)
         if isinstance(optimizer, (list, tuple)):
             raise UsageError(
                 f"{argument('optimizer')} is a {type(optimizer).__name__}; a recorder follows the steps of one "
                 "optimizer. Pass the one with the most parameters; the state of the others is not recorded."
             )
         self._path, self._model, self._optimizer, self._group, self._rows = path, model, optimizer, group, rows
-        self._sources = sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
+        self._sources = check_sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
         if probe is not None and model is None:
             raise UsageError(f"{argument('probe')} needs the model whose logits are recorded.")
-        self._probe = None if probe is None else _token_rows(probe)
-        self._measure = Measure(model, True) if norms and model is not None and optimizer is not None else None
+        self._probe = None if probe is None else _parse_probe_rows(probe)
+        self._measure = StepNorms(model, True) if norms and model is not None and optimizer is not None else None
         self._rates: list[float] | None = None
         self._hooks: list[Any] = []
         if optimizer is not None:
@@ -124,18 +131,18 @@ class Recorder:
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
             ]
-        known: dict[str, Any] = {"world_size": _world(), "environment": environment(), **about}
+        known: dict[str, Any] = {"world_size": _world_size(), "environment": describe_environment(), **about}
         if model is not None:
             known.setdefault("dropout", has_dropout(model))
             known.setdefault("parameters", sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
             known.setdefault("tied", tied_names(model))
-            known.setdefault("config", config_of(model))
+            known.setdefault("config", model_config(model))
         if hasattr(scheduler, "state_dict"):
             known.setdefault("scheduler", type(scheduler).__name__)
         self._clip = known.get("clip")
         if _rank() == 0:
             _cut_half_line(path)
-            _append(path, line("start", **known))
+            _append(path, record_line("start", **known))
 
     def state(self, step: int) -> None:
         """Record what the job holds after `step` optimizer steps: fingerprints of model and optimizer, the state of
@@ -146,28 +153,28 @@ class Recorder:
         """
         with self._harmless(f"state of step {step}"):
             model, optimizer = self._model, self._optimizer
-            device = "cpu" if model is None else device_of(model)
-            found = of_ranks(self._sources, device)
+            device = "cpu" if model is None else collective_device(model)
+            found = gather_side_state(self._sources, device)
             lacks: dict[str, str] = {}
             for key in ("scheduler", "scaler", "dataloader", "extra"):
                 if key not in self._sources:
-                    lacks |= _not_given(key)
+                    lacks |= _not_passed(key)
             lacks |= found.pop("unrecorded")
             tensors: dict[str, Any] = {}
             numbers: dict[str, float] = {}
             if model is None:
-                lacks |= _not_given("model")
+                lacks |= _not_passed("model")
             elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
                 lacks["model"] = "DeepSpeed's ZeRO-3 keeps the parameters apart from the model"
             else:
                 tensors, why = self._tensors(lacks)
                 if why is not None:
                     lacks["model"] = why
-                prints, apart = in_memory(tensors, device)
-                found["variants"] |= of_each_rank({n: tensors[n] for n in apart})
-                numbers = {} if optimizer is None or why is not None else numbers_of(model, optimizer)
+                prints, apart = fingerprint_tensors(tensors, device)
+                found["variants"] |= fingerprint_each_rank({n: tensors[n] for n in apart})
+                numbers = {} if optimizer is None or why is not None else optimizer_numbers(model, optimizer)
             if optimizer is None:
-                lacks |= _not_given("optimizer")
+                lacks |= _not_passed("optimizer")
             probe, why = self._probed(device)
             if why is not None:
                 lacks["probe"] = why
@@ -176,13 +183,13 @@ class Recorder:
             self._write(
                 "state",
                 step=step,
-                state={n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
-                scalars=scalars_of(tensors) | numbers,
+                state={n: (dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
+                scalars=one_element_values(tensors) | numbers,
                 **found,
                 probe=probe,
                 unrecorded=lacks,
                 buffers={} if model is None else read_small_buffers(model),
-                groups=[] if model is None or optimizer is None else plain_groups(model, optimizer),
+                groups=[] if model is None or optimizer is None else plain_param_groups(model, optimizer),
             )
 
     def _tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
@@ -191,33 +198,35 @@ class Recorder:
         failed: str | None = None
         try:
             tensors = named_state(self._model, self._optimizer)
-            odd = [n for n, t in tensors.items() if not has_bits(t)]
+            odd = [n for n, t in tensors.items() if not can_fingerprint(t)]
             tensors = {n: t for n, t in tensors.items() if n not in set(odd)}
             if odd:
-                lacks["tensors"] = f"no fingerprint of {plural(len(odd), 'tensor')} of another class: {listed(odd)}"
+                lacks["tensors"] = (
+                    f"no fingerprint of {plural(len(odd), 'tensor')} of another class: {format_list(odd)}"
+                )
         except Exception as e:
             failed = f"{type(e).__name__}: {e}"
         for rank, text in enumerate(gathered(failed)):
             if text is not None:
                 return {}, f"its state could not be read on rank {rank} ({text})"
-        if not same_everywhere(list(tensors)):
+        if not is_same_on_all_ranks(list(tensors)):
             return {}, "ranks hold different tensors, as with pipeline parallelism"
         return tensors, None
 
     def _probed(self, device: Any) -> tuple[dict[str, Any], str | None]:
         """(the probe as a trace has it, why there is none). A collective."""
         if self._probe is None:
-            return {}, _not_given("probe")["probe"]
-        if not same_everywhere(self._probe):
+            return {}, _not_passed("probe")["probe"]
+        if not is_same_on_all_ranks(self._probe):
             return {}, "ranks were given different rows"
         out: dict[str, Any] = {}
         try:
-            batch = batch_of(self._probe, device)
-            why = refused(self._model, batch)
+            batch = probe_batch(self._probe, device)
+            why = unsupported_forward_reason(self._model, batch)
             if why is None:
-                with undisturbed(self._model):
-                    logits = kept(logits_of(self._model, batch))
-                out = {"rows": self._probe, **sketch(logits.cpu().numpy())}
+                with preserving_module_state(self._model):
+                    logits = select_probe_logits(compute_logits(self._model, batch))
+                out = {"rows": self._probe, **sketch_logits(logits.cpu().numpy())}
         except Exception as e:
             why = f"{type(e).__name__}: {e}"
         every = gathered(why)
@@ -266,7 +275,7 @@ class Recorder:
             return
         value, count, rows, marks = found
         measured = self._measure
-        total = None if grad_norm is None else number(grad_norm)
+        total = None if grad_norm is None else as_float(grad_norm)
         grads: dict[str, float] = {}
         updates: dict[str, float] = {}
         if measured is not None and measured.trouble is not None:
@@ -319,15 +328,15 @@ class Recorder:
         measure = self._measure
         if measure is None:
             return None
-        measure.before()
+        measure.copy_parameters()
         closure = how.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
-            measure.gradients()
+            measure.measure_gradients()
             return None
 
         def measured() -> Any:  # Lightning's closure has the backward pass in it
             out = closure()
-            measure.gradients()
+            measure.measure_gradients()
             return out
 
         return (args[0], measured, *args[2:]) if len(args) > 1 else args, how if len(args) > 1 else {
@@ -337,7 +346,7 @@ class Recorder:
 
     def _after(self, *_: Any) -> None:
         if self._measure is not None:
-            self._measure.after()
+            self._measure.measure_updates()
 
     def _together(
         self, loss: Any, tokens: int | None, batch: Any
@@ -347,11 +356,11 @@ class Recorder:
         mine: float | None = None
         seen: tuple[int, str] | None = None
         try:
-            mine = number(loss)
+            mine = as_float(loss)
         except Exception as e:
             self._lost("loss", f"loss={loss!r} is not a number ({type(e).__name__}: {e})")
         try:
-            rows = _rows(batch)
+            rows = _iterate_rows(batch)
             seen = None if rows is None else digest_and_marks(rows)
         except Exception as e:
             self._lost("batch", f"batch, a {type(batch).__name__}, is not rows of token ids ({type(e).__name__}: {e})")
@@ -385,7 +394,7 @@ class Recorder:
     def _write(self, kind: str, **record: Any) -> None:
         if _rank() == 0:
             try:
-                _append(self._path, line(kind, **record))
+                _append(self._path, record_line(kind, **record))
             except (OSError, TypeError, ValueError) as e:
                 _warn(f"{os.fspath(self._path)} could not be written, and a line is lost: {e}")
 
@@ -404,7 +413,7 @@ def _append(path: str | os.PathLike[str], text: str) -> None:
         f.write(text)
 
 
-def _token_rows(probe: Any) -> dict[str, list[list[int]]]:
+def _parse_probe_rows(probe: Any) -> dict[str, list[list[int]]]:
     """Rows of token ids as plain data.
 
     Raises:
@@ -435,23 +444,23 @@ def _cut_half_line(path: str | os.PathLike[str]) -> None:
         f.truncate(text.rfind(b"\n") + 1)
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrap_optimizer(optimizer: Any) -> Any:
     """The optimizer inside the wrapper of Accelerate or Lightning, which do not call their own hooks."""
     while type(optimizer).__name__ in ("AcceleratedOptimizer", "LightningOptimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
-def _rows(batch: Any) -> Iterable[Any] | None:
+def _iterate_rows(batch: Any) -> Iterable[Any] | None:
     if batch is None:
         return None
     if isinstance(batch, (list, tuple)):
-        return (row for part in batch for row in _rows(part) or ())
+        return (row for part in batch for row in _iterate_rows(part) or ())
     array = batch.detach().cpu().numpy() if hasattr(batch, "detach") else batch
     return iter(array if getattr(array, "ndim", 2) > 1 else [array])
 
 
-def _world() -> int:
+def _world_size() -> int:
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

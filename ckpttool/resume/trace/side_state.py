@@ -1,6 +1,6 @@
 """State beside model and optimizer in one form, whether a checkpoint of any layout holds it or a live job does.
 
-    values, others, sharded = taken({("scheduler", "last_epoch"): 12, ("rng", "0", "torch"): tensor, ...})
+    values, others, sharded = collect_side_state({("scheduler", "last_epoch"): 12, ("rng", "0", "torch"): tensor, ...})
 
 Layouts differ in how far they take containers apart, and in what an array is kept as, so both sides of a comparison are
 taken apart here by one rule: dicts by their keys, lists and tuples that hold more than scalars by position. What is
@@ -24,7 +24,7 @@ from ...index.checkpoint import Path, joined
 from ...index.names import canonical
 from ...live.values import plain
 
-__all__ = ["Beside", "Mark", "mark", "named", "taken"]
+__all__ = ["Mark", "SideState", "collect_side_state", "flatten_side_state", "mark_array"]
 
 #: (dtype, shape, fingerprint)
 Mark = tuple[str, tuple[int, ...], str]
@@ -33,7 +33,7 @@ _LONG = 256  # scalars in a list that is shown
 _MANY = 4096  # entries of a container that is taken apart
 
 
-class Beside(NamedTuple):
+class SideState(NamedTuple):
     """Plain values, marks of what is not plain, and live DTensors, whose fingerprints need all ranks."""
 
     values: dict[str, Any]
@@ -41,15 +41,15 @@ class Beside(NamedTuple):
     sharded: dict[str, Any]
 
 
-def taken(leaves: Mapping[Path, Any]) -> Beside:
+def collect_side_state(leaves: Mapping[Path, Any]) -> SideState:
     """Take apart the leaves {path: object} of a tree: objects of a job, or data of a checkpoint's `Value`."""
-    out = Beside({}, {}, {})
+    out = SideState({}, {}, {})
     for path, x in leaves.items():
-        _take(tuple(map(str, path)), x, out)
+        _add_leaf(tuple(map(str, path)), x, out)
     return out
 
 
-def named(tree: Mapping[str, Any]) -> dict[Path, Any]:
+def flatten_side_state(tree: Mapping[str, Any]) -> dict[Path, Any]:
     """The leaves {canonical path: object} of a tree without model and optimizer, with the keys that a checkpoint has at
     its
     root: {"lr_scheduler": {...}, "epoch": 3} gives scheduler.* and trainer.epoch."""
@@ -59,12 +59,12 @@ def named(tree: Mapping[str, Any]) -> dict[Path, Any]:
     return {path: x for path, x in found.items() if x is not weight}
 
 
-def mark(x: Any) -> Mark:
+def mark_array(x: Any) -> Mark:
     """The mark of a tensor that is not sharded, or of a numpy array of numbers."""
     import numpy as np
     import torch
 
-    from .fingerprint import flat
+    from .fingerprint import fingerprint_flat
 
     if isinstance(x, np.ndarray):
         bits = np.ascontiguousarray(x).reshape(-1)
@@ -73,13 +73,13 @@ def mark(x: Any) -> Mark:
         return (
             x.dtype.newbyteorder("=").name,
             x.shape,
-            f"{flat(torch.from_numpy(native.view(same_size).copy()), 0):016x}",
+            f"{fingerprint_flat(torch.from_numpy(native.view(same_size).copy()), 0):016x}",
         )
     data = x.detach().contiguous().reshape(-1)
-    return str(x.dtype).removeprefix("torch."), tuple(x.shape), f"{flat(data, 0):016x}"
+    return str(x.dtype).removeprefix("torch."), tuple(x.shape), f"{fingerprint_flat(data, 0):016x}"
 
 
-def _take(path: Path, x: Any, out: Beside) -> None:
+def _add_leaf(path: Path, x: Any, out: SideState) -> None:
     import numpy as np
     import torch
 
@@ -94,58 +94,62 @@ def _take(path: Path, x: Any, out: Beside) -> None:
     if isinstance(x, np.generic):
         x = x.item()
     if _is_scalar(x):
-        out.values[name] = _scalar(x)
+        out.values[name] = _spell_scalar(x)
     elif isinstance(x, torch.Tensor) and hasattr(x, "_local_tensor"):
         out.sharded[name] = x
     elif isinstance(x, (torch.Tensor, np.ndarray)):
         try:
-            out.others[name] = mark(x)
+            out.others[name] = mark_array(x)
         except (TypeError, KeyError, RuntimeError, NotImplementedError, ValueError):  # sparse, quantised, of strings
             out.values[name] = f"<{type(x).__module__}.{type(x).__name__}>"
     elif isinstance(x, (bytes, bytearray)):
-        out.others[name] = ("bytes", (len(x),), _hash(bytes(x)))
+        out.others[name] = ("bytes", (len(x),), _short_hash(bytes(x)))
     elif isinstance(x, dict):
-        _inside(path, {str(k): v for k, v in x.items()}, out)
+        _add_container(path, {str(k): v for k, v in x.items()}, out)
     elif type(x) in (list, tuple, torch.Size):
         items = [v.item() if isinstance(v, np.generic) else v for v in x]
         if not all(map(_is_scalar, items)):
-            _inside(path, {str(k): v for k, v in enumerate(items)}, out)
+            _add_container(path, {str(k): v for k, v in enumerate(items)}, out)
         elif len(items) <= _LONG:
-            out.values[name] = [_scalar(v) for v in items]
+            out.values[name] = [_spell_scalar(v) for v in items]
         else:
-            out.others[name] = ("list", (len(items),), _hash(json.dumps([_scalar(v) for v in items]).encode()))
+            out.others[name] = (
+                "list",
+                (len(items),),
+                _short_hash(json.dumps([_spell_scalar(v) for v in items]).encode()),
+            )
     elif type(x) in (set, frozenset):
-        _take(path, sorted(x, key=repr), out)
+        _add_leaf(path, sorted(x, key=repr), out)
     elif isinstance(x, (torch.dtype, torch.device, complex)):
         out.values[name] = str(x)
     else:
         out.values[name] = f"<{type(x).__module__}.{type(x).__qualname__}>"
 
 
-def _inside(path: Path, items: Mapping[str, Any], out: Beside) -> None:
+def _add_container(path: Path, items: Mapping[str, Any], out: SideState) -> None:
     if len(items) <= _MANY:
         for key, value in items.items():
-            _take((*path, key), value, out)
+            _add_leaf((*path, key), value, out)
         return
-    inner = Beside({}, {}, {})
+    inner = SideState({}, {}, {})
     for key, value in items.items():
-        _take((key,), value, inner)
+        _add_leaf((key,), value, inner)
     out.sharded.update({joined((*path, n)): t for n, t in inner.sharded.items()})
     text = json.dumps([inner.values, inner.others], sort_keys=True)
-    out.others[joined(path)] = ("tree", (len(items),), _hash(text.encode()))
+    out.others[joined(path)] = ("tree", (len(items),), _short_hash(text.encode()))
 
 
 def _is_scalar(x: Any) -> bool:
     return x is None or type(x) in (bool, int, float, str)
 
 
-def _scalar(x: Any) -> Any:
+def _spell_scalar(x: Any) -> Any:
     if type(x) is float and not math.isfinite(x):
         return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
     return x
 
 
-def _hash(data: bytes) -> str:
+def _short_hash(data: bytes) -> str:
     from blake3 import blake3
 
     return blake3(data).hexdigest()[:16]
