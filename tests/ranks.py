@@ -23,7 +23,7 @@ import torch.distributed as dist
 from peers import REPOSITORY
 
 from ckpttool.resume.ranks import launch as resume_ranks
-from ckpttool.resume.settings import Settings, Status
+from ckpttool.resume.request import RunSettings, Status
 
 LIVE = REPOSITORY / "tests" / "live"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
@@ -146,7 +146,7 @@ def torchrun(world: int, script: str, *arguments: str) -> str:
 def forked() -> Iterator[None]:
     """resume_verify of this process has its ranks from here instead of starting them."""
 
-    def instead(folder: str, world: int, settings: Settings, status: Status) -> None:
+    def instead(folder: str, world: int, settings: RunSettings, status: Status) -> None:
         statuses = NURSERIES.launch(
             world, ["-m", "ckpttool.resume.ranks.worker", folder], Path(folder) / "log", **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
         )  # fmt: skip

@@ -25,7 +25,7 @@ from ckpttool.resume.compare.judge import judge
 from ckpttool.resume.compare.verdict import Cause, Check
 from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.ranks.launch import launch_runs
-from ckpttool.resume.settings import Settings
+from ckpttool.resume.request import RunSettings
 from ckpttool.resume.trace.model import Trace, read_reference
 
 STEPS = 2  # the first, and one after an update
@@ -52,11 +52,11 @@ class Original:
         """What its recorder wrote."""
         return read_reference(self.folder / f"{name}.jsonl")
 
-    def by_job(self, world: int, build: str = "build", **more: Any) -> Settings:
+    def by_job(self, world: int, build: str = "build", **more: Any) -> RunSettings:
         """A run by --job."""
         mesh = {"dp_shard": world}
         return replace(
-            Settings(
+            RunSettings(
                 source=str(self.folder / self.saved), mesh=mesh, job=f"{self.job}:{build}", steps=STEPS,
                 start=self.step, sequence=SEQUENCE, global_batch=GLOBAL, micro_batch=MICRO,
             ),
@@ -119,7 +119,7 @@ class Verdict:
 class Runs:
     """Traces by name, and what was run."""
 
-    plan: dict[str, Settings]
+    plan: dict[str, RunSettings]
     traces: dict[str, Trace] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
@@ -151,10 +151,10 @@ def bare(trace: Trace) -> Trace:
 def verdict(runs: Runs, name: str, known: str, recorded: Trace, changed: Mapping[str, Any]) -> Verdict:
     """On the run `name`, against the run `known` and a recording; `changed` replaces fields of both references."""
     reference, got = replace(runs.traces[known], **changed), runs.traces[name]
-    checks, _ = judge(reference, got)
+    checks = judge(reference, got).checks
     with ckpttool.open(runs.plan[known].source) as left, ckpttool.open(runs.plan[name].source) as right:
         found = find_causes(reference, got, checks, (left, right))
-    dynamic, _ = judge(bare(reference), bare(got))
+    dynamic = judge(bare(reference), bare(got)).checks
     trajectory = replace(recorded, **changed)
-    judged, _ = judge(trajectory, got)
+    judged = judge(trajectory, got).checks
     return Verdict(checks, found, dynamic, judged, find_causes(trajectory, got, judged))

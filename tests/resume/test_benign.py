@@ -36,7 +36,7 @@ from ckpttool.resume.compare.bounds import SIGNALS, choose_column
 from ckpttool.resume.compare.differences import in_stored_dtypes
 from ckpttool.resume.compare.judge import judge
 from ckpttool.resume.diagnosis.causes import find_causes
-from ckpttool.resume.settings import Settings
+from ckpttool.resume.request import RunSettings
 from ckpttool.resume.trace.model import Trace, read_reference
 from ckpttool.resume.verify import resume_verify
 
@@ -143,11 +143,11 @@ class Herd:
         """Its checkpoint."""
         return self.folder / job / "ckpt"
 
-    def settings(self, job: str, world: int) -> Settings:
+    def settings(self, job: str, world: int) -> RunSettings:
         """A run of it, by --config."""
         known = read_reference(self.folder / job / "reference.jsonl")
         rates = {s.step: s.learning_rates for s in known.steps if s.learning_rates}
-        return Settings(
+        return RunSettings(
             source=str(self.source(job)), mesh={"dp_shard": world}, config=str(self.folder / job / "config"), steps=STEPS,
             data=str(self.folder / "tokens.npy"), start=HERD_SAVED, sequence=SEQUENCE, global_batch=GLOBAL,
             micro_batch=known.micro_batch or MICRO, dtype=known.dtype or "fp32", rates=rates,
@@ -166,7 +166,7 @@ def herd(tmp_path_factory: pytest.TempPathFactory) -> Herd:
     return Herd(folder)
 
 
-def settings_of(run: Run, zoo: Zoo, herd: Herd) -> Settings:
+def settings_of(run: Run, zoo: Zoo, herd: Herd) -> RunSettings:
     """Those of a run, on the checkpoint as it was saved."""
     how = dict(run.how)
     if run.job.startswith("zoo"):
@@ -252,7 +252,7 @@ RELAXED = {
 @pytest.fixture(scope="module")
 def done(zoo_original: Zoo, herd: Herd, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("benign")
-    plan: dict[str, Settings] = {}
+    plan: dict[str, RunSettings] = {}
     for i, (name, run) in enumerate(CHOSEN.items()):
         settings = settings_of(run, zoo_original, herd)
         if (label := reference_of(run)) not in plan:
@@ -301,7 +301,7 @@ def test_nothing_is_said_of_a_run_in_which_nothing_is_wrong(
             continue  # which was recorded in fp32
         if reference is recording and run.build == "noisy":
             continue  # which was recorded without noise
-        checks, _ = judge(reference, got, profile)
+        checks = judge(reference, got, profile).checks
         assert [f"{c.name}: {c.text}" for c in checks if c.verdict == "fail"] == []
         judged = {c.name for c in checks if c.verdict == "pass"}
         assert {"state.loaded", "state.digests", "step1.loss", "step1.worst_update", "steps.loss"} <= judged
@@ -315,7 +315,7 @@ def numbers_of(trace: Trace) -> Trace:
 @pytest.mark.parametrize("name", low_faults())
 def test_updates_of_bf16_parameters_still_show_what_is_wrong_with_moments(name: str, done: Runs) -> None:
     reference = done.traces[reference_of(Run(LOW))]
-    checks, _ = judge(numbers_of(reference), numbers_of(done.traces[name]))
+    checks = judge(numbers_of(reference), numbers_of(done.traces[name])).checks
     by_name = {c.name: c for c in checks}
     assert choose_column("strict", reference, done.traces[name]) == "bf16 parameters"
     assert name_of(first(checks)) == low_faults()[name][1], [f"{c.name} {c.number}" for c in checks]
@@ -329,7 +329,7 @@ def test_rounded_weights_pass_where_that_is_allowed_and_a_fault_on_top_has_its_n
 ) -> None:
     label = f"{job}, rounded: {name}"
     reference, got = done.traces[reference_of(Run(job))], done.traces[label]
-    checks, _ = judge(reference, got, "relaxed")
+    checks = judge(reference, got, "relaxed").checks
     kind = relaxed_faults(*RELAXED[job])[name][1]
     by_name = {c.name: c for c in checks}
     if not kind:

@@ -35,7 +35,7 @@ from ckpttool.resume.trace.model import Trace
 
 
 def blamed(reference: Trace | None, got: Trace, **how: Any) -> list[Cause]:
-    checks, _ = judge(reference, got)
+    checks = judge(reference, got).checks
     return find_causes(reference, got, checks, **how)
 
 

@@ -27,8 +27,7 @@ from ckpttool.resume.compare.differences import (
     rates_by_group,
     relative_deviation,
 )
-from ckpttool.resume.compare.judge import ORDER, judge, measure_noise
-from ckpttool.resume.compare.judging import judged_runs
+from ckpttool.resume.compare.judge import ORDER, judge, judge_runs, measure_noise
 from ckpttool.resume.compare.verdict import Check, Report
 from ckpttool.resume.text import describe_changes
 from ckpttool.resume.trace.model import Step, Trace, trace_to_json
@@ -154,7 +153,7 @@ def one(name: str, reference: Trace | None, got: Trace, profile: str = "strict",
 
 def test_a_trace_against_itself_passes_everything(tmp_path: Path) -> None:
     a = with_probe(job(), tmp_path / "p.npy", np.eye(8))
-    checks, envelope = judge(a, copy.deepcopy(a))
+    checks, envelope = judge(a, copy.deepcopy(a))[:2]
     assert [c.name for c in checks] == list(ORDER)
     assert {c.verdict for c in checks} == {"pass"}, [c for c in checks if c.verdict != "pass"]
     assert {c.number for c in checks if c.stage in ("probe", "step 1", "steps")} <= {0.0, None}
@@ -188,14 +187,14 @@ def test_whatever_is_known_a_trace_against_itself_never_fails(seed: int, profile
         for key in ("grad_norm", "update_norm", "learning_rates", "batch", "losses", "grads", "updates"):
             if chance.random() < 0.3:
                 setattr(s, key, getattr(Step(0, 0.0), key))
-    checks, _ = judge(a, copy.deepcopy(a), profile)
+    checks = judge(a, copy.deepcopy(a), profile).checks
     assert [c.name for c in checks] == list(ORDER)
     assert not [c for c in checks if c.verdict == "fail"]
     assert all(c.text for c in checks)
 
 
 def test_without_a_reference_only_what_the_run_shows_by_itself_is_judged() -> None:
-    checks, envelope = judge(None, job())
+    checks, envelope = judge(None, job())[:2]
     assert [c.name for c in checks] == [
         "state.loaded", "state.plausible", "probe.ranks", "run.ranks", "run.finite", "run.spike", "run.dead",
         "roundtrip.state",
@@ -768,7 +767,7 @@ def test_jobs_that_are_not_the_same_are_not_compared(fields: dict[str, Any], why
     assert {found[n] for n in DYNAMIC} == {"not comparable"}
     assert why in one("step1.loss", a, b).text
     assert found["step1.learning_rates"] == found["step1.batch"] == "pass"
-    checks, envelope = judge(a, b)
+    checks, envelope = judge(a, b)[:2]
     assert envelope == {"loss": [], "grad_norm": [], "update_norm": []}
     assert Report(b, a, "strict", checks).word == "not comparable"
 
@@ -1080,11 +1079,11 @@ def test_a_first_update_that_deviates_alone_is_measured_unless_the_job_is_random
 ) -> None:
     got = job()
     got.steps[0] = replace(got.steps[0], **{k: getattr(got.steps[0], k) * f for k, f in changes.items()})
-    assert judged_runs({"reference": job(), "candidate": got}, None, "strict").unsure == unsure
+    assert judge_runs({"reference": job(), "candidate": got}, None, "strict").unsure == unsure
     seeded = {"environment": {"random": "seeded"}}
     runs = {"reference": job(**seeded), "candidate": replace(got, **seeded)}
-    assert not judged_runs(runs, None, "strict").unsure
-    assert not judged_runs({"reference": job(), "candidate": got, "noise": job()}, None, "strict").unsure
+    assert not judge_runs(runs, None, "strict").unsure
+    assert not judge_runs({"reference": job(), "candidate": got, "noise": job()}, None, "strict").unsure
 
 
 def test_noise_counts_double_against_a_recording_and_that_of_later_steps_for_the_first_update() -> None:

@@ -310,7 +310,7 @@ def test_what_was_not_passed_to_a_recorder_is_listed_each_by_its_name(tmp_path: 
     recorder.step(1, loss=1.0)
     reference = read_reference(tmp_path / "r.jsonl", 0)
     got = Trace(layout="dcp", clip=1.0, state=reference.state, values={"scaler.scale": 2.0}, steps=[Step(1, 1.0)])
-    checks, _ = judge(reference, got)
+    checks = judge(reference, got).checks
     lines = "\n".join(list_not_verified(reference, got, checks))
     for what in ("scheduler", "dataloader", "extra", "probe"):
         assert f"{what} was not passed to Recorder" in lines

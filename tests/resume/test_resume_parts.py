@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,21 @@ import ckpttool
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.errors import Corrupt, MissingPackage, Unsupported, UsageError
 from ckpttool.formats.pickles import Truncated
+from ckpttool.options import Reading
 from ckpttool.resume import verify as launch
 from ckpttool.resume.compare.bounds import same_micro_batch_shape
-from ckpttool.resume.first_step import step_of
 from ckpttool.resume.job.peft_model import add_lora_layers
+from ckpttool.resume.plan import choose_mesh, find_start_step
 from ckpttool.resume.ranks import launch as ranks
 from ckpttool.resume.ranks import worker
-from ckpttool.resume.settings import Settings, parse_mesh, read_settings, write_settings
+from ckpttool.resume.request import (
+    RunSettings,
+    VerifyKeywords,
+    VerifyRequest,
+    parse_mesh,
+    read_settings,
+    write_settings,
+)
 from ckpttool.resume.trace import batches, fingerprint, live_facts
 from ckpttool.resume.trace.model import Step, Trace, read_reference, read_trace, record_line, trace_to_json
 from ckpttool.resume.trace.numerics import read_numerics, use_numerics, use_recorded_buffers
@@ -241,8 +250,10 @@ def test_meshes_are_written_as_dimensions_and_refused_with_what_is_wrong() -> No
 
 def test_settings_reach_the_workers_as_they_are(tmp_path: Path) -> None:
     runs = [
-        Settings("a", OpenOptions(config="c", wrap=["x"]), {"dp_shard": 2, "tp": 3}, rates={4: [0.1, 0.2]}, clip=1.0),
-        Settings("b"),
+        RunSettings(
+            "a", OpenOptions(config="c", wrap=["x"]), {"dp_shard": 2, "tp": 3}, rates={4: [0.1, 0.2]}, clip=1.0
+        ),
+        RunSettings("b"),
     ]
     write_settings(str(tmp_path / "r"), runs)
     assert read_settings(str(tmp_path / "r")) == runs
@@ -333,7 +344,7 @@ def test_kernels_of_a_gpu_are_those_of_the_recorded_job() -> None:
 
 def test_a_job_that_needs_more_gpus_names_the_cpu() -> None:
     with pytest.raises(UsageError, match=r"3 ranks, but this machine has 1 GPU\. Pass device='cpu'"):
-        launch._mesh(3, None, False, "cuda", 1)
+        choose_mesh(3, None, False, "cuda", 1)
 
 
 def test_the_state_of_a_trained_job_has_its_moments_and_steps(tmp_path: Path) -> None:
@@ -399,6 +410,18 @@ def test_a_reference_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) 
         launch.resume_verify(tmp_path / "x.pt", reference=tmp_path / "r.jsonl", device="cpu")
 
 
+def test_the_keywords_for_type_checkers_are_the_fields_of_the_request() -> None:
+    made = {f.name: f.type for f in fields(VerifyRequest) if f.name not in ("source", "reading")}
+    typed = {
+        n: t.__forward_arg__ for n, t in VerifyKeywords.__annotations__.items() if n not in Reading.__annotations__
+    }
+    assert typed == made
+    listed = signature(ckpttool.resume_verify).parameters
+    assert [*listed][1 : 1 + len(made)] == [*made] and {*listed} - {*made} == {"source", *Reading.__annotations__}
+    with pytest.raises(TypeError, match=r"resume_verify\(\) got an unexpected keyword argument 'step'"):
+        ckpttool.resume_verify("x", step=1)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("state", "step"),
     [({"model": {}, "step": 7}, 7), ({"model": {}, "global_step": 8, "epoch": 1}, 8), ({"model": {}, "epoch": 1}, 0),
@@ -410,7 +433,7 @@ def test_the_step_of_a_checkpoint_is_its_counter_or_that_of_its_optimizer(
     state["model"].setdefault("w", torch.ones(2))
     torch.save(state, tmp_path / "x.pt")
     with ckpttool.open(tmp_path / "x.pt") as opened:
-        assert step_of(opened) == step
+        assert find_start_step(opened) == step
 
 
 @pytest.mark.parametrize(("folder", "step"), [("step-4", 4), ("ckpt", 8), ("step-5", 8)])
@@ -423,7 +446,7 @@ def test_the_step_of_a_checkpoint_with_a_file_of_a_later_one_is_that_of_its_fold
     torch.save(tree, tmp_path / "x.pt")
     ckpttool.convert(tmp_path / "x.pt", tmp_path / folder, to="dcp", world_size=2)
     with ckpttool.open(tmp_path / folder) as opened:
-        assert step_of(opened) == step
+        assert find_start_step(opened) == step
 
 
 # ------------------------------------------------------------------------------------------- what a hostile tester found
@@ -493,7 +516,7 @@ def test_lora_layers_that_cannot_be_made_are_refused(tmp_path: Path, names: list
     (tmp_path / "of_model").mkdir()
     if config is not None:
         (tmp_path / "of_model" / "adapter_config.json").write_text(json.dumps(config))
-    settings = Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path / "of_model"))
+    settings = RunSettings(source=str(tmp_path / "x.pt"), config=str(tmp_path / "of_model"))
     model = torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3)})
     with ckpttool.open(tmp_path / "x.pt") as opened, pytest.raises(Unsupported, match=says):
         add_lora_layers(model, settings, opened)
@@ -507,7 +530,7 @@ def test_an_adapter_config_is_found_beside_the_checkpoint_and_needs_a_peft_that_
         '{"peft_type": "LORA", "r": 2, "target_modules": ["q"], "use_dora": true}'
     )
     (tmp_path / "of_model").mkdir()
-    settings = Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path / "of_model"))
+    settings = RunSettings(source=str(tmp_path / "x.pt"), config=str(tmp_path / "of_model"))
     with ckpttool.open(tmp_path / "x.pt") as opened:
         made = add_lora_layers(torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3)}), settings, opened)
         assert "q.lora_magnitude_vector.default.weight" in dict(made.named_parameters())
@@ -535,7 +558,7 @@ def test_only_fields_that_say_which_layers_there_are_are_taken_from_an_adapter_c
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with ckpttool.open(tmp_path / "x.pt") as opened:
         model = torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3), "k": torch.nn.Linear(3, 3)})
-        made = add_lora_layers(model, Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path)), opened)
+        made = add_lora_layers(model, RunSettings(source=str(tmp_path / "x.pt"), config=str(tmp_path)), opened)
     assert {n for n, _ in made.named_parameters() if "lora" in n} == {"q.lora_A.x.weight", "q.lora_B.x.weight"}
     assert "antigravity" not in sys.modules
 

@@ -34,7 +34,7 @@ def run(
 
 def said(reference: Trace, got: Trace) -> tuple[str, str] | None:
     """The kind and text of the cause."""
-    checks, _ = judge(reference, got)
+    checks = judge(reference, got).checks
     assert next(c for c in checks if c.name == "step1.batch").verdict == "fail"
     (cause,) = [c for c in find_causes(reference, got, checks) if c.kind.startswith("data")]
     return cause.kind, cause.text
@@ -56,7 +56,7 @@ def test_data_that_is_one_sample_on_or_back_is_called_that(world: int) -> None:
     )  # fmt: skip
     far = said(reference, run(lambda i, r: i + 30, world=world))
     assert far == ("data-rows", "the data is shifted by 30 samples, ahead of the reference: 0 of the 24 rows of step 13 are the reference's")  # fmt: skip
-    checks, _ = judge(reference, run(lambda i, r: i + 1, world=world))
+    checks = judge(reference, run(lambda i, r: i + 1, world=world)).checks
     assert next(c for c in checks if c.name == "step1.batch").text.endswith(same)
 
 

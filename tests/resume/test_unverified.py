@@ -109,7 +109,7 @@ def test_what_a_recording_does_not_tell_to_be_lost_is_in_every_form_of_the_repor
             )
             others = {n: (t.dtype, t.shape, "ab") for n, t in opened.checkpoint.tensors.items() if t.path[0] == "rng"}
             got = run(values=beside.values, others=beside.others | others, layout=opened.layout.name)
-        checks, _ = judge(recorded, got)
+        checks = judge(recorded, got).checks
         found[path] = Report(got, recorded, "strict", checks, not_verified=list_not_verified(recorded, got, checks))
     assert [line for line in found[saved].not_verified if line.startswith((random, counters))] == []
     report = found[folder]

@@ -1,6 +1,6 @@
 """Compares a run with a reference, check by check; `measure_noise` tells how far two correct runs differ.
 
-    checks, envelope = judge(reference, got, "strict")
+    judge(reference, got, "strict").checks
 
 Checks come in the order of `ORDER`; earlier ones cost less and say more exactly what is wrong. First the state in the
 job and its configuration, then the probe before any step, the first step (nothing has been updated yet, so numbers are
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ..trace.model import Trace
 from . import bounds as table
@@ -23,7 +24,7 @@ from .differences import in_stored_dtypes
 from .dynamics import StepComparison
 from .verdict import Check
 
-__all__ = ["ORDER", "judge", "measure_noise"]
+__all__ = ["MEASURING", "ORDER", "Judgement", "judge", "judge_runs", "measure_noise"]
 
 #: The names of all checks.
 ORDER = (
@@ -57,16 +58,57 @@ ORDER = (
 )
 
 
+#: The status before a run that nobody asked for.
+MEASURING = "nothing but updates and numbers of later steps fails, so the noise of this job is measured"
+
+_UPDATES = ("step1.update_norm", "step1.worst_update")
+
+
+class Judgement(NamedTuple):
+    """The checks in order, the bound of each common step for loss, grad_norm and update_norm (`Report.envelope`), the
+    noise of the job by check if that was measured, and whether the job draws random numbers that depend on its
+    micro-batches."""
+
+    checks: list[Check]
+    envelope: dict[str, list[float]]
+    noise: Mapping[str, float] | None
+    random: bool
+
+    @property
+    def failed(self) -> list[Check]:
+        """The checks that failed."""
+        return [c for c in self.checks if c.verdict == "fail"]
+
+    @property
+    def unsure(self) -> bool:
+        """Whether nothing fails but numbers of later steps or the first update, as they also do in a job that amplifies
+        every rounding: Muon orthogonalises its updates in bf16, and Adagrad makes full-size updates of rounding noise.
+        """
+        failed = self.failed
+        numbers = (c.source in ("measured", "given") and (c.stage == "steps" or c.name in _UPDATES) for c in failed)
+        return self.noise is None and bool(failed) and not self.random and all(numbers)
+
+
+def judge_runs(traces: Mapping[str, Trace], recorded: Trace | None, profile: str) -> Judgement:
+    """Judge the run "candidate" by the run "reference" or the recorded one. "noise" is a second run of the
+    reference."""
+    got, reference = traces["candidate"], traces.get("reference") or recorded
+    noise: dict[str, float] | None = None
+    if "noise" in traces:
+        noise = measure_noise(got if recorded is not None else traces.get("reference", got), traces["noise"])
+    return judge(reference, got, profile, noise)
+
+
 def judge(
     reference: Trace | None, got: Trace, profile: str = "strict", noise: Mapping[str, float] | None = None
-) -> tuple[list[Check], dict[str, list[float]]]:
-    """(checks in order, bound of each common step for loss, grad_norm and update_norm) of a run.
+) -> Judgement:
+    """Judge a run.
 
     Args:
         reference: what the job should have done; None leaves what can be told from the run alone.
         got: the run.
         profile: one of `bounds.PROFILES`.
-        noise: what the function of that name gave for two runs of this job; widens bounds.
+        noise: what `measure_noise` gave for two runs of this job; widens bounds.
 
     Raises:
         UsageError: there is no such profile.
@@ -93,7 +135,8 @@ def judge(
         run_checks.check_dead(reference, got),
         run_checks.check_round_trip(got),
     ]
-    return sorted(made, key=lambda c: ORDER.index(c.name)), envelope
+    made.sort(key=lambda c: ORDER.index(c.name))
+    return Judgement(made, envelope, noise, "random" in got.environment)
 
 
 def measure_noise(a: Trace, b: Trace) -> dict[str, float]:

@@ -32,7 +32,7 @@ from ...engine.opening import OpenCheckpoint
 from ...errors import Unsupported, UsageError, argument
 from ...index.checkpoint import Checkpoint
 from ...live.optimizers import OWN_FLAGS, each
-from ..settings import Settings
+from ..request import RunSettings
 from ..text import plural
 from ..trace.live_facts import list_dropouts, named_parameters
 from .peft_model import add_lora_layers
@@ -97,7 +97,7 @@ class OptimizerList(list[Any]):
             optimizer.zero_grad()
 
 
-def build_job(settings: Settings, opened: OpenCheckpoint) -> Job:
+def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
     """The job that the settings describe, on this rank, before anything is loaded. A collective.
 
     Raises:
@@ -176,7 +176,7 @@ def build_job(settings: Settings, opened: OpenCheckpoint) -> Job:
 # from
 
 
-def _nest_under_prefix(model: Any, settings: Settings) -> Any:
+def _nest_under_prefix(model: Any, settings: RunSettings) -> Any:
     """The model with names that begin with `module_prefix`: it becomes the module of that name in empty ones.
 
     Raises:
@@ -226,7 +226,7 @@ def _explain_build_error(folder: str, e: Exception) -> str:
     )
 
 
-def _model_from_config(settings: Settings) -> tuple[Any, float]:
+def _model_from_config(settings: RunSettings) -> tuple[Any, float]:
     """(the model, the largest probability of a dropout that was switched off)"""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -336,7 +336,7 @@ def _repeated_blocks(model: Any) -> list[Any]:
     return [m for m in outer if all(held[id(p)] == 1 for p in m.parameters())]
 
 
-def _shard_model(model: Any, mesh: Any, settings: Settings) -> None:
+def _shard_model(model: Any, mesh: Any, settings: RunSettings) -> None:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -406,7 +406,7 @@ def _apply_tensor_parallelism(model: Any, mesh: Any) -> None:
     parallelize_module(model, mesh, chosen)
 
 
-def _materialise(model: Any, settings: Settings) -> None:
+def _materialise(model: Any, settings: RunSettings) -> None:
     """Allocate what is on the meta device, uninitialised, and move the rest to the device. Tied parameters stay
     tied."""
     import torch

@@ -16,7 +16,7 @@ from ...errors import Unsupported, argument
 from ...extras import need
 from ...huggingface import lora, model_files
 from ...storage.source import Source
-from ..settings import Settings
+from ..request import RunSettings
 
 __all__ = ["add_lora_layers"]
 
@@ -41,7 +41,7 @@ _FIELDS = (
 )
 
 
-def add_lora_layers(model: Any, settings: Settings, opened: OpenCheckpoint) -> Any:
+def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -> Any:
     """The model with the LoRA layers of the checkpoint; as it is where that holds none.
 
     adapter_config.json is looked for in the folder of `settings.config`, and where ckpttool looks for that of any
@@ -93,7 +93,7 @@ def add_lora_layers(model: Any, settings: Settings, opened: OpenCheckpoint) -> A
         ) from None
 
 
-def _find_adapter_config(settings: Settings, opened: OpenCheckpoint, name: str) -> dict[str, Any] | None:
+def _find_adapter_config(settings: RunSettings, opened: OpenCheckpoint, name: str) -> dict[str, Any] | None:
     """adapter_config.json, parsed."""
     found = None
     if settings.config is not None and os.path.isdir(settings.config):

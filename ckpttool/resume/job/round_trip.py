@@ -17,7 +17,7 @@ from ...errors import argument
 from ...live.live_values import first_difference
 from ...live.load import load
 from ...live.optimizers import options
-from ..settings import Settings, Status
+from ..request import RunSettings, Status
 from ..trace import fingerprint
 from ..trace.live_facts import collective_device, named_state, optimizer_numbers
 from ..trace.model import Trace
@@ -27,7 +27,7 @@ from .watchdog import enter_stage
 __all__ = ["round_trip"]
 
 
-def round_trip(job: Job, settings: Settings, out: Trace, status: Status) -> None:
+def round_trip(job: Job, settings: RunSettings, out: Trace, status: Status) -> None:
     """Save, overwrite with garbage, load, and compare. A collective."""
     import torch
     import torch.distributed as dist
@@ -92,7 +92,7 @@ def round_trip(job: Job, settings: Settings, out: Trace, status: Status) -> None
     }
 
 
-def _choose_folder(settings: Settings, need: int) -> list[str | None]:
+def _choose_folder(settings: RunSettings, need: int) -> list[str | None]:
     """[a folder that nobody else has, or None; why not]."""
     if settings.scratch is None:
         return [None, f"{argument('scratch')} was not given, a folder that all ranks share"]

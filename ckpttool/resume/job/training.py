@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...live.collectives import gathered
-from ..settings import Settings
+from ..request import RunSettings
 from ..trace import batches, fingerprint, probing
 from ..trace.live_facts import StepNorms, root_of_squares
 from ..trace.model import Step, Trace
@@ -29,7 +29,7 @@ def _stack_rows(rows: batches.Rows, first: int, last: int, device: Any) -> dict[
     return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]).to(device) for k in samples[0]}
 
 
-def _device(settings: Settings) -> Any:
+def _device(settings: RunSettings) -> Any:
     import torch
 
     return (
@@ -37,7 +37,7 @@ def _device(settings: Settings) -> Any:
     )
 
 
-def measure_probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trace) -> None:
+def measure_probe(job: Job, rows: batches.Rows, settings: RunSettings, file: str, out: Trace) -> None:
     """Logits of the first rows of the data, the same on every rank. A collective."""
     import numpy as np
     import torch
@@ -69,7 +69,7 @@ def measure_probe(job: Job, rows: batches.Rows, settings: Settings, file: str, o
         out.probe["file"] = file
 
 
-def measure_recorded_probe(job: Job, settings: Settings, out: Trace) -> None:
+def measure_recorded_probe(job: Job, settings: RunSettings, out: Trace) -> None:
     """A sketch of the logits of the rows that a `Recorder` probed its job with. A collective."""
     if not settings.probe:
         return
@@ -87,7 +87,7 @@ def measure_recorded_probe(job: Job, settings: Settings, out: Trace) -> None:
     out.probe["recorded"] = {"skipped": wrong[0]} if wrong else found
 
 
-def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> Step:
+def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -> Step:
     """One optimizer step on the global batch, with its measurements. A collective."""
     import torch
     import torch.distributed as dist
@@ -172,7 +172,7 @@ def _seed_by_row(seed: int, row: int) -> None:
     random.seed(number)
 
 
-def _generator_states(settings: Settings) -> Any:
+def _generator_states(settings: RunSettings) -> Any:
     """The states of all generators that a forward pass may use, to be compared."""
     import numpy as np
     import torch
@@ -182,7 +182,7 @@ def _generator_states(settings: Settings) -> Any:
     return [s.numpy().tobytes() for s in states], key.tobytes(), position, rest, random.getstate()  # type: ignore[union-attr]
 
 
-def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None, list[str]]:
+def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: RunSettings) -> tuple[int, str | None, list[str]]:
     """(tokens of the global batch that count in the loss, its digest, the marks of the rows of each rank). A
     collective."""
     import torch.distributed as dist
@@ -207,7 +207,7 @@ def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: Settings) -
     return total, f"{sum(p[1] for p in parts) % (1 << 128):032x}", [p[2] for p in parts]
 
 
-def _set_learning_rates(job: Job, step: int, settings: Settings) -> list[float]:
+def _set_learning_rates(job: Job, step: int, settings: RunSettings) -> list[float]:
     """The learning rates of a step; from the second step on those of the reference, if no scheduler sets them."""
     given = settings.rates.get(step)
     groups = job.optimizer.param_groups
@@ -227,14 +227,14 @@ def _clip_gradients(model: Any, bound: float, norm: float) -> None:
     torch._foreach_mul_(grads, factor)
 
 
-def _synchronize(settings: Settings) -> None:
+def _synchronize(settings: RunSettings) -> None:
     if settings.device == "cuda":
         import torch
 
         torch.cuda.synchronize()
 
 
-def measure_memory(settings: Settings) -> list[dict[str, int]]:
+def measure_memory(settings: RunSettings) -> list[dict[str, int]]:
     """Peak memory of every rank: of its GPU, or on CPU of the process."""
     import resource
 

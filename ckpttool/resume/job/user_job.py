@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from ...errors import UsageError, argument, kind_of_failure
-from ..settings import Settings
+from ..request import RunSettings
 from ..trace.batches import Rows
 from ..trace.probing import unsupported_forward_reason
 
@@ -144,7 +144,7 @@ def _add_to_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def call_build(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
+def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
     """(model, optimizer, scheduler, data, loss) that the user's function gives; None for what it does not.
 
     Raises:

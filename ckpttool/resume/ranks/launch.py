@@ -23,7 +23,7 @@ from contextlib import suppress
 from ... import errors
 from ...errors import CkpttoolError, Interrupted, RankLost
 from ..job.watchdog import Beat, Watch, beat_from_json, read_later_stage
-from ..settings import Settings, Status, write_settings
+from ..request import RunSettings, Status, write_settings
 from ..trace.model import Trace, read_trace
 
 __all__ = ["launch_runs", "pass_on_status", "raise_rank_error", "run_ranks", "start_rank"]
@@ -32,7 +32,7 @@ _GRACE = 3.0  # seconds in which the other ranks of a failed job can leave their
 _PATIENCE = 20.0  # seconds for killed processes to end
 
 
-def launch_runs(plan: Mapping[str, Settings], folder: str, status: Status) -> dict[str, Trace]:
+def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) -> dict[str, Trace]:
     """The traces of these runs. Consecutive runs with the same world size share a launch."""
     out: dict[str, Trace] = {}
     waiting = list(plan.items())
@@ -63,7 +63,7 @@ def launch_runs(plan: Mapping[str, Settings], folder: str, status: Status) -> di
     return out
 
 
-def run_ranks(folder: str, world: int, settings: Settings, status: Status) -> None:
+def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) -> None:
     """Run the worker on `world` ranks, with the runs that `folder` describes, and pass on what they do.
 
     Raises:
@@ -115,7 +115,7 @@ class _Ranks:
         self.statuses: dict[int, int] = {}
         self._failed: float | None = None
 
-    def start(self, world: int, settings: Settings) -> None:
+    def start(self, world: int, settings: RunSettings) -> None:
         threads = max(1, (os.cpu_count() or 1) // world) if settings.device == "cpu" else 8
         common = {
             "OMP_NUM_THREADS": str(threads),

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from ...errors import CkpttoolError, RankLost, UsageError, argument
 from ...live.collectives import gathered
 from ..job.watchdog import Beat, Watch, beat_from_json, beat_period, beat_to_json, enter_stage, publishing_beats
-from ..settings import Status
+from ..request import Status
 from ..trace.numerics import set_cuda_environment
 
 __all__ = [

@@ -36,7 +36,7 @@ from ..job.round_trip import round_trip
 from ..job.training import measure_memory, measure_probe, measure_recorded_probe, train_step
 from ..job.user_job import check_batches_fit_model
 from ..job.watchdog import Beat, beat_to_json, enter_stage, publishing_beats, report_progress, write_stages_to
-from ..settings import Settings, Status, read_settings
+from ..request import RunSettings, Status, read_settings
 from ..text import fqn_of, plural
 from ..trace import batches, fingerprint
 from ..trace.live_facts import (
@@ -64,7 +64,7 @@ __all__ = ["run_job"]
 _IN_JOB = ("model", "optim")
 
 
-def run_job(settings: Settings, probe_file: str, status: Status) -> Trace | None:
+def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | None:
     """The trace of one checkpoint in one job, on rank 0. A collective.
 
     Raises:
@@ -158,7 +158,7 @@ def run_job(settings: Settings, probe_file: str, status: Status) -> Trace | None
     return out if dist.get_rank() == 0 else None
 
 
-def _open_rows(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
+def _open_rows(settings: RunSettings, job: Job) -> tuple[batches.Rows, int | None]:
     """(rows, their length)
 
     Raises:
@@ -204,7 +204,7 @@ class _RateReporter:
 
 
 def _load_checkpoint(
-    settings: Settings,
+    settings: RunSettings,
     job: Job,
     opened: OpenCheckpoint,
     refused: CkpttoolError | None,
@@ -245,7 +245,7 @@ def _load_checkpoint(
 
 
 def _fingerprint_state(
-    job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, out: Trace, status: Status
+    job: Job, trained: bool, opened: OpenCheckpoint, settings: RunSettings, out: Trace, status: Status
 ) -> None:
     """Fingerprints of what the job holds, and of the files. A collective."""
     import torch
@@ -290,7 +290,7 @@ def _fingerprint_state(
         out.stored = fingerprint.fingerprint_files(opened, common, *ranks, device, _RateReporter(status), in_job)
 
 
-def _restore_rng(settings: Settings, opened: OpenCheckpoint, out: Trace) -> None:
+def _restore_rng(settings: RunSettings, opened: OpenCheckpoint, out: Trace) -> None:
     """With --keep-dropout: the generators of each rank, where the checkpoint has them for as many ranks."""
     if not settings.keep_dropout:
         return

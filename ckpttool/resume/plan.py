@@ -1,0 +1,313 @@
+"""From a request to the runs that answer it: where the job computes, the step that it starts from, its reference.
+
+    planner = RunPlanner(request, device, mesh, open_scratch)
+    planner.plan()         Plan(runs, noise), {label: RunSettings}; and planner.recorded, the recorded reference
+
+The reference (`against`) runs first, since the candidate may need its learning rates; then the run that measures the
+noise (`calibrate`), then the candidate.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..engine.copy.stream import small
+from ..engine.opening import OpenCheckpoint, OpenOptions, open_checkpoint, usable
+from ..errors import UsageError, argument
+from ..formats.stored_tensors import number_in
+from ..index.names import step_count
+from .request import RunSettings, VerifyRequest, parse_mesh
+from .text import plural
+from .trace.model import Trace, read_reference
+
+__all__ = ["Plan", "RunPlanner", "choose_device", "choose_mesh", "find_start_step"]
+
+
+class Plan(NamedTuple):
+    """The runs by label ("reference", "noise", "candidate"), in order; and those that measure the noise, which are made
+    if the others leave it unsure what their numbers mean."""
+
+    runs: dict[str, RunSettings]
+    noise: dict[str, RunSettings]
+
+    def without_deterministic_kernels(self) -> Plan:
+        """Return the same plan with the kernels that torch chooses."""
+        return Plan(*({k: replace(s, deterministic=False) for k, s in runs.items()} for runs in self))
+
+
+class _Side(NamedTuple):
+    """A checkpoint as it is read, its step, and its folder if that has a config.json."""
+
+    path: str
+    reading: OpenOptions
+    step: int
+    config: str | None
+
+
+class RunPlanner:
+    """Plans the runs of a request.
+
+    `recorded` is the recorded reference once `plan` has read it; None without one. `open_scratch` is called once, and
+    returns the folder for the save of the round trip; None for none.
+    """
+
+    def __init__(
+        self, request: VerifyRequest, device: str, mesh: dict[str, int], open_scratch: Callable[[], str | None]
+    ) -> None:
+        self.request, self.device, self.mesh, self.open_scratch = request, device, mesh, open_scratch
+        self.recorded: Trace | None = None
+
+    def plan(self) -> Plan:
+        """Plan the runs. Called on one rank alone, since it reads the index of each checkpoint.
+
+        Raises:
+            UsageError: the request makes no job, or the reference has no step to compare.
+        """
+        request = self.request
+        source, original = self._look_at_checkpoints()
+        # the same batches for both, even if the candidate has lost its step
+        start = source.step if original is None else original.step
+        if request.reference is not None:
+            self.recorded = read_reference(request.reference, start)
+            if request.start_step is None:
+                start = _choose_start(self.recorded, start, request.reference)
+        own_config = request.reading.config is not None or request.job is not None
+        config = request.reading.config if own_config else source.config or (original and original.config)
+        candidate = self._make_settings(source, start, config)
+        runs: dict[str, RunSettings] = {}
+        if original is not None:
+            runs["reference"] = replace(
+                candidate,
+                source=original.path,
+                reading=original.reading,
+                mesh=parse_mesh(None, request.against_world_size) if request.against_world_size else self.mesh,
+                config=config if own_config else original.config or config,
+                round_trip=False,
+                reread=False,
+            )
+        if self.recorded is not None:
+            rates = {s.step: s.learning_rates for s in self.recorded.steps if s.learning_rates}
+            candidate = replace(candidate, rates=rates, probe=self.recorded.probe.get("rows", {}))
+        noise = self._plan_noise(runs.get("reference", candidate))
+        if request.calibrate:
+            runs |= noise
+        if config is None and request.job is None:
+            raise UsageError(
+                f"there is no config.json beside {source.path} that describes the model. Pass {argument('config')}, "
+                f"the folder of a Hugging Face model, or {argument('job')}, module.py:build, a function that returns "
+                "your own."
+            )
+        # fingerprints in the other side's dtypes, since it may have rounded
+        if request.profile == "relaxed" and "reference" in runs:
+            dtypes = _list_float_dtypes(source.path, source.reading)
+            runs["reference"] = replace(runs["reference"], dtypes=dtypes)
+            candidate = replace(candidate, dtypes=[] if request.reread else dtypes)
+        return Plan({**runs, "candidate": candidate}, noise)
+
+    def _look_at_checkpoints(self) -> tuple[_Side, _Side | None]:
+        """Look at the checkpoint, and at the original if there is one; `source_layout` is only that of the former."""
+        request = self.request
+        original = None
+        if request.against is not None:
+            original = usable(request.against, replace(request.reading, source_layout=None))
+        source = self._look(request.source, usable(request.source, request.reading))
+        if request.against is None or original is None:
+            return source, None
+        return source, self._look(request.against, original)
+
+    def _look(self, path: str | os.PathLike[str], reading: OpenOptions) -> _Side:
+        """Open a checkpoint for its step, unless that was given, and its config.json."""
+        start = self.request.start_step
+        with open_checkpoint(path, reading) as opened:
+            step = start if start is not None else find_start_step(opened)
+            folder = opened.source.root
+        has_config = os.path.isfile(os.path.join(folder, "config.json"))
+        return _Side(os.fspath(path), reading, step, folder if has_config else None)
+
+    def _make_settings(self, source: _Side, start: int, config: str | None) -> RunSettings:
+        """Make the settings of the candidate; what was not asked for is as in the recorded job."""
+        request = self.request
+        known = self.recorded or Trace()
+        numerics = known.environment.get("numerics") or {}
+        return RunSettings(
+            source=source.path,
+            reading=source.reading,
+            mesh=self.mesh,
+            config=config,
+            job=request.job,
+            steps=request.steps,
+            start=start,
+            data=request.data,
+            seed=request.seed,
+            sequence=request.sequence or known.sequence,
+            global_batch=request.global_batch or known.global_batch or 8,
+            micro_batch=request.micro_batch or known.micro_batch or 1,
+            numerics=dict(numerics),
+            buffers=known.buffers,
+            dtype=request.dtype or known.dtype or ("bf16" if self.device == "cuda" else "fp32"),
+            device=self.device,
+            clip=(known.clip if request.clip is None else request.clip) or None,
+            keep_dropout=request.keep_dropout,
+            activation_checkpointing=request.activation_checkpointing,
+            compile=request.compile,
+            cpu_offload=request.cpu_offload,
+            module_prefix=request.module_prefix or "",
+            deterministic=numerics.get("deterministic", True)
+            if request.deterministic is None
+            else request.deterministic,
+            reread=request.reread,
+            round_trip=request.round_trip,
+            scratch=self.open_scratch(),
+            timeout=request.timeout,
+        )
+
+    def _plan_noise(self, base: RunSettings) -> dict[str, RunSettings]:
+        """Plan a second run of the reference with other micro-batches; {} if its batch cannot be cut otherwise.
+
+        Raises:
+            UsageError: that was asked for, and cannot be done.
+        """
+        other = _other_micro_batch(base)
+        if other is not None:
+            return {"noise": replace(base, micro_batch=other, round_trip=False, reread=False)}
+        if self.request.calibrate:
+            raise UsageError(
+                f"{argument('calibrate', True)} runs the job a second time with other micro-batches, but a global "
+                f"batch of {base.global_batch} in micro-batches of {base.micro_batch} rows can be cut into neither "
+                f"half nor double ones. Change {argument('micro_batch')} or {argument('global_batch')}."
+            )
+        return {}
+
+
+# ------------------------------------------------------------------------------------------------ steps of checkpoints
+
+_MOST = 256  # counters that are read
+
+
+def find_start_step(opened: OpenCheckpoint) -> int:
+    """Find how many optimizer steps were taken before a checkpoint; 0 if nothing says so.
+
+    Without a counter it is the largest step of a parameter in the optimizer, since a parameter without a gradient skips
+    steps. If they differ and one of them is the number at the end of the folder's name, it is that: a file of a later
+    save may be among them.
+    """
+    ckpt = opened.checkpoint
+    if (step := step_count(ckpt.value)) is not None:
+        return step
+    found = {
+        int(v.data)
+        for v in ckpt.values.values()
+        if v.path[:2] == ("optim", "state") and v.path[-1] == "step" and isinstance(v.data, (int, float))
+    }
+    if not found:
+        names = [
+            n
+            for n, t in ckpt.tensors.items()
+            if t.path[-1] == "step" and t.path[0] in ("optim", "trainer") and t.numel == 1
+        ]
+        raw = small(opened.locate(), opened.source, names[:: 1 + len(names) // _MOST]) if names else {}
+        numbers = (number_in(ckpt.tensors[n].dtype, data) for n, data in raw.items())
+        found = {int(x) for x in numbers if x is not None and math.isfinite(x)}
+    named = re.search(r"(\d{1,15})$", os.path.basename(opened.source.root))
+    if named is not None and int(named[1]) in found:
+        return int(named[1])
+    return max(found, default=0)
+
+
+def _choose_start(recorded: Trace, begin: int, reference: str | os.PathLike[str] | None) -> int:
+    """Choose the step to start from: the checkpoint's, or, if that is not known, that of the recorded reference.
+
+    Raises:
+        UsageError: the reference has no step after it.
+    """
+    begin = begin or recorded.start or recorded.steps[0].step - 1
+    if not any(s.step > begin for s in recorded.steps):
+        raise UsageError(
+            f"{os.fspath(str(reference))} has steps {recorded.steps[0].step}..{recorded.steps[-1].step}, but the "
+            f"checkpoint is of step {begin}, and none comes after it. If the checkpoint is of another step, pass "
+            f"{argument('start_step')}."
+        )
+    return begin
+
+
+def _other_micro_batch(settings: RunSettings) -> int | None:
+    """Choose another micro-batch: half the rows, or twice as many; None if the global batch can be cut into neither."""
+    if settings.micro_batch % 2 == 0:
+        return settings.micro_batch // 2
+    return 2 * settings.micro_batch if settings.global_batch % (2 * settings.micro_batch) == 0 else None
+
+
+def _list_float_dtypes(path: str | os.PathLike[str], reading: OpenOptions) -> list[str]:
+    """List the floating dtypes of weights and optimizer in a checkpoint."""
+    with open_checkpoint(path, reading) as opened:
+        found = {t.dtype for t in opened.checkpoint.tensors.values() if t.path[0] in ("model", "optim")}
+    return sorted(d for d in found if "float" in d)
+
+
+# ------------------------------------------------------------------------------------------------ devices and ranks
+
+
+def choose_device(wanted: str) -> tuple[str, int]:
+    """Choose where the job computes: ("cuda" or "cpu", GPUs of this machine, 0 on CPU).
+
+    Raises:
+        UsageError: no such device.
+    """
+    if wanted not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"{argument('device', wanted)}: choose auto, cuda or cpu.")
+    if wanted == "cpu" or (wanted == "auto" and not glob.glob("/dev/nvidia[0-9]*")):
+        return "cpu", 0
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and not count:
+        raise UsageError(f"{argument('device', 'cuda')}: torch sees no GPU on this machine.")
+    return ("cuda", count) if count else ("cpu", 0)
+
+
+def choose_mesh(world_size: int | None, mesh: str | None, as_rank: bool, device: str, gpus: int) -> dict[str, int]:
+    """Choose the dimensions of the job: {"dp_replicate": R, "dp_shard": S, "tp": T}.
+
+    `as_rank`: the job is the one that this process is a rank of; otherwise it is to be launched.
+
+    Raises:
+        UsageError: they contradict each other, or the machine.
+    """
+    if as_rank:
+        ranks = _world_size_of_job()
+        if world_size is not None and world_size != ranks:
+            raise UsageError(f"{argument('world_size', world_size)}, but this job was started with {ranks} ranks.")
+    else:
+        ranks = world_size or (math.prod(parse_mesh(mesh, 1).values()) if mesh else max(1, gpus))
+    dims = parse_mesh(mesh, ranks)
+    if (size := math.prod(dims.values())) != ranks:
+        raise UsageError(f"{argument('mesh', mesh)} has {size} ranks, but there are {ranks}.")
+    if device == "cuda" and not as_rank and ranks > gpus:
+        raise UsageError(
+            f"{ranks} ranks, but this machine has {plural(gpus, 'GPU')}. Pass {argument('device', 'cpu')} to run them "
+            "on the CPU, or start ckpttool with torchrun or srun to use several nodes."
+        )
+    return dims
+
+
+def _world_size_of_job() -> int:
+    """Return WORLD_SIZE of the job that this process was started in.
+
+    Raises:
+        UsageError: the variables that torchrun and srun set are missing or wrong.
+    """
+    variables = {k: os.environ.get(k, "") for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    rank, world = variables["RANK"], variables["WORLD_SIZE"]
+    if not (rank.isdigit() and world.isdigit() and int(rank) < int(world) and all(variables.values())):
+        shown = ", ".join(f"{k}={v!r}" for k, v in variables.items())
+        raise UsageError(
+            "RANK and WORLD_SIZE are set, so this process is one rank of a job, but the variables make no sense: "
+            f"{shown}. Start it with torchrun or srun, or unset RANK and WORLD_SIZE."
+        )
+    return int(world)

@@ -1,0 +1,330 @@
+"""What is asked for: of `resume_verify` as a whole (VerifyRequest), and of one run (RunSettings, which the ranks get as
+JSON).
+
+Each field of a VerifyRequest that is made with `verify_option` is an option of `ckpttool resume-verify` and a keyword
+of `ckpttool.resume_verify`: both are made from it. `VerifyKeywords` is the same again for type checkers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from ..errors import UsageError, argument, flags_are_named
+from ..options import OpenOptions, Reading, option
+
+__all__ = [
+    "RunSettings",
+    "Status",
+    "VerifyKeywords",
+    "VerifyRequest",
+    "list_request_keywords",
+    "make_request",
+    "parse_mesh",
+    "read_settings",
+    "write_settings",
+]
+
+#: Called with a sentence about what is being done.
+Status = Callable[[str], None]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def say_nothing(text: str) -> None:
+    """Ignore a status."""
+
+
+def verify_option(
+    default: Any,
+    help: str,
+    panel: str,
+    *,
+    flag: str | None = None,
+    metavar: str | None = None,
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """Make a field of options as `options.option` does, with a panel of --help and limits of a number.
+
+    Args:
+        flag: flags with slashes between them: other names of an option, or how a switch is turned on and off.
+        least, most: the smallest and the largest number that the command line takes.
+    """
+    made = option(default, help, flag=flag, metavar=metavar)
+    return field(default=default, metadata={**made.metadata, "panel": panel, "least": least, "most": most})
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """What `resume_verify` is asked to do; that function explains the fields."""
+
+    source: str | os.PathLike[str] = ""
+    reading: OpenOptions = field(default_factory=OpenOptions)
+    against: str | os.PathLike[str] | None = verify_option(
+        None, "The original checkpoint, in any layout: the reference.", "Reference", metavar="PATH"
+    )
+    reference: str | os.PathLike[str] | None = verify_option(
+        None, "What ckpttool.Recorder wrote in the original job (JSONL).", "Reference"
+    )
+    job: str | None = verify_option(
+        None,
+        "Your own job: a function that builds it. That file, and the modules beside it, run as your code.",
+        "Job",
+        metavar="MODULE.PY:BUILD",
+    )
+    world_size: int | None = verify_option(
+        None, "Ranks of the job; by default one per GPU.", "Job", flag="--world-size/-n", least=1
+    )
+    mesh: str | None = verify_option(None, "Mesh of the job.", "Job", metavar="dp_replicate=R,dp_shard=S,tp=T")
+    against_world_size: int | None = verify_option(
+        None, "Ranks of the reference run; by default the same.", "Reference", least=1
+    )
+    steps: int = verify_option(10, "Optimizer steps to run.", "Batches", least=1)
+    start_step: int | None = verify_option(None, "Step of the checkpoint, if the files do not say.", "Batches", least=0)
+    data: str = verify_option(
+        "synthetic", "Token rows: a .npy or .jsonl file, or synthetic.", "Batches", metavar="FILE"
+    )
+    seed: int = verify_option(0, "Seed of synthetic data.", "Batches")
+    sequence: int | None = verify_option(None, "Tokens of a row.", "Batches", flag="--seq-len/--sequence", least=2)
+    global_batch: int | None = verify_option(None, "Rows of one optimizer step, over all ranks.", "Batches", least=1)
+    micro_batch: int | None = verify_option(
+        None, "Rows of one forward pass; the same at every world size.", "Batches", least=1
+    )
+    dtype: str | None = verify_option(None, "Compute dtype: fp32, or bf16 with gradients reduced in fp32.", "Job")
+    device: str = verify_option("auto", "auto, cuda (NCCL) or cpu (gloo).", "Job")
+    clip: float | None = verify_option(
+        None,
+        "Largest gradient norm; larger ones are scaled down. 0 is no limit.",
+        "Job",
+        flag="--max-grad-norm/--clip",
+        least=0,
+    )
+    profile: str = verify_option("strict", "Strictness: strict, standard or relaxed.", "Judgement")
+    calibrate: bool = verify_option(False, "Measure the noise of this job first, with one more run.", "Judgement")
+    keep_dropout: bool = verify_option(False, "Leave dropout on; comparable only at the saved world size.", "Job")
+    activation_checkpointing: bool = verify_option(False, "Recompute activations in the backward pass.", "Job")
+    compile: bool = verify_option(False, "torch.compile every block.", "Job")
+    cpu_offload: bool = verify_option(False, "Parameters and optimizer state in host memory.", "Job")
+    module_prefix: str | None = verify_option(
+        None,
+        "Prefix that the names of the checkpoint have and those of the job's model do not, such as net. of a "
+        "LightningModule.",
+        "Job",
+        metavar="NAME.",
+    )
+    deterministic: bool | None = verify_option(
+        None,
+        "Use deterministic kernels and collectives. By default as the job of --reference did; otherwise if torch has "
+        "them.",
+        "Job",
+        flag="--deterministic/--no-deterministic",
+    )
+    reread: bool = verify_option(
+        True,
+        "Read the files again and compare them with the state of the job.",
+        "Judgement",
+        flag="--reread/--no-reread",
+    )
+    round_trip: bool = verify_option(
+        True, "Save after the first step, load that, and continue.", "Judgement", flag="--round-trip/--no-round-trip"
+    )
+    scratch: str | os.PathLike[str] | None = verify_option(
+        None, "Folder that all ranks share, for the save of --round-trip.", "Judgement", metavar="DIR"
+    )
+    timeout: float = verify_option(
+        600.0,
+        "Seconds without progress after which the job ends and the silent rank is named.",
+        "Job",
+        metavar="SECONDS",
+        least=1,
+    )
+    min_mfu: float | None = verify_option(None, "Gate: minimum MFU.", "Gates", least=0, most=1)
+    peak_tflops: float | None = verify_option(
+        None, "Peak of one GPU for the MFU, if ckpttool does not know it.", "Gates", least=0
+    )
+    max_reserved_gib: float | None = verify_option(None, "Gate: maximum memory reserved on a rank.", "Gates", least=0)
+    max_step_seconds: float | None = verify_option(None, "Gate: maximum median step time.", "Gates", least=0)
+    max_load_seconds: float | None = verify_option(None, "Gate: maximum load time.", "Gates", least=0)
+    status: Status = say_nothing
+
+
+class VerifyKeywords(Reading, total=False):
+    """The keywords of `resume_verify`."""
+
+    against: str | os.PathLike[str] | None
+    reference: str | os.PathLike[str] | None
+    job: str | None
+    world_size: int | None
+    mesh: str | None
+    against_world_size: int | None
+    steps: int
+    start_step: int | None
+    data: str
+    seed: int
+    sequence: int | None
+    global_batch: int | None
+    micro_batch: int | None
+    dtype: str | None
+    device: str
+    clip: float | None
+    profile: str
+    calibrate: bool
+    keep_dropout: bool
+    activation_checkpointing: bool
+    compile: bool
+    cpu_offload: bool
+    module_prefix: str | None
+    deterministic: bool | None
+    reread: bool
+    round_trip: bool
+    scratch: str | os.PathLike[str] | None
+    timeout: float
+    min_mfu: float | None
+    peak_tflops: float | None
+    max_reserved_gib: float | None
+    max_step_seconds: float | None
+    max_load_seconds: float | None
+    status: Status
+
+
+def list_request_keywords(function: F) -> F:
+    """Decorate a function with `**keywords: Unpack[VerifyKeywords]`: its signature lists them one by one, for help()
+    and TAB."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    listed = [
+        f for kind in (VerifyRequest, OpenOptions) for f in fields(kind) if f.name in VerifyKeywords.__annotations__
+    ]
+    keywords = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in listed
+    ]
+    returned = function.__annotations__["return"]
+    function.__dict__["__signature__"] = inspect.Signature([*own, *keywords], return_annotation=returned)
+    function.__annotations__ = {p.name: p.annotation for p in (*own, *keywords)} | {"return": returned}
+    return function
+
+
+def make_request(source: str | os.PathLike[str], keywords: Mapping[str, Any]) -> VerifyRequest:
+    """Make the request from the arguments of `resume_verify`.
+
+    Raises:
+        TypeError: it has no such keyword.
+    """
+    for name in keywords:
+        if name not in VerifyKeywords.__annotations__:
+            raise TypeError(f"resume_verify() got an unexpected keyword argument {name!r}")
+    reading = {n: x for n, x in keywords.items() if n in Reading.__annotations__}
+    others = {n: x for n, x in keywords.items() if n not in reading}
+    return VerifyRequest(source=source, reading=OpenOptions(**reading), **others)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """One run: a checkpoint, the job it is loaded into, its batches.
+
+    `reading` is how the checkpoint is opened. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the
+    world size. `job` is module.py:function, `config` a Hugging Face folder; one of the two is given. `start` is the
+    step of the checkpoint. `rates` {step: learning rate of each group} come from the reference, for jobs without a
+    scheduler. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has). `probe`
+    are the rows of a recorded reference's probe, {"input_ids": rows of token ids}; {} without one. `module_prefix` is
+    what the names of the checkpoint begin with and those of the job's model do not. `scratch` is a folder for the save
+    of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how many seconds a rank may
+    make no progress. `dtypes` are those in which every tensor gets a fingerprint as well, since the other side may have
+    rounded it. `flags` are the options of the command, None where messages name arguments of Python.
+    """
+
+    source: str
+    reading: OpenOptions = field(default_factory=OpenOptions)
+    mesh: dict[str, int] = field(default_factory=dict)
+    config: str | None = None
+    job: str | None = None
+    steps: int = 10
+    start: int = 0
+    data: str = "synthetic"
+    seed: int = 0
+    sequence: int | None = None
+    global_batch: int = 8
+    micro_batch: int = 1
+    dtype: str = "fp32"
+    device: str = "cpu"
+    clip: float | None = None
+    rates: dict[int, list[float]] = field(default_factory=dict)
+    probe: dict[str, list[list[int]]] = field(default_factory=dict)
+    numerics: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, list[Any]] = field(default_factory=dict)
+    keep_dropout: bool = False
+    activation_checkpointing: bool = False
+    compile: bool = False
+    cpu_offload: bool = False
+    module_prefix: str = ""
+    deterministic: bool = True
+    reread: bool = True
+    round_trip: bool = True
+    scratch: str | None = None
+    timeout: float = 600.0
+    dtypes: list[str] = field(default_factory=list)
+    flags: list[str] | None = field(default_factory=flags_are_named)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "bf16"):
+            raise UsageError(f"{argument('dtype', self.dtype)}: choose fp32 or bf16.")
+        if self.global_batch < 1 or self.micro_batch < 1 or self.global_batch % self.micro_batch:
+            raise UsageError(
+                f"{argument('global_batch', self.global_batch)} is not a multiple of "
+                f"{argument('micro_batch', self.micro_batch)} rows."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.mesh.values())
+
+
+def parse_mesh(text: str | None, world_size: int) -> dict[str, int]:
+    """--mesh dp_replicate=2,dp_shard=4,tp=2, or one dimension of all ranks.
+
+    Raises:
+        UsageError: another dimension, a number below 1, or a product that is not the world size.
+    """
+    if text is None:
+        return {"dp_shard": world_size}
+    out: dict[str, int] = {}
+    for part in text.split(","):
+        name, eq, size = part.strip().partition("=")
+        if (
+            name not in ("dp_replicate", "dp_shard", "tp")
+            or not eq
+            or not size.isdigit()
+            or int(size) < 1
+            or name in out
+        ):
+            raise UsageError(
+                f"{argument('mesh', text)}: write dp_replicate=R,dp_shard=S,tp=T, each at most once, with numbers from "
+                "1."
+            )
+        out[name] = int(size)
+    return {"dp_shard": 1, **out} if "dp_shard" not in out else out
+
+
+def write_settings(path: str, runs: list[RunSettings]) -> None:
+    """Write them for the workers, which call `read_settings`."""
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump([asdict(r) for r in runs], f)
+
+
+def read_settings(path: str) -> list[RunSettings]:
+    """Read what `write_settings` wrote."""
+    with open(path, encoding="utf-8") as f:
+        data = json.load(f)
+    known = {f.name for f in fields(RunSettings)}
+    out = []
+    for run in data:
+        run["rates"] = {int(k): v for k, v in run["rates"].items()}
+        run["reading"] = OpenOptions(**run["reading"])
+        out.append(RunSettings(**{k: v for k, v in run.items() if k in known}))
+    return out
