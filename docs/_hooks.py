@@ -2,6 +2,7 @@
 
 <!-- options: audit export -->    a table of the command's options, from its typer declaration
 <!-- exit-codes -->               ckpttool.errors.EXIT_CODES
+<!-- causes -->                   every kind of cause that resume-verify reports
 <!-- layouts -->                  every installed layout and what it holds
 <!-- modules -->                  every module, with the first sentence of its docstring
 <!-- findings -->                 every kind of finding of `doctor`, and whether it takes --read-data
@@ -24,6 +25,7 @@ from ckpttool.engine.doctor.checks import kinds_from_data, load_checks
 from ckpttool.engine.doctor.findings import KINDS, ordered_kinds
 from ckpttool.errors import EXIT_CODES
 from ckpttool.layouts import layouts
+from ckpttool.resume.diagnosis.kinds import list_kinds
 
 #: What an option takes -> how the table shows it.
 _VALUES = {"integer range": "N", "integer": "N", "float range": "X", "float": "X", "text": "TEXT"}
@@ -79,6 +81,12 @@ def exit_codes_table() -> str:
     return "\n".join(["| code | meaning |", "|---|---|", *(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES)])
 
 
+def causes_table() -> str:
+    """The table of the kinds of causes, with an anchor for each: faults.md#step-reset."""
+    rows = (f'| <a id="{name}"></a>`{name}` | {sentence} |' for name, sentence in list_kinds().items())
+    return "\n".join(["| `kind` | what it says |", "|---|---|", *rows])
+
+
 def layouts_table() -> str:
     """The table of layouts."""
     rows = (
@@ -130,6 +138,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = re.sub(r"^<!-- options: (.+?) -->$", lambda m: options_table(m[1]), markdown, flags=re.MULTILINE)
     markdown = markdown.replace("<!-- exports -->", exports(markdown))
     made = {
+        "<!-- causes -->": causes_table,
         "<!-- exit-codes -->": exit_codes_table,
         "<!-- layouts -->": layouts_table,
         "<!-- modules -->": modules_table,

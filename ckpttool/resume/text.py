@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..printable import printable
 
@@ -101,7 +101,7 @@ def fqn_of(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def component_of(name: str) -> str:
+def component_of(name: str) -> Literal["weights", "optimizer"]:
     """Return "optimizer" for a tensor of the optimizer, else "weights"."""
     return "optimizer" if name.startswith("optim.") else "weights"
 

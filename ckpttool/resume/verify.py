@@ -326,10 +326,11 @@ def _find_causes(request: VerifyRequest, reference: Trace | None, outcome: Outco
     from .compare.differences import in_stored_dtypes
     from .compare.misfit import describe_misfit, does_not_fit
     from .diagnosis.causes import find_causes
+    from .diagnosis.kinds import CauseKind
 
     got, checks = outcome.traces["candidate"], outcome.judgement.checks
     if does_not_fit(reference, got):
-        return [Cause("does-not-fit", describe_misfit(got), [str(got.failed)])]
+        return [Cause(CauseKind.DOES_NOT_FIT.label, describe_misfit(got), [str(got.failed)])]
     sides = (reference, got)
     if reference is not None and request.profile == "relaxed":
         sides = in_stored_dtypes(reference, got)

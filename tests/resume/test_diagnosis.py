@@ -27,9 +27,11 @@ from resume.test_judge import (
 import ckpttool
 from ckpttool.resume.compare.judge import judge
 from ckpttool.resume.compare.verdict import Cause
+from ckpttool.resume.diagnosis import causes as rules
 from ckpttool.resume.diagnosis import files as inspection
 from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.diagnosis.files import place_of
+from ckpttool.resume.diagnosis.kinds import CauseKind, TensorKind, list_kinds
 from ckpttool.resume.text import readable_name
 from ckpttool.resume.trace.model import Trace
 
@@ -52,6 +54,19 @@ def blind(trace: Trace) -> Trace:
     trace.state, trace.scalars, trace.groups, trace.values = {}, {}, [], {}
     trace.config, trace.stored, trace.clip, trace.tied = None, {}, None, []
     return trace
+
+
+# --------------------------------------------------------------------------------------------------- the table of kinds
+
+
+def test_every_kind_has_a_name_of_its_own_and_a_rule_that_finds_it() -> None:
+    assert len(list_kinds()) == len(CauseKind) + len(TensorKind)
+    source = "".join(path.read_text() for path in Path(rules.__file__).parents[1].rglob("*.py"))
+    assert [k for k in (*CauseKind, *TensorKind) if str(k) not in source] == []
+
+
+def test_the_kinds_of_the_faults_in_the_docs_are_in_the_table() -> None:
+    assert {kind.removeprefix("option-") for kind, _ in CAUSES.values()} <= {*list_kinds(), "betas"}
 
 
 # --------------------------------------------------------------------------------------------------- from two traces

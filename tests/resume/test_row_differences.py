@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.resume.compare.dynamics import count_common_rows
 from ckpttool.resume.compare.judge import judge
-from ckpttool.resume.compare.row_differences import count_common_rows, describe_row_mismatch
 from ckpttool.resume.diagnosis.causes import find_causes
+from ckpttool.resume.diagnosis.row_differences import describe_row_mismatch
 from ckpttool.resume.trace import batches
 from ckpttool.resume.trace.model import Step, Trace
 

@@ -12,18 +12,20 @@ exactly, even if numbers cannot be compared.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from ..text import plural
+from ..trace.batches import split_marks
 from ..trace.model import Step, Trace
 from . import bounds as table
 from .bounds import SIGNALS, Bound
 from .differences import common_steps, job_obstacle, rates_by_group, relative_deviation, tensor_deviations
-from .row_differences import count_common_rows
 from .verdict import Check
 
-__all__ = ["StepComparison"]
+__all__ = ["StepComparison", "count_common_rows", "count_marks"]
 
 #: Signals in messages, and what to pass to a Recorder so that it records them.
 _WORDS = {
@@ -263,3 +265,16 @@ class StepComparison:
             if not math.isfinite(worst):
                 break
         return Check.of(name, worst == 0, text, worst, 0, "exact", where)
+
+
+def count_marks(step: Step) -> Counter[str]:
+    """Count the marks of the rows of a step, over all ranks."""
+    return Counter(chain.from_iterable(split_marks(step.rows)))
+
+
+def count_common_rows(expected: Step, got: Step) -> tuple[int, int] | None:
+    """(how many rows of a step are the reference's, how many it has), or None if they were not recorded."""
+    if not expected.rows or not got.rows:
+        return None
+    ours = count_marks(got)
+    return (count_marks(expected) & ours).total(), ours.total()

@@ -2,28 +2,89 @@
 
     find_causes(reference, got, checks, opened)
 
-Exact evidence comes first: a missing tensor, a fingerprint that is another tensor's (`diagnosis_state`), an option, a
-learning rate, a batch that the reference had in another step (`diagnosis_config`). Numerical evidence
-(`diagnosis_numbers`) is used only if nothing exact explains the failure. With both checkpoints open, some of the
-differing tensors are read, and the cause says how they differ, with the file, bytes and rank of the first difference. A
-cause is never made up: if nothing fits, it is "unknown", with the observations.
+The rules run in the order of `RULES`. Exact evidence comes first: a missing tensor, a fingerprint that is another
+tensor's (rules_state), an option, a learning rate, a batch that the reference had in another step (rules_config).
+Numerical evidence (rules_numbers) is used only if nothing exact explains the failure. With both checkpoints open, some
+of the differing tensors are read, and the cause says how they differ, with the file, bytes and rank of the first
+difference. A cause is never made up: if nothing fits, it is "unknown", with the observations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from ...engine.opening import OpenCheckpoint
 from ..compare.differences import state_obstacle
 from ..compare.verdict import Cause, Check
 from ..text import format_list, fqn_of
 from ..trace.model import Trace
-from . import rules_config as diagnosis_config
-from . import rules_numbers as diagnosis_numbers
-from . import rules_state as diagnosis_state
 from .context import Context
+from .kinds import CauseKind
+from .rules_config import (
+    explain_data,
+    explain_groups_and_scheduler,
+    explain_lost_scheduler,
+    explain_model_config,
+    explain_side_state,
+    explain_tied,
+)
+from .rules_numbers import (
+    explain_gradient_scale,
+    explain_implausible,
+    explain_loss_ranks,
+    explain_not_finite,
+    explain_probe_ranks,
+    explain_round_trip,
+    explain_run,
+    explain_steps,
+)
+from .rules_state import explain_absent, explain_load, explain_shapes, explain_tensors
 
-__all__ = ["find_causes"]
+__all__ = ["RULES", "find_causes"]
+
+
+def _put_what_failed_first(context: Context) -> None:
+    """Put what is missing before the error of a load, but only if that is about it: then it says more."""
+    failed = context.got.failed
+    if failed is None:
+        return
+    explain_lost_scheduler(context)
+    failure, *others = context.out
+    about = [
+        c for c in others if c.kind == CauseKind.SCHEDULER_MISSING.label or any(fqn_of(n) in failed for n in c.tensors)
+    ]
+    context.out[:] = [*about, failure, *(c for c in others if c not in about)]
+
+
+class Rule(NamedTuple):
+    """A rule, and what it needs: the run alone, a reference, or a reference whose state can be compared."""
+
+    explain: Callable[[Context], None]
+    needs: Literal["run", "reference", "state"] = "run"
+
+
+#: Exact evidence before numerical; each rule is silent about what an earlier one explains.
+RULES = (
+    Rule(explain_load),
+    Rule(explain_absent, "state"),
+    Rule(explain_shapes, "state"),
+    Rule(explain_tensors, "state"),
+    Rule(_put_what_failed_first, "reference"),
+    Rule(explain_tied, "reference"),
+    Rule(explain_model_config, "reference"),
+    Rule(explain_groups_and_scheduler, "reference"),
+    Rule(explain_side_state, "reference"),
+    Rule(explain_data, "reference"),
+    Rule(explain_implausible),
+    Rule(explain_not_finite),
+    Rule(explain_probe_ranks),
+    Rule(explain_gradient_scale, "reference"),
+    Rule(explain_steps, "reference"),
+    Rule(explain_loss_ranks),
+    Rule(explain_run),
+    Rule(explain_round_trip),
+)
 
 
 def find_causes(
@@ -32,7 +93,7 @@ def find_causes(
     checks: Sequence[Check],
     opened: tuple[OpenCheckpoint, OpenCheckpoint] | None = None,
 ) -> list[Cause]:
-    """What is likely wrong, most likely first; nothing where no check of continuity failed.
+    """Find what is likely wrong, most likely first; nothing where no check of continuity failed.
 
     Args:
         reference, got, checks: as `judge` had and gave them.
@@ -41,36 +102,14 @@ def find_causes(
     context = Context(reference, got, {c.name: c for c in checks if c.stage != "gate"}, opened)
     if not context.failed:
         return []
-    diagnosis_state.explain_load(context)
+    met = {"run"}
     if reference is not None:
-        if state_obstacle(reference, got) is None:
-            diagnosis_state.explain_absent(context, reference)
-            diagnosis_state.explain_shapes(context, reference)
-            diagnosis_state.explain_tensors(context, reference)
-        if got.failed is not None:  # what is missing says more than the load's error, but only if that is about it
-            diagnosis_config.explain_lost_scheduler(context, reference)
-            failure, *others = context.out
-            about = [
-                c for c in others if c.kind == "scheduler-missing" or any(fqn_of(n) in got.failed for n in c.tensors)
-            ]
-            context.out[:] = [*about, failure, *(c for c in others if c not in about)]
-        diagnosis_config.explain_tied(context)
-        diagnosis_config.explain_model_config(context, reference)
-        rules = [diagnosis_config.explain_param_groups, diagnosis_config.explain_scheduler]
-        if "config.scheduler" in context.failed:  # the learning rates in the groups follow from it
-            rules.reverse()
-        for rule in (*rules, diagnosis_config.explain_side_state, diagnosis_config.explain_data):
-            rule(context, reference)
-    diagnosis_numbers.explain_implausible(context)
-    diagnosis_numbers.explain_not_finite(context)
-    diagnosis_numbers.explain_probe_ranks(context)
-    if reference is not None:
-        diagnosis_numbers.explain_gradient_scale(context, reference)
-        diagnosis_numbers.explain_steps(context, reference)
-    diagnosis_numbers.explain_loss_ranks(context)
-    diagnosis_numbers.explain_run(context)
-    diagnosis_numbers.explain_round_trip(context)
-    seen = [f"{c.name}: {c.text}" for c in context.failed.values()]
-    return context.out or [
-        Cause("unknown", f"no known fault looks like this: {format_list(context.failed)} failed", seen)
-    ]
+        met |= {"reference"} if state_obstacle(reference, got) is not None else {"reference", "state"}
+    for rule in RULES:
+        if rule.needs in met:
+            rule.explain(context)
+    if not context.out:
+        evidence = [f"{c.name}: {c.text}" for c in context.failed.values()]
+        text = f"no known fault looks like this: {format_list(context.failed)} failed"
+        context.add(CauseKind.UNKNOWN, text, evidence)
+    return context.out

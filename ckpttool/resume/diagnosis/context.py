@@ -1,8 +1,7 @@
 """One failed comparison and the causes found so far: what every rule of the diagnosis gets.
 
-A rule reads `reference`, `got` and `failed`, and calls `add` for each cause, with what that explains: "weights",
-"optimizer", "gradients", "data", "rates". Later rules say nothing about what is already `explained`, so the order in
-which `diagnosis` calls them is the order of likelihood.
+A rule reads `reference`, `got` and `failed`, and calls `add` for each cause. Later rules say nothing about what is
+already `explained`, so the order in which causes.py calls them is the order of likelihood.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ from dataclasses import dataclass, field
 
 from ...engine.opening import OpenCheckpoint
 from ..compare.verdict import Cause, Check
+from ..text import component_of
 from ..trace.model import Trace
+from .kinds import CauseKind, TensorKind, Topic, name_kind
 
 __all__ = ["Context"]
 
@@ -25,11 +26,17 @@ class Context:
     got: Trace
     checks: dict[str, Check]
     opened: tuple[OpenCheckpoint, OpenCheckpoint] | None = None
-    explained: set[str] = field(default_factory=set)
+    explained: set[Topic] = field(default_factory=set)
     out: list[Cause] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.failed = {n: c for n, c in self.checks.items() if c.verdict == "fail"}
+
+    @property
+    def expected(self) -> Trace:
+        """The reference, for rules that are called only with one."""
+        assert self.reference is not None
+        return self.reference
 
     def passed(self, name: str) -> bool:
         """Whether a check was run and passed."""
@@ -41,13 +48,25 @@ class Context:
 
     def add(
         self,
-        kind: str,
+        kind: CauseKind | TensorKind,
         text: str,
         evidence: Sequence[str] = (),
         tensors: Sequence[str] = (),
         place: str | None = None,
-        explains: Iterable[str] = (),
+        *,
+        name: str = "",
+        explains: Iterable[Topic] | None = None,
     ) -> None:
-        """Add a cause, less likely than those before it."""
-        self.explained.update(explains)
-        self.out.append(Cause(kind, text, list(evidence), list(tensors), place))
+        """Add a cause, less likely than those before it.
+
+        Args:
+            evidence: the observations behind it.
+            tensors: the affected tensors.
+            place: where the bytes of the first difference are.
+            name: the option or the dtype that the kind is about.
+            explains: None for what causes of this kind explain.
+        """
+        if explains is None:
+            explains = kind.explains
+        self.explained.update({component_of(n) for n in tensors} if explains is None else explains)
+        self.out.append(Cause(name_kind(kind, name), text, list(evidence), list(tensors), place))

@@ -72,7 +72,7 @@ def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequen
         found = compare_tensors(expected, got)
         if found is None:
             return Inspected(None, (frozenset(), frozenset()))
-        if found.kind in VAGUE:
+        if found.way in VAGUE:
             found = find_related(left, read, n, found, got) or found
         files = tuple(
             frozenset(

@@ -12,13 +12,14 @@ from typing import Any
 
 from ...index.checkpoint import Checkpoint
 from ..text import fqn_of, slot_of
+from .kinds import TensorKind
 from .tensor_bits import dtype_epsilon, is_floating
 from .tensor_diff import TensorDiff, compare_tensors, find_rounded_dtype
 
 __all__ = ["find_related", "side_tensors_of"]
 
 #: Kinds that only equal values can have.
-_TELLING = frozenset(("absolute", "negated", "rounded-bfloat16", "rounded-float16", "dtype"))
+_TELLING = frozenset((TensorKind.ABSOLUTE, TensorKind.NEGATED, TensorKind.ROUNDED, TensorKind.DTYPE))
 
 #: What the names of two factors of an adapter have, in lower case.
 _FACTORS = (("lora_a", "lora_b"), ("lora_down", "lora_up"))
@@ -44,7 +45,7 @@ def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDif
         if other != name and slot_of(other) != "weights" and fqn_of(other) == fqn_of(name):
             text = _describe_if_same(read(other), got, f"the values of {slot_of(other)}")
             if text is not None:
-                return replace(found, kind="moments-copied", text=text, plain=text)
+                return replace(found, way=TensorKind.MOMENTS_COPIED, text=text, plain=text)
     return None
 
 
@@ -59,7 +60,7 @@ def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
     for other, at in side_tensors_of(ckpt.tensors, fqn_of(name)):
         text = _describe_if_same(read(other), got, f"the values that the reference has in {at}")
         if text is not None:
-            return replace(found, kind="copied", text=text, plain=text)
+            return replace(found, way=TensorKind.COPIED, text=text, plain=text)
     return None
 
 
@@ -70,7 +71,7 @@ def _describe_if_same(other: Any, got: Any, whose: str) -> str | None:
     found = compare_tensors(other, got)
     if found is None:
         return f"holds {whose}"
-    return found.text.replace("the reference's values", whose) if found.kind in _TELLING else None
+    return found.text.replace("the reference's values", whose) if found.way in _TELLING else None
 
 
 def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
@@ -97,7 +98,7 @@ def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
                     f"holds the reference's values plus {scale:.4g} times {words}: its adapter was merged, though it "
                     "is kept"
                 )
-                return replace(found, kind="lora-merged", text=text, plain=text)
+                return replace(found, way=TensorKind.LORA_MERGED, text=text, plain=text)
     return None
 
 

@@ -17,11 +17,12 @@ from ..compare.differences import (
     options_by_parameter,
     rates_by_group,
 )
-from ..compare.row_differences import describe_row_mismatch
 from ..compare.side_state_differences import compare_side_state, side_state_of
 from ..text import describe_changes, format_list, plural
 from ..trace.model import Trace
 from .context import Context
+from .kinds import CauseKind
+from .row_differences import describe_row_mismatch
 
 #: Checks that fail if one of the two runs clips gradients.
 _TRAINED = (
@@ -37,10 +38,9 @@ _TRAINED = (
 
 __all__ = [
     "explain_data",
+    "explain_groups_and_scheduler",
     "explain_lost_scheduler",
     "explain_model_config",
-    "explain_param_groups",
-    "explain_scheduler",
     "explain_side_state",
     "explain_tied",
 ]
@@ -52,25 +52,26 @@ def explain_tied(context: Context) -> None:
     if check is not None:
         names = [check.where] if check.where else []
         context.add(
-            "untied",
+            CauseKind.UNTIED,
             f"{check.text}: they get separate gradients and updates",
             context.seen("config.tied"),
             names,
-            explains=("weights", "optimizer"),
         )
 
 
-def explain_model_config(context: Context, reference: Trace) -> None:
+def explain_model_config(context: Context) -> None:
     """The model's own configuration."""
+    reference = context.expected
     if "config.model" not in context.failed or reference.config is None or context.got.config is None:
         return
     found = config_differences(reference.config, context.got.config)
     text = f"the model's configuration differs: {format_list(describe_changes(found))}"
-    context.add("model-configuration", text, context.seen("probe.logits", "step1.loss"), explains=("weights",))
+    context.add(CauseKind.MODEL_CONFIGURATION, text, context.seen("probe.logits", "step1.loss"))
 
 
-def explain_param_groups(context: Context, reference: Trace) -> None:
+def explain_param_groups(context: Context) -> None:
     """Options of param groups, and who is in one."""
+    reference = context.expected
     if "config.groups" not in context.failed:
         return
     found, missing, extra = option_differences(reference, context.got)
@@ -86,91 +87,105 @@ def explain_param_groups(context: Context, reference: Trace) -> None:
             whose = f"{plural(len(names), 'parameter')}, first {names[0]}"
             if len(names) == len(known):
                 whose = "all parameters"
-            text, kind = f"{key} is {b!r} and was {a!r} for {whose}", f"option-{key.replace('_', '-')}"
+            kind, name = CauseKind.OPTION, key.replace("_", "-")
+            text = f"{key} is {b!r} and was {a!r} for {whose}"
             if key == "weight_decay" and a == 0 and b and all(_is_usually_undecayed(n) for n in names):
-                kind = "weight-decay-on-norms"
+                kind, name = CauseKind.WEIGHT_DECAY_ON_NORMS, ""
                 what = "1 norm or bias" if len(names) == 1 else f"{len(names)} norms and biases"
                 text = f"weight decay ({b!r}) is applied to {what} that had none, first {names[0]}"
             if key == "betas" and b in ((0.9, 0.999), [0.9, 0.999]):
                 text += ", which is the default of AdamW"
-            explains = ("optimizer", "rates") if key in ("lr", "initial_lr") else ("optimizer",)
-            context.add(kind, text, context.seen("config.groups"), names, explains=explains)
+            if key in ("lr", "initial_lr"):
+                context.explained.add("rates")
+            context.add(kind, text, context.seen("config.groups"), names, name=name)
     if missing:
         text = f"{plural(len(missing), 'parameter')} not in the optimizer and not trained, first {missing[0]}"
-        context.add("optimizer-members", text, context.seen("config.groups"), missing, explains=("optimizer",))
+        context.add(CauseKind.OPTIMIZER_MEMBERS, text, context.seen("config.groups"), missing)
     if extra:
         text = f"{plural(len(extra), 'parameter')} that the reference's optimizer does not have, first {extra[0]}"
-        context.add("optimizer-members", text, context.seen("config.groups"), extra, explains=("optimizer",))
+        context.add(CauseKind.OPTIMIZER_MEMBERS, text, context.seen("config.groups"), extra)
 
 
-def explain_lost_scheduler(context: Context, reference: Trace) -> None:
+def explain_groups_and_scheduler(context: Context) -> None:
+    """Explain options and schedule; the schedule first if its state differs, since rates in the groups follow from
+    it."""
+    rules = [explain_param_groups, explain_scheduler]
+    for rule in reversed(rules) if "config.scheduler" in context.failed else rules:
+        rule(context)
+
+
+def explain_lost_scheduler(context: Context) -> None:
     """The load failed since a scheduler has nothing to begin from, and the reference has that."""
+    reference = context.expected
     if (
         "scheduler" in (context.got.failed or "")
         and side_state_of(reference, "scheduler")
         and not side_state_of(context.got, "scheduler")
     ):
         context.add(
-            "scheduler-missing",
+            CauseKind.SCHEDULER_MISSING,
             "the checkpoint has lost the scheduler's state, which the reference holds",
             context.seen("state.loaded"),
-            explains=("rates",),
         )
 
 
-def explain_scheduler(context: Context, reference: Trace) -> None:
+def explain_scheduler(context: Context) -> None:
     """Its state, or what the learning rates show of it."""
+    reference = context.expected
     evidence = context.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
     if "config.scheduler" in context.failed:
         apart = compare_side_state(reference, context.got, "scheduler")
         found, missing = apart.found, apart.missing
         if missing and not side_state_of(context.got, "scheduler"):
             context.add(
-                "scheduler-missing",
+                CauseKind.SCHEDULER_MISSING,
                 "the checkpoint has no scheduler state",
                 evidence,
-                explains=("rates", "optimizer"),
             )
             return
         epochs = [two for n, two in found.items() if n.rpartition(".")[2] == "last_epoch"]
         if epochs:
             a, b = epochs[0]
             if b == 0:
-                kind, text = "scheduler-reset", f"the scheduler starts over: its last_epoch is 0 and was {a}"
+                kind, text = CauseKind.SCHEDULER_RESET, f"the scheduler starts over: its last_epoch is 0 and was {a}"
             else:
                 kind, text = (
-                    "scheduler-offset",
+                    CauseKind.SCHEDULER_OFFSET,
                     f"the scheduler is off by {b - a:+d}: its last_epoch is {b} and was {a}",
                 )
         elif found:
-            kind, text = "scheduler-state", f"the scheduler state differs: {format_list(describe_changes(found))}"
+            kind, text = (
+                CauseKind.SCHEDULER_STATE,
+                f"the scheduler state differs: {format_list(describe_changes(found))}",
+            )
         else:
-            kind, text = "scheduler-incomplete", f"of the scheduler {format_list(missing)} is missing"
-        context.add(kind, text, evidence, explains=("rates", "optimizer"))
+            kind, text = CauseKind.SCHEDULER_INCOMPLETE, f"of the scheduler {format_list(missing)} is missing"
+        context.add(kind, text, evidence)
         return
     if not evidence or "rates" in context.explained:
         return
     kind, text = _explain_learning_rates(reference, context.got)
-    context.add(kind, text, evidence, explains=("rates", "optimizer"))
+    context.add(kind, text, evidence)
 
 
-def explain_side_state(context: Context, reference: Trace) -> None:
+def explain_side_state(context: Context) -> None:
     """Clipping, counters, random states, dataloader, scaler and other values."""
+    reference = context.expected
     seen = context.seen("config.values")
     if (why := reference.unrecorded.get("clip")) and context.got.clip is None and context.seen(*_TRAINED):
         text = f"the recorded job seems to clip gradients, and this run does not: {why}, here, too"
-        context.add("clipping", text, context.seen(*_TRAINED), explains=("optimizer", "rates"))
+        context.add(CauseKind.CLIPPING, text, context.seen(*_TRAINED))
     if seen and reference.clip is not None and context.got.clip != reference.clip:
         now = "off" if context.got.clip is None else f"at {context.got.clip!r}"
         text = f"gradient clipping is {now} and was at {reference.clip!r}; it matters once the grad norm exceeds that"
-        context.add("clipping", text, seen, explains=("optimizer",))
+        context.add(CauseKind.CLIPPING, text, seen)
     for component, kind, what in (
-        ("trainer", "counters", "the trainer's counters"),
-        ("rng", "rng", "random states"),
-        ("dataloader", "dataloader", "the dataloader's state"),
-        ("scaler", "scaler", "the grad scaler's state"),
-        ("extra", "values", "other values"),
-        ("model", "values", "extra states of the model's modules"),
+        ("trainer", CauseKind.COUNTERS, "the trainer's counters"),
+        ("rng", CauseKind.RNG, "random states"),
+        ("dataloader", CauseKind.DATALOADER, "the dataloader's state"),
+        ("scaler", CauseKind.SCALER, "the grad scaler's state"),
+        ("extra", CauseKind.VALUES, "other values"),
+        ("model", CauseKind.VALUES, "extra states of the model's modules"),
     ):
         check = f"config.{component}" if component in ("rng", "dataloader", "scaler") else "config.values"
         found = compare_side_state(reference, context.got, component)
@@ -187,8 +202,8 @@ def _is_usually_undecayed(name: str) -> bool:
     return bool(re.search(r"norm|ln_|\.bias$|^bias$|layernorm", name))
 
 
-def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[str, str]:
-    """(kind, text) for learning rates that are not the reference's."""
+def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[CauseKind, str]:
+    """Return (kind, text) of the cause of learning rates that are not the reference's."""
     known = [(a, b) for a, b in common_steps(reference, got) if a.learning_rates and b.learning_rates]
     a, b = next((x, y) for x, y in known if any(u != v for _, u, v in rates_by_group(reference, got, x, y)))
     ours, theirs = b.learning_rates or [], a.learning_rates or []
@@ -199,43 +214,43 @@ def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[str, str]:
         if varied and len(shifted) > (len(known) + 1) // 2 and all(u == v for u, v in shifted):
             if b.step + gap == 1:
                 return (
-                    "scheduler-reset",
+                    CauseKind.SCHEDULER_RESET,
                     "the learning rates are those of the training's first steps: the scheduler started over",
                 )
             return (
-                "scheduler-offset",
+                CauseKind.SCHEDULER_OFFSET,
                 f"the learning rates are those of {plural(abs(gap), 'step')} {'later' if gap > 0 else 'earlier'}",
             )
     mine = {tuple(y.learning_rates or []) for _, y in known}
     if len(mine) == 1 and len(known) > 1 and len({tuple(x.learning_rates or []) for x, _ in known}) > 1:
         initial = [g.get("initial_lr") for g in got.groups]
         also = ", which is where the schedule begins" if initial and initial == list(ours) else ""
-        return "scheduler-lost", f"the learning rate stays at {ours[0]!r}{also}: no scheduler changes it"
+        return CauseKind.SCHEDULER_LOST, f"the learning rate stays at {ours[0]!r}{also}: no scheduler changes it"
     ratios = {round(v / u, 9) for u, v in zip(theirs, ours, strict=False) if u}
     if len(theirs) == len(ours) and len(ratios) == 1:
         return (
-            "learning-rate",
+            CauseKind.LEARNING_RATE,
             f"the learning rate is {ours[0]!r} and was {theirs[0]!r} in step {b.step} ({ratios.pop():.6g} times)",
         )
-    return "learning-rate", f"the learning rates are {ours!r} and were {theirs!r} in step {b.step}"
+    return CauseKind.LEARNING_RATE, f"the learning rates are {ours!r} and were {theirs!r} in step {b.step}"
 
 
-def explain_data(context: Context, reference: Trace) -> None:
+def explain_data(context: Context) -> None:
     """Other batches, or the same ones in other steps."""
+    reference = context.expected
     if "step1.batch" not in context.failed and "steps.batch" not in context.failed:
         return
     evidence = context.seen("step1.batch", "steps.batch")
     a, b = reference, context.got
     if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
         text = f"the global batch is {b.global_batch} and was {a.global_batch}"
-        context.add("global-batch", text, evidence, explains=("data",))
+        context.add(CauseKind.GLOBAL_BATCH, text, evidence)
         return
     if None not in (a.sequence, b.sequence) and a.sequence != b.sequence:
         context.add(
-            "sequence",
+            CauseKind.SEQUENCE,
             f"sequences are {b.sequence} tokens long and were {a.sequence}",
             evidence,
-            explains=("data",),
         )
         return
     wrong = [(x, y) for x, y in common_steps(a, b) if None not in (x.batch, y.batch) and x.batch != y.batch]
@@ -243,7 +258,7 @@ def explain_data(context: Context, reference: Trace) -> None:
     if tokens and len(tokens) == len(wrong):
         ratio = tokens[0][1] / tokens[0][0]
         text = f"a step has {tokens[0][1]} tokens and had {tokens[0][0]} ({ratio:.3g} times): another global batch"
-        context.add("global-batch", text, evidence, explains=("data",))
+        context.add(CauseKind.GLOBAL_BATCH, text, evidence)
         return
     of: dict[str, int] = {}
     for s in a.steps:
@@ -251,7 +266,7 @@ def explain_data(context: Context, reference: Trace) -> None:
             of.setdefault(s.batch, s.step)
     gaps = Counter(of[y.batch] - y.step for _, y in wrong if y.batch in of)
     if not gaps and (found := describe_row_mismatch(a, b, wrong)) is not None:
-        context.add(*found, evidence, explains=("data",))
+        context.add(*found, evidence)
         return
     if not gaps:
         first = wrong[0][1].step if wrong else b.start + 1
@@ -261,15 +276,15 @@ def explain_data(context: Context, reference: Trace) -> None:
                 f". This run made its rows itself; pass {argument('data')} with the rows of the recorded job, in their "
                 "order"
             )
-        context.add("data-other", text, evidence, explains=("data",))
+        context.add(CauseKind.DATA_OTHER, text, evidence)
         return
     gap, times = gaps.most_common(1)[0]
     when = "later" if gap > 0 else "earlier"
     evidence.append(f"{times} of the {len(wrong)} batches that differ are the reference's of {abs(gap)} steps {when}")
     if gap == -b.start and b.start:
-        context.add("data-restart", "the data starts over from the beginning", evidence, explains=("data",))
+        context.add(CauseKind.DATA_RESTART, "the data starts over from the beginning", evidence)
     elif len(gaps) == 1:
         text = f"the data is {plural(abs(gap), 'step')} {'ahead of' if gap > 0 else 'behind'} the reference"
-        context.add("data-offset", text, evidence, explains=("data",))
+        context.add(CauseKind.DATA_OFFSET, text, evidence)
     else:
-        context.add("data-order", "the same batches come in a different order", evidence, explains=("data",))
+        context.add(CauseKind.DATA_ORDER, "the same batches come in a different order", evidence)

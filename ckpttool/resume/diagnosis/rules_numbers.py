@@ -23,6 +23,7 @@ from ..compare.differences import (
 from ..text import describe_selection, format_list, fqn_of, plural, readable_name
 from ..trace.model import Step, Trace
 from .context import Context
+from .kinds import CauseKind, TensorKind
 
 __all__ = [
     "explain_gradient_scale",
@@ -49,11 +50,11 @@ def explain_implausible(context: Context) -> None:
     if steps and all(v == 0 for v in steps.values()):
         moments = any(n.endswith(".exp_avg") for n in got.state)
         also = ": the moments were restored, the step was not" if moments else ""
-        context.add("step-reset", f"the optimizer's step is 0 on all tensors{also}", [text], explains=("optimizer",))
+        context.add(CauseKind.STEP_RESET, f"the optimizer's step is 0 on all tensors{also}", [text])
     elif "no moments" in text:
-        context.add("optimizer-missing", "the checkpoint has no optimizer state", [text], explains=("optimizer",))
+        context.add(CauseKind.OPTIMIZER_MISSING, "the checkpoint has no optimizer state", [text])
     else:
-        context.add("state-odd", f"the state is not plausible: {text}", explains=("optimizer",))
+        context.add(CauseKind.STATE_ODD, f"the state is not plausible: {text}")
 
 
 def explain_not_finite(context: Context) -> None:
@@ -76,11 +77,12 @@ def explain_not_finite(context: Context) -> None:
     elif not math.isfinite(step.loss) and step is context.got.steps[0]:
         context.explained.add("weights")
         text += ": the weights hold NaN or infinity, or numbers that overflow"
-    context.add("not-finite", text, context.seen("run.finite"), tensors)
+    context.add(TensorKind.NOT_FINITE, text, context.seen("run.finite"), tensors, explains=())
 
 
-def explain_gradient_scale(context: Context, reference: Trace) -> None:
+def explain_gradient_scale(context: Context) -> None:
     """The grad norm is a whole multiple, or part, while the loss is the same."""
+    reference = context.expected
     first = first_common_step(reference, context.got)
     if "step1.grad_norm" not in context.failed or not context.passed("step1.loss") or first is None:
         return
@@ -105,11 +107,12 @@ def explain_gradient_scale(context: Context, reference: Trace) -> None:
     else:
         text = f"gradients are 1/{n} of those of the reference{whose}: divided once too often, or summed there"
     context.explained.update(("gradients", "optimizer"))
-    context.add("gradient-scale", text, context.seen("step1.grad_norm"))
+    context.add(CauseKind.GRADIENT_SCALE, text, context.seen("step1.grad_norm"))
 
 
-def explain_steps(context: Context, reference: Trace) -> None:
+def explain_steps(context: Context) -> None:
     """From numbers alone, where nothing exact has explained them."""
+    reference = context.expected
     first = first_common_step(reference, context.got)
     weights, data = "weights" in context.explained, "data" in context.explained
     same = context.passed("state.digests") and context.passed("state.names")
@@ -120,9 +123,11 @@ def explain_steps(context: Context, reference: Trace) -> None:
                 "the weights are equal and the logits are not: the model's configuration differs (rope theta, eps "
                 "of the norms), or other kernels compute it"
             )
-            context.add("model-configuration", text, [*evidence, *_environment_changes(context, reference)])
+            context.add(CauseKind.MODEL_CONFIGURATION, text, [*evidence, *_environment_changes(context, reference)])
         else:
-            context.add("weights", "the logits differ before any step: weights, or the model's configuration", evidence)
+            context.add(
+                CauseKind.WEIGHTS, "the logits differ before any step: weights, or the model's configuration", evidence
+            )
         weights = True
         context.explained.add("weights")
     elif "step1.loss" in context.failed and not weights and not data:
@@ -135,26 +140,26 @@ def explain_steps(context: Context, reference: Trace) -> None:
                 "loss deviates about as much: the model's configuration (eps of the norms, rope theta), or other "
                 "kernels"
             )
-            context.add("model-configuration", text, [*evidence, *_environment_changes(context, reference)])
+            context.add(CauseKind.MODEL_CONFIGURATION, text, [*evidence, *_environment_changes(context, reference)])
         elif context.passed("probe.logits") and context.passed("step1.batch"):
             text = (
                 "logits and batch are equal and the loss is not: its labels or masks, a term such as label smoothing "
                 "or z-loss, or how tokens are counted over ranks"
             )
-            context.add("loss-computation", text, evidence)
+            context.add(CauseKind.LOSS_COMPUTATION, text, evidence)
         elif context.passed("probe.logits"):
             context.add(
-                "data",
+                CauseKind.DATA,
                 "logits are equal and the loss is not: another batch, or another computation of the loss",
                 evidence,
             )
         elif same:
             rest = "its labels and masks" if context.passed("step1.batch") else "the batch"
             text = f"the weights are equal and the loss is not: the model's configuration, its kernels, or {rest}"
-            context.add("model-configuration", text, [*evidence, *_environment_changes(context, reference)])
+            context.add(CauseKind.MODEL_CONFIGURATION, text, [*evidence, *_environment_changes(context, reference)])
         else:
             context.add(
-                "weights",
+                CauseKind.WEIGHTS,
                 "the loss differs in the first step: weights, the model's configuration or the batch",
                 evidence,
             )
@@ -171,10 +176,10 @@ def explain_steps(context: Context, reference: Trace) -> None:
             _explain_updates(context, reference, *first)
         elif not context.out and any(n.startswith("steps.") for n in context.failed):
             evidence = context.seen(*(n for n in context.failed if n.startswith("steps.")))
-            kind, text = "later-steps", "something random is not the same, or noise grows"
+            kind, text = CauseKind.LATER_STEPS, "something random is not the same, or noise grows"
             if first[0].update_norm is None and not first[0].updates:
                 kind, text = (
-                    "optimizer",
+                    CauseKind.OPTIMIZER,
                     "the optimizer's state or its options (the reference has no norms of updates)",
                 )
             context.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
@@ -203,7 +208,7 @@ def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) ->
             "dropout is on, and its random numbers are not the reference's: random states of another step, another "
             "order of calls, or another probability"
         )
-    context.add("dropout", text, evidence)
+    context.add(CauseKind.DROPOUT, text, evidence)
 
 
 def _environment_changes(context: Context, reference: Trace) -> list[str]:
@@ -231,15 +236,14 @@ def _explain_frozen(context: Context, reference: Trace, a: Step, b: Step) -> Non
     rates = b.learning_rates
     if rates and not any(rates):
         context.add(
-            "learning-rate",
+            CauseKind.LEARNING_RATE,
             "the learning rate is 0: nothing is updated",
             context.seen("step1.learning_rates"),
             still,
-            explains=("optimizer",),
         )
         return
     text = f"{which} updated in step {b.step}, but it was in the reference: frozen, or not in the optimizer"
-    context.add("frozen", text, context.seen("step1.worst_update"), still, explains=("optimizer",))
+    context.add(CauseKind.FROZEN, text, context.seen("step1.worst_update"), still)
 
 
 def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
@@ -247,21 +251,21 @@ def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> 
     found = _deviating_tensors(context, reference, a, b, updates=False)
     if not found:
         context.add(
-            "gradients", "the loss is equal and the gradients are not: how they are reduced or scaled", evidence
+            CauseKind.GRADIENTS, "the loss is equal and the gradients are not: how they are reduced or scaled", evidence
         )
         return
     every = list(a.grads)
     if len(found) <= 2 and all(re.search(r"embed|lm_head|wte", n) for n in found):
         text = f"only the gradient of {' and '.join(found)} differs: weights that are tied on one side alone"
-        context.add("untied", text, evidence, found)
+        context.add(CauseKind.UNTIED, text, evidence, found)
     elif len(found) * 10 >= len(every) * 9:
         text = "the loss is equal and all gradients are not: how they are reduced, scaled or accumulated"
         if "config.model" not in context.checks or context.checks["config.model"].verdict == "not comparable":
             text += ", or the model's configuration, which the reference did not record"
-        context.add("gradients", text, [*evidence, *_environment_changes(context, reference)], found)
+        context.add(CauseKind.GRADIENTS, text, [*evidence, *_environment_changes(context, reference)], found)
     else:
         text = f"the loss is equal and the gradient of {describe_selection(found, every, 'tensors')} is not"
-        context.add("gradients", text, evidence, found)
+        context.add(CauseKind.GRADIENTS, text, evidence, found)
 
 
 def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
@@ -271,7 +275,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
     equal = "gradients are equal, " if context.passed("step1.grad_norm") else ""
     found = _deviating_tensors(context, reference, a, b, updates=True)
     if not found:
-        context.add("optimizer", f"{equal}the update is not: the optimizer's state or its options", evidence)
+        context.add(CauseKind.OPTIMIZER, f"{equal}the update is not: the optimizer's state or its options", evidence)
         return
     every = list(a.updates)
     ratios = sorted(b.updates.get(n, 0.0) / a.updates[n] for n in found if a.updates.get(n))
@@ -283,7 +287,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
     if len(found) * 10 >= len(every) * 9:
         most = "all" if len(found) == len(every) else "nearly all"
         text = f"{equal}the updates of {most} {len(found)} tensors are not: {guess}"
-        context.add("optimizer", text, evidence, found)
+        context.add(CauseKind.OPTIMIZER, text, evidence, found)
         return
     known = options_by_parameter(context.got)
     members: dict[int, set[str]] = {}
@@ -292,11 +296,11 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
     group = next((m for m in members.values() if len(members) > 1 and set(found) == m & set(every)), None)
     if group is not None and len(found) > 1:
         text = f"{equal}the updates of one param group ({plural(len(found), 'tensor')}) are not: its options"
-        context.add("optimizer-group", text, evidence, found)
+        context.add(CauseKind.OPTIMIZER_GROUP, text, evidence, found)
         return
     whose = "its" if len(found) == 1 else "their"
     text = f"{equal}the update of {describe_selection(found, every, 'tensors')} is not: {whose} moments"
-    context.add("moments", text, evidence, found)
+    context.add(CauseKind.MOMENTS, text, evidence, found)
 
 
 def _deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
@@ -315,7 +319,7 @@ def explain_probe_ranks(context: Context) -> None:
         who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {format_list(map(str, odd), 8)} compute"
         text = f"{who} other logits than the others" if odd else "ranks compute different logits"
         text += " from one batch: another model there, other buffers or kernels, or no eval mode"
-        context.add("rank-disagrees", text, context.seen("probe.ranks"), explains=("weights", "gradients"))
+        context.add(CauseKind.RANK_DISAGREES, text, context.seen("probe.ranks"))
 
 
 def explain_loss_ranks(context: Context) -> None:
@@ -330,19 +334,19 @@ def explain_loss_ranks(context: Context) -> None:
             text = f"{who} with the others on the loss, from step {step.step} on"
         else:
             text = f"ranks disagree on the loss, from step {step.step} on: it is not reduced over all of them"
-        context.add("rank-disagrees", text, context.seen("run.ranks"))
+        context.add(CauseKind.RANK_DISAGREES, text, context.seen("run.ranks"))
 
 
 def explain_run(context: Context) -> None:
     """A run that learns nothing, or leaps, where nothing else is wrong."""
     if "run.dead" in context.failed and not context.out:
         context.add(
-            "no-gradient",
+            CauseKind.NO_GRADIENT,
             "no gradient arrives: parameters are frozen, or the loss does not depend on them",
             context.seen("run.dead"),
         )
     if "run.spike" in context.failed and not context.out:
-        context.add("spike", f"training spikes: {context.failed['run.spike'].text}", context.seen("run.spike"))
+        context.add(CauseKind.SPIKE, f"training spikes: {context.failed['run.spike'].text}", context.seen("run.spike"))
 
 
 def explain_round_trip(context: Context) -> None:
@@ -350,4 +354,4 @@ def explain_round_trip(context: Context) -> None:
     if "roundtrip.state" in context.failed:
         names = [str(n) for n in context.got.roundtrip.get("differing", [])]
         text = f"saving and loading again changes {format_list([readable_name(n) for n in names], 1)}"
-        context.add("save-or-load", text, context.seen("roundtrip.state"), names)
+        context.add(CauseKind.SAVE_OR_LOAD, text, context.seen("roundtrip.state"), names)

@@ -42,6 +42,7 @@ from ..trace.model import Trace
 from . import rules_values as diagnosis_values
 from .context import Context
 from .files import inspect_tensors
+from .kinds import CauseKind, TensorKind
 from .related_tensors import side_tensors_of
 
 __all__ = ["explain_absent", "explain_load", "explain_shapes", "explain_tensors"]
@@ -51,23 +52,20 @@ def explain_load(context: Context) -> None:
     """It failed, or what the job holds is not what the files say."""
     got = context.got
     if got.failed is not None:
-        context.add(
-            "load-failed", f"the checkpoint could not be loaded: {got.failed}", explains=("weights", "optimizer")
-        )
+        context.add(CauseKind.LOAD_FAILED, f"the checkpoint could not be loaded: {got.failed}")
         return
     if copies := tensors_with_unequal_copies(got):
         context.add(
-            "copies-differ",
+            CauseKind.COPIES_DIFFER,
             f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first {readable_name(copies[0])}",
             context.seen("state.loaded"),
             copies,
-            explains=("weights", "optimizer"),
         )
         return
     rounded: list[str] = got.environment.get("rounded") or []
     if rounded and "state.loaded" in context.failed:
         context.add(
-            "rounded-on-load",
+            CauseKind.ROUNDED_ON_LOAD,
             f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first "
             f"{readable_name(rounded[0])}: an optimizer keeps its moments in the dtype of the parameter. The files may "
             "well be right (compare them with ckpttool diff), but this job begins with rounded ones",
@@ -87,11 +85,12 @@ def explain_load(context: Context) -> None:
         if len(from_) == 1 and prod(got.state[n][1]) > 1:
             evidence.append(f"{n} holds what the files have for {from_[0]}")
     text = f"loading changed {plural(len(wrong), 'tensor')}: the job does not hold what the files contain"
-    context.add("loading", text, evidence, wrong, explains={component_of(n) for n in wrong})
+    context.add(CauseKind.LOADING, text, evidence, wrong)
 
 
-def explain_absent(context: Context, reference: Trace) -> None:
+def explain_absent(context: Context) -> None:
     """Tensors that one side has and the other has not."""
+    reference = context.expected
     if not reference.state or (not context.got.state and context.got.failed is None):
         return
     missing, extra = missing_and_extra(reference, context.got)
@@ -106,11 +105,10 @@ def explain_absent(context: Context, reference: Trace) -> None:
     gone = [n for n in gone if not members or fqn_of(n) in members or fqn_of(n) not in known]
     if theirs and not ours:
         context.add(
-            "optimizer-missing",
+            CauseKind.OPTIMIZER_MISSING,
             "the checkpoint has no optimizer state: moments and steps would start from zero",
             evidence,
             gone,
-            explains=("optimizer",),
         )
         gone = []
     weights = [n for n in missing if not n.startswith("optim.")]
@@ -118,7 +116,7 @@ def explain_absent(context: Context, reference: Trace) -> None:
         every = [n for n in reference.state if not n.startswith("optim.")]
         which = describe_selection(weights, every, "weights")
         text = f"{which} not in the checkpoint: a new job would start with random values"
-        context.add("tensor-missing", text, evidence, weights, explains=("weights",))
+        context.add(CauseKind.TENSOR_MISSING, text, evidence, weights)
     lost = {fqn_of(n) for n in weights}
     gone = [n for n in gone if fqn_of(n) not in lost]
     if gone:
@@ -132,34 +130,35 @@ def explain_absent(context: Context, reference: Trace) -> None:
             text = (
                 f"{' and '.join(slots)} of {plural(len(params), 'parameter')} missing, first {readable_name(params[0])}"
             )
-        context.add("moments-missing", text, evidence, gone, explains=("optimizer",))
+        context.add(CauseKind.MOMENTS_MISSING, text, evidence, gone)
     strange = [n for n in extra if not n.startswith("optim.state.")] or extra
     if extra and not missing:
         context.add(
-            "tensor-extra",
+            CauseKind.TENSOR_EXTRA,
             f"{plural(len(extra), 'tensor')} that the reference does not have, first {readable_name(strange[0])}",
             evidence,
             extra,
         )
 
 
-def explain_shapes(context: Context, reference: Trace) -> None:
+def explain_shapes(context: Context) -> None:
     """Other shapes, or dtypes where the profile does not allow that."""
+    reference = context.expected
     common = [n for n in reference.state if n in context.got.state and must_be_equal(n)]
     other_shapes, other_dtypes = shape_differences(reference, context.got)
     for (s, t), names in _group_by_change(other_shapes).items():
         text = f"{describe_selection(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
-        kind = "shape"
+        kind: CauseKind | TensorKind = CauseKind.SHAPE
         if t == s[::-1]:
-            kind, text = "transposed", text + ", the shape of the transposed tensor"
+            kind, text = TensorKind.TRANSPOSED, text + ", the shape of the transposed tensor"
         elif s[1:] == t[1:] and re.search(r"embed|lm_head|wte|output", names[0]):
-            kind = "vocabulary"
+            kind = CauseKind.VOCABULARY
             text += f": the vocabulary was {'padded' if t[0] > s[0] else 'cut'} by {abs(t[0] - s[0])} rows"
         context.add(kind, text, context.seen("state.shapes"), names, explains=("weights", "optimizer"))
     if "state.shapes" in context.failed:
         for (d, e), names in _group_by_change(other_dtypes).items():
             text = f"{describe_selection(names, common, 'tensors')}: {e} instead of {d}"
-            context.add("dtype", text, context.seen("state.shapes"), names, explains={component_of(n) for n in names})
+            context.add(TensorKind.DTYPE, text, context.seen("state.shapes"), names)
 
 
 def _group_by_change(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], list[str]]:
@@ -170,8 +169,9 @@ def _group_by_change(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, An
     return out
 
 
-def explain_tensors(context: Context, reference: Trace) -> None:
+def explain_tensors(context: Context) -> None:
     """Tensors of one name, shape and dtype that have different bytes."""
+    reference = context.expected
     if context.got.failed is not None:
         return
     wrong = differing_tensors(reference, context.got)
@@ -221,12 +221,14 @@ def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list
                 else f"{readable_name(a)} holds the bytes of {readable_name(b)}"
             )
             evidence = [f"{a} has the fingerprint that {b} has in the reference"]
-            context.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component,))
+            context.add(
+                CauseKind.EXCHANGED if both else TensorKind.COPIED, text, evidence, [a, b], explains=(component,)
+            )
         if several:
             what = "; ".join(f"{readable_name(a)} holds {readable_name(b)}" for a, b in list(several.items())[:3])
             text = f"{plural(len(several), 'tensor')} ({name_components(several)}) hold the bytes of others: {what}"
             evidence = [f"{a} has the fingerprint that {b} has in the reference" for a, b in list(several.items())[:8]]
-            context.add("copied", text, evidence, list(several), explains=(component,))
+            context.add(TensorKind.COPIED, text, evidence, list(several), explains=(component,))
     return [n for n in wrong if n not in moves]
 
 
@@ -247,7 +249,7 @@ def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) 
         every = [n for n in reference.state if component_of(n) == "weights"]
         text = f"{describe_selection(names, every, 'weights')} hold{'s' if len(names) == 1 else ''} the values of {at}"
         evidence = [f"{names[0]} has the fingerprint of {at}.{fqn_of(names[0])}"]
-        context.add("copied", f"{text}, loaded in their place", evidence, names, explains=("weights",))
+        context.add(TensorKind.COPIED, f"{text}, loaded in their place", evidence, names, explains=("weights",))
     found = {n for names in by.values() for n in names}
     return [n for n in wrong if n not in found]
 
@@ -266,8 +268,8 @@ def _explain_slots(context: Context, left: dict[str, str]) -> None:
             held = slot_of(names[0])
             text = f"{'the weight' if held == 'weights' else held} holds {slot_of(pairs_[names[0]])}, {of}"
         evidence = [f"{names[0]} has the fingerprint that {pairs_[names[0]]} has in the reference"]
-        kind = "moments-exchanged" if both else "moments-copied"
-        context.add(kind, text, evidence, names, explains={component_of(n) for n in names})
+        kind: CauseKind | TensorKind = CauseKind.MOMENTS_EXCHANGED if both else TensorKind.MOMENTS_COPIED
+        context.add(kind, text, evidence, names)
     for a in pairs_:
         del left[a]
 
@@ -303,7 +305,7 @@ def _explain_layers(context: Context, reference: Trace, left: dict[str, str]) ->
         if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
             text += "; this is the order of their numbers sorted as text"
     evidence = [f"{plural(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
-    context.add("layers-exchanged", text, evidence, names, explains={component_of(n) for n in names})
+    context.add(CauseKind.LAYERS_EXCHANGED, text, evidence, names)
 
 
 def _explain_leaves(context: Context, left: dict[str, str]) -> None:
@@ -322,7 +324,7 @@ def _explain_leaves(context: Context, left: dict[str, str]) -> None:
         inside = f" in layer{'s' if len(layers) > 1 else ''} {format_list(map(str, layers), 6)}" if layers else ""
         text = f"{x} and {y} are exchanged{inside} ({name_components(names)})"
         evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
-        context.add("exchanged", text, evidence, names, explains={component_of(n) for n in names})
+        context.add(CauseKind.EXCHANGED, text, evidence, names)
     for n in {n for names in by.values() for n in names}:
         left.pop(n)
 
@@ -344,7 +346,7 @@ def _explain_parts(context: Context, left: dict[str, str]) -> None:
     moves = ", ".join(f"that of layer {i} is layer {j}'s" for i, j in sorted(by))
     evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
     text = f"{what} is that of another layer ({name_components(names)}): {moves}"
-    context.add("copied", text, evidence, names, explains={component_of(n) for n in names})
+    context.add(TensorKind.COPIED, text, evidence, names)
     for n in names:
         left.pop(n)
 
@@ -366,24 +368,21 @@ def _explain_steps(
     evidence = context.seen("state.scalars")
     if all(b == 0 for _, b in steps.values()):
         also = "the moments were restored, the step was not" if not moments & set(steps) else "the moments differ, too"
-        context.add(
-            "step-reset", f"the optimizer's step is 0 {where}: {also}", evidence, names, explains=("optimizer",)
-        )
+        context.add(CauseKind.STEP_RESET, f"the optimizer's step is 0 {where}: {also}", evidence, names)
         return rest
     gaps = {b - a for a, b in steps.values()}
     if len(gaps) > 1:
-        context.add("step-differs", f"the optimizer's steps differ {where}", evidence, names, explains=("optimizer",))
+        context.add(CauseKind.STEP_DIFFERS, f"the optimizer's steps differ {where}", evidence, names)
         return rest
     gap = int(gaps.pop())
     far = f"{plural(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
     if len(moments & set(steps)) * 10 < len(steps) * 9:
         context.add(
-            "step-offset",
+            CauseKind.STEP_OFFSET,
             f"the optimizer's step is {abs(gap)} {'less' if gap < 0 else 'more'} {where}; the "
             "moments are those of the reference",
             evidence,
             names,
-            explains=("optimizer",),
         )
         return rest
     # a frozen weight, or a buffer, is the same in every step
@@ -394,7 +393,7 @@ def _explain_steps(
     old = [n for n in rest if n.startswith("optim.state.") and fqn_of(n) in steps]
     if len(weights) * 10 >= len(universe) * 9:
         text = f"weights and optimizer state are from another checkpoint, {far}"
-        context.add("other-checkpoint", text, evidence, [*weights, *old], explains=("weights", "optimizer"))
+        context.add(CauseKind.OTHER_CHECKPOINT, text, evidence, [*weights, *old])
         return [n for n in rest if n not in set(weights) | set(old)]
     layers = {layer_of(n) for n in old}
     part = (
@@ -405,5 +404,5 @@ def _explain_steps(
         else f" of {plural(len(steps), 'parameter')}"
     )
     text = f"the optimizer's state{part} is from another step, {far}"
-    context.add("optimizer-stale", text, evidence, old, explains=("optimizer",))
+    context.add(CauseKind.OPTIMIZER_STALE, text, evidence, old)
     return [n for n in rest if n not in set(old)]

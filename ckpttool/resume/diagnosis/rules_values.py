@@ -9,20 +9,24 @@ a loss scale, a sum over ranks, bias correction.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..compare.differences import optimizer_steps, options_by_parameter
 from ..text import component_of, describe_selection, format_list, fqn_of, is_step, name_components, plural, slot_of
 from ..trace.model import Trace
 from .context import Context
 from .files import FaultyFiles, Inspected, file_of, find_faulty_files, place_of
+from .kinds import CauseKind, TensorKind
 from .tensor_diff import VAGUE, TensorDiff
 
 __all__ = ["explain_by_files", "explain_differing"]
 
 #: How far a factor may be from another, relatively.
 _CLOSE = 1e-3
+
+_ZEROS = frozenset((TensorKind.ZERO, TensorKind.ZERO_ROWS, TensorKind.ZERO_RANGE))
 
 _VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}
 
@@ -34,22 +38,23 @@ def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: S
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
     groups = _group_by_kind(seen)
     first = next(n for n in wrong if n in seen)
-    most = max(groups, key=lambda kind: len(groups[kind]))
+    kinds = {group.kind for group in groups}
+    most = max(groups, key=lambda group: len(group.names))
     parts = f"{plural(len(wrong), 'tensor')} ({name_components(wrong)})"
     evidence = [*context.seen("state.digests"), *(f"{n}: {d.text}" for n, d in list(seen.items())[:4])]
-    kind, text = "one-file", f"every difference lies in {found}: its parts of {parts}"
+    kind, text = CauseKind.ONE_FILE, f"every difference lies in {found}: its parts of {parts}"
     if len(found.files) > 1:
-        if most != "exchanged-rows" or len(groups[most]) * 3 < len(seen) * 2:
+        if most.kind is not TensorKind.EXCHANGED_ROWS or len(most.names) * 3 < len(seen) * 2:
             return False
-        kind, text = "exchanged", f"{found} are exchanged: every difference lies in their parts of {parts}"
-    elif set(groups) - {"elements"} <= VAGUE:
+        kind, text = CauseKind.EXCHANGED, f"{found} are exchanged: every difference lies in their parts of {parts}"
+    elif kinds - {TensorKind.ELEMENTS} <= VAGUE:
         text += " are from another step, or were computed differently"
-    elif most == "copied-rows" and len(sources := _source_files(context, found, groups[most], seen)) == 1:
+    elif most.kind is TensorKind.COPIED_ROWS and len(sources := _source_files(context, found, most.names, seen)) == 1:
         text += f" are those of {sources.pop()}"
-    elif all(k.startswith("zero") or k == "elements" for k in groups):
+    elif kinds <= _ZEROS | {TensorKind.ELEMENTS}:
         text += " are zeros"
     elif len(groups) == 1:
-        text += f" {_plural(_general(seen[first].kind, seen[first].plain))}"
+        text += f" {_plural(_describe_in_general(seen[first].way, seen[first].plain))}"
     else:
         text += " differ from the reference's"
     steps = [n for n in wrong if is_step(n)]
@@ -59,7 +64,7 @@ def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: S
     if unread:
         evidence.append(f"{plural(unread, 'tensor')} were not read; all have a part in it")
     place = None if found.theirs else place_of(context.opened[1].locate(), first, seen[first].first)
-    context.add(kind, text, evidence, list(wrong), place, {component_of(n) for n in wrong})
+    context.add(kind, text, evidence, list(wrong), place)
     return True
 
 
@@ -78,8 +83,7 @@ def explain_differing(context: Context, reference: Trace, rest: Sequence[str], l
     looked = {n: looked[n] for n in rest if n in looked}
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
     left = [n for n in rest if n not in looked]
-    groups = _group_by_kind(seen)
-    for kind, names in groups.items():
+    for kind, dtype, names in _group_by_kind(seen):
         # others of the same slot that were not read are most likely of the kind, where all that were read are
         slots = {slot_of(n) for n in names}
         alone = all(n in names for n in looked if slot_of(n) in slots)
@@ -90,13 +94,13 @@ def explain_differing(context: Context, reference: Trace, rest: Sequence[str], l
         if more:
             evidence.append(f"{plural(len(more), 'tensor')} of the same kind differ and were not read")
         place = None if context.opened is None else place_of(context.opened[1].locate(), names[0], seen[names[0]].first)
-        context.add(kind, text, evidence, names + more, place, {component_of(n) for n in names})
+        context.add(kind, text, evidence, names + more, place, name=dtype)
     equal = [n for n in looked if n not in seen]
     if equal:
         which = describe_selection(equal, rest, "tensors")
         text = f"{which}: equal in both checkpoints' files, not in the jobs: loading did it"
-        context.add("loading", text, context.seen("state.digests"), equal, explains={component_of(n) for n in equal})
-    for component, kind in (("weights", "weights-differ"), ("optimizer", "moments-differ")):
+        context.add(CauseKind.LOADING, text, context.seen("state.digests"), equal)
+    for component, vague in (("weights", CauseKind.WEIGHTS_DIFFER), ("optimizer", CauseKind.MOMENTS_DIFFER)):
         names = [n for n in left if component_of(n) == component]
         if not names:
             continue
@@ -108,37 +112,46 @@ def explain_differing(context: Context, reference: Trace, rest: Sequence[str], l
             every = [n for n in every if slot_of(n) in slots]
         which = describe_selection(names, every, what)
         text = f"{which} hold{'s' if len(names) == 1 else ''} other values than the reference's"
-        context.add(kind, text, context.seen("state.digests"), names, explains=(component,))
+        context.add(vague, text, context.seen("state.digests"), names)
 
 
-def _group_by_kind(seen: Mapping[str, TensorDiff]) -> dict[str, list[str]]:
-    """{kind: names} in the order of the causes.
+class _Group(NamedTuple):
+    """The tensors that differ in one way, with the dtype that they were rounded to, "" for other ways."""
+
+    kind: TensorKind
+    dtype: str
+    names: list[str]
+
+
+def _group_by_kind(seen: Mapping[str, TensorDiff]) -> list[_Group]:
+    """Group tensors by how they differ, in the order of the causes.
 
     What is unrelated is put to what is close, if that is most of it, and so are tensors of so few elements that a
     distance says nothing of them.
     """
-    tiny = [n for n, found in seen.items() if found.kind == "elements" and found.count * 2 > found.elements]
-    by: dict[str, list[str]] = {}
+    tiny = {n for n, found in seen.items() if found.way is TensorKind.ELEMENTS and found.count * 2 > found.elements}
+    count = Counter(found.way for n, found in seen.items() if n not in tiny)
+    close, unrelated = count[TensorKind.CLOSE], count[TensorKind.UNRELATED]
+    merges = close >= 2 * unrelated > 0
+    if merges:
+        close, unrelated = close + unrelated, 0
+    many = len(tiny)
+    vague = TensorKind.CLOSE if close > many else TensorKind.UNRELATED if unrelated > many else TensorKind.ELEMENTS
+    by: dict[tuple[TensorKind, str], list[str]] = {}
     for n, found in seen.items():
-        by.setdefault("tiny" if n in tiny else found.kind, []).append(n)
-    close, unrelated = by.get("close", []), by.get("unrelated", [])
-    if len(close) >= 2 * len(unrelated) > 0:
-        by["close"] += by.pop("unrelated")
-    vague = next((k for k in ("close", "unrelated") if len(by.get(k, ())) > len(tiny)), "elements")
-    if tiny:
-        by[vague] = [*by.get(vague, ()), *by.pop("tiny")]
-    order = {"rounded": 1, "truncated": 1, "stochastic": 1, "quantised": 1, "elements": 2, "close": 3, "unrelated": 4}
-    in_order = {n: k for k, n in enumerate(seen)}
-    return {
-        kind: sorted(names, key=in_order.__getitem__)
-        for kind, names in sorted(by.items(), key=lambda item: order.get(item[0].partition("-")[0], 0))
-    }
+        way = vague if n in tiny else found.way
+        if merges and way is TensorKind.UNRELATED:
+            way = TensorKind.CLOSE
+        dtype = found.detail["dtype"] if way is TensorKind.ROUNDED else ""
+        by.setdefault((way, dtype), []).append(n)
+    groups = [_Group(way, dtype, names) for (way, dtype), names in by.items()]
+    return sorted(groups, key=lambda group: group.kind.rank)
 
 
 def _describe_tensors(
     context: Context,
     reference: Trace,
-    kind: str,
+    kind: TensorKind,
     names: list[str],
     more: list[str],
     seen: Mapping[str, TensorDiff],
@@ -151,12 +164,14 @@ def _describe_tensors(
     which = describe_selection(found, every, "weights" if slots == {"weights"} else what)
     if len(found) == 1:
         return f"{which} {seen[names[0]].text}"
-    if kind == "scaled" and (factors := _describe_factors(context, reference, names, seen)):
+    if kind is TensorKind.SCALED and (factors := _describe_factors(context, reference, names, seen)):
         return f"{which} are multiplied ({factors}"
     texts, plain = {seen[n].text for n in names}, {seen[n].plain for n in names}
-    how = texts.pop() if len(texts) == 1 else plain.pop() if len(plain) == 1 else _general(kind, seen[names[0]].plain)
+    how = _describe_in_general(kind, seen[names[0]].plain)
+    if len(texts) == 1 or len(plain) == 1:
+        how = (texts if len(texts) == 1 else plain).pop()
     also = ""
-    if kind == "close" and "weights" not in slots and len(found) * 10 >= len(every) * 9:
+    if kind is TensorKind.CLOSE and "weights" not in slots and len(found) * 10 >= len(every) * 9:
         weights = [n for n in reference.state if slot_of(n) == "weights"]
         if weights and all(n in context.got.state and context.got.state[n] == reference.state[n] for n in weights):
             also = "; weights and the optimizer's steps are the reference's"
@@ -168,31 +183,9 @@ def _plural(description: str) -> str:
     return f"{_VERBS.get(verb, verb)} {rest}".replace(" its ", " their ")
 
 
-def _general(kind: str, text: str) -> str:
-    """What is true of several tensors of one kind whose texts are not the same."""
-    return {
-        "close": "is close to the reference's: from another step, or computed differently",
-        "unrelated": "has values unrelated to the reference's",
-        "scaled": "holds the reference's values times a factor",
-        "zero-rows": "has zeros in some rows",
-        "zero-range": "has zeros in a range",
-        "constant": "is one value throughout",
-        "offset": "holds the reference's values plus a number",
-        "elements": "differs in a few elements",
-        "not-finite": "has elements that are NaN or infinite",
-        "shifted": "holds the reference's elements some places on",
-        "permuted-rows": "has the reference's rows in another order",
-        "permuted-columns": "has the reference's columns in another order",
-        "exchanged-rows": "has two ranges of rows exchanged",
-        "copied-rows": "has some rows twice",
-        "exchanged-columns": "has two ranges of columns exchanged",
-        "copied-columns": "has some columns twice",
-        "interleaved-rows": "has the rows of a fused weight's parts in another order",
-        "interleaved-columns": "has the columns of a fused weight's parts in another order",
-        "rope": "has its rows reordered as between the two ways to compute rope",
-        "quantised": "holds the reference's values quantised to 8 bits",
-        "lora-merged": "holds the reference's values plus the product of its adapter: merged, though it is kept",
-    }.get(kind, text)
+def _describe_in_general(kind: TensorKind, text: str) -> str:
+    """Say what is true of several tensors of one kind whose texts are not the same; `text` is that of the first."""
+    return kind.phrase if kind.is_general else text
 
 
 # -------------------------------------------------------------------------------------------------------------- factors

@@ -6,9 +6,12 @@ Bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. Values are co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from .kinds import TensorKind
 
 __all__ = [
     "LIMIT",
@@ -27,8 +30,13 @@ __all__ = [
 LIMIT = 1 << 24
 _BLOCK = 1 << 20
 
-#: (kind, text, detail) of a `TensorDiff`
-Found = tuple[str, str, dict[str, Any]]
+
+class Found(NamedTuple):
+    """How a tensor differs: the fields of a `TensorDiff` of these names."""
+
+    kind: TensorKind
+    text: str
+    detail: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

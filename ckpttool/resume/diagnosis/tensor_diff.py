@@ -3,12 +3,7 @@
     compare_tensors(reference, got) -> TensorDiff("rounded-bfloat16", "holds the reference's values rounded to
     bfloat16", ...)
 
-The most specific kind that is true of every differing element is the one that is given:
-
-    dtype, rounded-bfloat16 (or another dtype), truncated-bfloat16, stochastic-bfloat16, zero, zero-rows, zero-range,
-    constant, elements, byte-order, not-finite, negated, absolute, transposed, shifted, rope, exchanged-rows,
-    copied-rows, interleaved-rows, permuted-rows, and the last four of columns (`tensor_order`), scaled, offset, root,
-    square, quantised, close, unrelated (`tensor_values`)
+The most specific kind (kinds.py) that is true of every differing element is the one that is given.
 
 Comparisons are of bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. A tensor of a narrower dtype, or
 whose values were all rounded to one, is compared with the reference rounded to that dtype, so that what was done to it
@@ -19,10 +14,12 @@ elements is always of all of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import tensor_order, tensor_values
+from .kinds import TensorKind, name_kind
 from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, block_slices, is_floating, unequal_mask
 
 __all__ = ["LIMIT", "VAGUE", "TensorDiff", "compare_tensors", "differs_in", "find_rounded_dtype"]
@@ -30,7 +27,7 @@ __all__ = ["LIMIT", "VAGUE", "TensorDiff", "compare_tensors", "differs_in", "fin
 _FEW = 4
 
 #: Kinds that say little: the values are others.
-VAGUE = frozenset(("close", "unrelated"))
+VAGUE = frozenset((TensorKind.CLOSE, TensorKind.UNRELATED))
 
 
 @dataclass
@@ -43,19 +40,24 @@ class TensorDiff:
     {"from": (16, 32), "to": (0, 16)}. `sampled` says that a part was looked at.
     """
 
-    kind: str
+    way: TensorKind
     text: str
     first: int
     last: int
     count: int
     elements: int
     rows: tuple[int, int] | None = None
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: Mapping[str, Any] = field(default_factory=dict)
     sampled: bool = False
     plain: str = ""
 
     def __post_init__(self) -> None:
         self.plain = self.plain or self.text
+
+    @property
+    def kind(self) -> str:
+        """The name of the way in which it differs, with the dtype that it was rounded to: "rounded-bfloat16"."""
+        return name_kind(self.way, self.detail["dtype"] if self.way is TensorKind.ROUNDED else "")
 
 
 def compare_tensors(reference: Any, got: Any) -> TensorDiff | None:
@@ -71,15 +73,16 @@ def compare_tensors(reference: Any, got: Any) -> TensorDiff | None:
     if extent is None:
         if a.dtype == b.dtype:
             return None
-        return TensorDiff("dtype", f"holds the reference's values as {b.dtype}", 0, max(0, a.size - 1), a.size, a.size)
+        text = f"holds the reference's values as {b.dtype}"
+        return TensorDiff(TensorKind.DTYPE, text, 0, max(0, a.size - 1), a.size, a.size)
     found = _describe_diff(a, b, extent)
     if a.dtype != b.dtype and _is_real_float(a) and _is_real_float(b):
         rounded = _cast_quietly(a, b.dtype)
-        if found.kind in VAGUE and (apart := _find_extent(rounded, b)) is not None:
+        if found.way in VAGUE and (apart := _find_extent(rounded, b)) is not None:
             return _describe_diff(rounded, b, apart, f"; the rest is the reference's rounded to {b.dtype}")
-    elif a.dtype == b.dtype and found.kind in VAGUE and (dtype := find_rounded_dtype(a, b)) is not None:
+    elif a.dtype == b.dtype and found.way in VAGUE and (dtype := find_rounded_dtype(a, b)) is not None:
         more = compare_tensors(a, _cast_quietly(b, dtype))
-        if more is not None and (more.kind not in VAGUE or more.count * 2 <= found.count):
+        if more is not None and (more.way not in VAGUE or more.count * 2 <= found.count):
             return more
     return found
 
@@ -118,7 +121,7 @@ def _describe_diff(a: Any, b: Any, extent: tuple[int, int, int], note: str = "")
             ArrayPair(a, b, first, last, count, x[low * row : end], y[low * row : end], sampled)
         )
     # a bias goes the way of the rows of its weight
-    plain = (text.replace("elements", "rows") if a.ndim == 1 and kind.endswith(("-rows", "rope")) else text) + note
+    plain = (text.replace("elements", "rows") if a.ndim == 1 and kind in _ROWS else text) + note
     if a.ndim > 1 and kind not in _PLACED and ((x[: low * row] != 0).any() or (x[high * row :] != 0).any()):
         text += f", in rows {low}:{high} of {a.shape[0]}"
     if sampled and kind not in _PLACED:
@@ -126,25 +129,27 @@ def _describe_diff(a: Any, b: Any, extent: tuple[int, int, int], note: str = "")
     return TensorDiff(kind, text + note, first, last, count, a.size, rows, detail, sampled, plain)
 
 
-#: Kinds whose text says where.
-_PLACED = frozenset(
+#: Kinds of rows in other places; and all whose text says where.
+_ROWS = frozenset(
     (
-        "zero",
-        "zero-rows",
-        "zero-range",
-        "elements",
-        "rope",
-        "transposed",
-        "exchanged-rows",
-        "copied-rows",
-        "interleaved-rows",
-        "permuted-rows",
-        "exchanged-columns",
-        "copied-columns",
-        "interleaved-columns",
-        "permuted-columns",
+        TensorKind.ZERO_ROWS,
+        TensorKind.ROPE,
+        TensorKind.EXCHANGED_ROWS,
+        TensorKind.COPIED_ROWS,
+        TensorKind.INTERLEAVED_ROWS,
+        TensorKind.PERMUTED_ROWS,
     )
 )
+_PLACED = _ROWS | {
+    TensorKind.ZERO,
+    TensorKind.ZERO_RANGE,
+    TensorKind.ELEMENTS,
+    TensorKind.TRANSPOSED,
+    TensorKind.EXCHANGED_COLUMNS,
+    TensorKind.COPIED_COLUMNS,
+    TensorKind.INTERLEAVED_COLUMNS,
+    TensorKind.PERMUTED_COLUMNS,
+}
 
 
 def _contiguous(x: Any) -> Any:
@@ -204,7 +209,7 @@ def _find_rounded(pair: ArrayPair) -> Found | None:
         if all(are_same_bits(x[p].astype(dtype).astype(y.dtype), y[p]) for p in block_slices(len(x))):
             if not (y != 0).any():
                 return None  # all of it vanished: zero says more
-            return f"rounded-{name}", f"holds exactly the reference's values rounded to {name}", {"dtype": name}
+            return Found(TensorKind.ROUNDED, f"holds exactly the reference's values rounded to {name}", {"dtype": name})
     return None
 
 
@@ -224,8 +229,10 @@ def _find_bfloat16_steps(x: Any, y: Any) -> Found | None:
         up = up or bool(above.any())
     if not up:
         text = "holds the reference's values cut off to bfloat16, not rounded"
-        return "truncated-bfloat16", text, {}
-    return "stochastic-bfloat16", "holds the reference's values rounded to bfloat16 at random, up or down", {}
+        return Found(TensorKind.TRUNCATED_BFLOAT16, text)
+    return Found(
+        TensorKind.STOCHASTIC_BFLOAT16, "holds the reference's values rounded to bfloat16 at random, up or down"
+    )
 
 
 def find_rounded_dtype(a: Any, b: Any) -> Any:
@@ -252,7 +259,7 @@ def _find_zeros(pair: ArrayPair) -> Found | None:
     if any((flat[first : last + 1][p] != 0).any() for p in block_slices(last + 1 - first)):
         return None
     if not any((flat[p] != 0).any() for p in block_slices(len(flat))):
-        return "zero", "is all zeros", {}
+        return Found(TensorKind.ZERO, "is all zeros")
     if last == first:
         return None  # one element; its bits are told
     row = a.size // a.shape[0] if a.ndim > 1 else 1
@@ -262,11 +269,17 @@ def _find_zeros(pair: ArrayPair) -> Found | None:
     if a.ndim > 1 and whole:
         detail = {"rows": (low, high)}
         if high == a.shape[0] and (high - low) * 4 <= a.shape[0]:
-            return "zero-rows", f"has zeros in its last {high - low} rows ({low}:{high})", {**detail, "last": True}
-        return "zero-rows", f"has zeros in rows {low}:{high} of {a.shape[0]}", detail
+            return Found(
+                TensorKind.ZERO_ROWS,
+                f"has zeros in its last {high - low} rows ({low}:{high})",
+                {**detail, "last": True},
+            )
+        return Found(TensorKind.ZERO_ROWS, f"has zeros in rows {low}:{high} of {a.shape[0]}", detail)
     if np.count_nonzero(unequal_mask(a.reshape(-1)[first : last + 1], flat[first : last + 1])) * 2 < last + 1 - first:
         return None  # zeros here and there are no range
-    return "zero-range", f"has zeros in elements {first}:{last + 1} of {a.size}", {"range": (first, last + 1)}
+    return Found(
+        TensorKind.ZERO_RANGE, f"has zeros in elements {first}:{last + 1} of {a.size}", {"range": (first, last + 1)}
+    )
 
 
 def _find_constant(pair: ArrayPair) -> Found | None:
@@ -274,7 +287,7 @@ def _find_constant(pair: ArrayPair) -> Found | None:
     if len(y) < 2 or pair.count < 2 or unequal_mask(y[1:], y[:-1]).any() or not unequal_mask(x[1:], x[:-1]).any():
         return None
     value = y[0].item()
-    return "constant", f"is {value:g} in every element, as if newly initialised", {"value": value}
+    return Found(TensorKind.CONSTANT, f"is {value:g} in every element, as if newly initialised", {"value": value})
 
 
 def _list_elements(pair: ArrayPair) -> Found:
@@ -293,7 +306,9 @@ def _list_elements(pair: ArrayPair) -> Found:
         flipped = _name_flipped_bit(x[i : i + 1], y[i : i + 1])
         texts.append(f"{text} ({flipped})" if flipped else text)
         listed.append({"index": index, "expected": x[i].item(), "found": y[i].item(), "bit": flipped})
-    return "elements", f"differs in {len(where)} of {a.size} elements: {'; '.join(texts)}", {"elements": listed}
+    return Found(
+        TensorKind.ELEMENTS, f"differs in {len(where)} of {a.size} elements: {'; '.join(texts)}", {"elements": listed}
+    )
 
 
 #: (bits of the exponent, bits of the mantissa) by name of the dtype.
@@ -330,4 +345,4 @@ def _find_byte_order(pair: ArrayPair) -> Found | None:
     if not all(bool((as_integers(x[p]).byteswap() == as_integers(y[p])).all()) for p in block_slices(len(x))):
         return None
     text = "holds the reference's bytes in reverse order within each element: written big-endian, read little-endian"
-    return "byte-order", text, {}
+    return Found(TensorKind.BYTE_ORDER, text)

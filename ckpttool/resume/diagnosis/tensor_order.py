@@ -9,12 +9,33 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..text import plural
+from .kinds import TensorKind
 from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, unequal_mask
 
 __all__ = ["RULES"]
+
+
+class _OrderKinds(NamedTuple):
+    """The kinds of rows, or of columns, in wrong places."""
+
+    exchanged: TensorKind
+    copied: TensorKind
+    interleaved: TensorKind
+    permuted: TensorKind
+
+
+_ROWS = _OrderKinds(
+    TensorKind.EXCHANGED_ROWS, TensorKind.COPIED_ROWS, TensorKind.INTERLEAVED_ROWS, TensorKind.PERMUTED_ROWS
+)
+_COLUMNS = _OrderKinds(
+    TensorKind.EXCHANGED_COLUMNS,
+    TensorKind.COPIED_COLUMNS,
+    TensorKind.INTERLEAVED_COLUMNS,
+    TensorKind.PERMUTED_COLUMNS,
+)
 
 _SHIFTS = 256
 _BLOCK = 1 << 20
@@ -30,9 +51,9 @@ def _find_transposed(pair: ArrayPair) -> Found | None:
         return None
     which = "" if a.ndim == 2 else " in its last two dimensions"
     turned = a.swapaxes(-1, -2).reshape(-1)
-    return (
-        ("transposed", f"holds the reference transposed{which}", {}) if are_same_bits(turned, b.reshape(-1)) else None
-    )
+    if not are_same_bits(turned, b.reshape(-1)):
+        return None
+    return Found(TensorKind.TRANSPOSED, f"holds the reference transposed{which}")
 
 
 def _find_shifted(pair: ArrayPair) -> Found | None:
@@ -61,7 +82,7 @@ def _find_shifted(pair: ArrayPair) -> Found | None:
                     what = f"holds the reference shifted by {plural(by, unit)} toward the {toward}"
                     if (first % row or (last + 1) % row) and last + 1 - first < a.size - 2 * k:
                         what += f", in elements {first}:{last + 1} of {a.size}"
-                    return "shifted", what, {"shift": sign * k}
+                    return Found(TensorKind.SHIFTED, what, {"shift": sign * k})
     return None
 
 
@@ -132,13 +153,11 @@ def _find_moved_slices(pair: ArrayPair, axis: int) -> Found | None:
     if axis and axis < a.ndim - 1:
         what = f"indices of dimension {axis}"
     again = sorted(theirs, key=str) == sorted(ours, key=str)
-    return _describe_order(
-        order, wrong, what, "columns" if axis else "rows", again, again and len(source) == len(theirs)
-    )
+    return _describe_order(order, wrong, what, _COLUMNS if axis else _ROWS, again, again and len(source) == len(theirs))
 
 
 def _describe_order(
-    order: list[int], wrong: list[int], what: str, kind: str, again: bool, unique: bool
+    order: list[int], wrong: list[int], what: str, kinds: _OrderKinds, again: bool, unique: bool
 ) -> Found | None:
     """What an order of rows is: row k is the reference's row order[k], and `wrong` are those that are not in their
     place.
@@ -148,8 +167,8 @@ def _describe_order(
     if unique and (rope := _match_rope(order)):
         size, low, high, toward = rope
         where = "" if (low, high) == (0, len(order)) else f" in {what} {low}:{high} of {len(order)}"
-        return (
-            "rope",
+        return Found(
+            TensorKind.ROPE,
             f"has its {what} reordered within heads of {size}{where}: {toward}, as between the two ways to compute "
             "rope",
             {"head": size, "toward": toward},
@@ -157,10 +176,10 @@ def _describe_order(
     runs = _consecutive_runs(wrong, order)
     if again and len(runs) == 2 and runs[0][:2] == runs[1][2:] and runs[0][2:] == runs[1][:2]:
         (p, q, r, s), _ = runs
-        return f"exchanged-{kind}", f"has {what} {p}:{q} and {r}:{s} exchanged", {"ranges": [(p, q), (r, s)]}
+        return Found(kinds.exchanged, f"has {what} {p}:{q} and {r}:{s} exchanged", {"ranges": [(p, q), (r, s)]})
     if not again and len(runs) <= 4:
         text = " and ".join(f"{what} {p}:{q} that are the reference's {what} {r}:{s}" for p, q, r, s in runs)
-        return f"copied-{kind}", f"has {text}", {"to": runs[0][:2], "from": runs[0][2:]}
+        return Found(kinds.copied, f"has {text}", {"to": runs[0][:2], "from": runs[0][2:]})
     if not unique:
         return None
     if parts := _match_interleaved(order):
@@ -174,11 +193,11 @@ def _describe_order(
             "piece by piece"
         )
         text += f": the {what} of a fused weight merged or split without regard to its parts"
-        return f"interleaved-{kind}", text, {"parts": lengths, "pieces": pieces}
+        return Found(kinds.interleaved, text, {"parts": lengths, "pieces": pieces})
     text = f"has the reference's {what} in another order, {len(wrong)} of {len(order)} elsewhere"
     if size := _moved_block_size(order):
         text += f", in blocks of {size}"
-    return f"permuted-{kind}", text, {"order": order[:64]}
+    return Found(kinds.permuted, text, {"order": order[:64]})
 
 
 def _moved_block_size(order: list[int]) -> int:

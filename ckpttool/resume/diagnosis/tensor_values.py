@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .kinds import TensorKind
 from .tensor_bits import ArrayPair, Found, are_same_bits, as_float64, block_slices, dtype_epsilon, is_floating
 
 __all__ = ["find_formula", "find_not_finite", "find_sign_change", "measure_distance"]
@@ -32,8 +33,8 @@ def find_not_finite(pair: ArrayPair) -> Found | None:
     )
     if not bad:
         return None
-    return (
-        "not-finite",
+    return Found(
+        TensorKind.NOT_FINITE,
         f"has {bad} elements that are NaN or infinite where the reference's are numbers",
         {"count": bad},
     )
@@ -45,9 +46,9 @@ def find_sign_change(pair: ArrayPair) -> Found | None:
     if x.dtype != y.dtype or x.dtype.kind in "ub" or x.dtype.kind == "c":
         return None
     if all(bool((as_float64(y[p]) == -as_float64(x[p])).all()) for p in block_slices(len(x))):
-        return "negated", "holds the reference's values with the opposite sign", {}
+        return Found(TensorKind.NEGATED, "holds the reference's values with the opposite sign")
     if all(bool((as_float64(y[p]) == abs(as_float64(x[p]))).all()) for p in block_slices(len(x))):
-        return "absolute", "holds the reference's values without their signs", {}
+        return Found(TensorKind.ABSOLUTE, "holds the reference's values without their signs")
     return None
 
 
@@ -128,7 +129,11 @@ def _find_factor(pair: ArrayPair, u: Any, v: Any) -> Found | None:
         return None
     if abs(factor - round(factor)) <= fine:
         factor = float(round(factor))
-    return "scaled", f"holds the reference's values times {factor:.{6 if fine < 1e-3 else 3}g}", {"factor": factor}
+    return Found(
+        TensorKind.SCALED,
+        f"holds the reference's values times {factor:.{6 if fine < 1e-3 else 3}g}",
+        {"factor": factor},
+    )
 
 
 def _find_offset(pair: ArrayPair, u: Any, v: Any) -> Found | None:
@@ -146,15 +151,20 @@ def _find_offset(pair: ArrayPair, u: Any, v: Any) -> Found | None:
     ):
         text = (
             f"holds the reference's values {'plus' if one > 0 else 'minus'} 1, as between norms that multiply by w and "
+            "those that multiply by 1 + w (Megatron's zero-centered gamma)"
         )
-        return "offset", f"{text}those that multiply by 1 + w (Megatron's zero-centered gamma)", {"offset": float(one)}
+        return Found(
+            TensorKind.OFFSET,
+            f"{text}those that multiply by 1 + w (Megatron's zero-centered gamma)",
+            {"offset": float(one)},
+        )
     certain = 25 * fine * largest
     if not abs(offset) > certain or not u.max() - u.min() > certain or len(np.unique(u)) < _LEAST:
         return None
     if not _holds_everywhere(pair, lambda u: u + offset, fine, lambda v: abs(v) + 2 * abs(offset)):
         return None
     text = f"holds the reference's values {'plus' if offset > 0 else 'minus'} {abs(offset):g}"
-    return "offset", text, {"offset": offset}
+    return Found(TensorKind.OFFSET, text, {"offset": offset})
 
 
 def _find_power(pair: ArrayPair, u: Any, v: Any) -> Found | None:
@@ -170,9 +180,9 @@ def _find_power(pair: ArrayPair, u: Any, v: Any) -> Found | None:
         return bool((abs(formula(u) - u) > 4 * fine * abs(u)).mean() > 0.5) and _holds_everywhere(pair, formula, fine)
 
     if not (u < 0).any() and fits(np.sqrt):
-        return "root", "holds the square root of the reference's values", {}
+        return Found(TensorKind.ROOT, "holds the square root of the reference's values")
     if fits(np.square):
-        return "square", "holds the square of the reference's values", {}
+        return Found(TensorKind.SQUARE, "holds the square of the reference's values")
     return None
 
 
@@ -193,7 +203,7 @@ def _find_quantisation(pair: ArrayPair, u: Any, v: Any) -> Found | None:
             width = 4 if levels <= 16 and few else 8
             whose = "the tensor" if block == len(v) else f"each block of {block}"
             text = f"holds the reference's values quantised to {width} bits, relative to the largest of {whose}"
-            return "quantised", text, {"block": None if block == len(v) else block}
+            return Found(TensorKind.QUANTISED, text, {"block": None if block == len(v) else block})
     return None
 
 
@@ -226,18 +236,18 @@ def measure_distance(pair: ArrayPair) -> Found:
     """How far apart the values are, where no formula fits."""
     sums = _sum_pair(pair)
     if not sums.count:
-        return "unrelated", "has values that are not numbers", {}
+        return Found(TensorKind.UNRELATED, "has values that are not numbers")
     relative = (sums.apart / sums.x) ** 0.5 if sums.x else float("inf")
     detail = {"relative": relative, "largest": sums.largest}
     if relative <= 0.5:
         text = (
             f"is close to the reference (relative distance {relative:.2g}): from another step, or computed differently"
         )
-        return "close", text, detail
+        return Found(TensorKind.CLOSE, text, detail)
     cosine = sums.xy / (sums.x * sums.y) ** 0.5 if sums.x and sums.y else 0.0
     if cosine > 0.7:
         text = f"is similar to the reference (cosine {cosine:.2f}): from another step, or computed differently"
-        return "close", text, {**detail, "cosine": cosine}
+        return Found(TensorKind.CLOSE, text, {**detail, "cosine": cosine})
     ratio = (sums.y / sums.x) ** 0.5 if sums.x else float("inf")
     text = f"has values unrelated to the reference's (cosine {cosine:.2f}, {ratio:.3g} times its norm)"
-    return "unrelated", text, {**detail, "cosine": cosine, "norm": ratio}
+    return Found(TensorKind.UNRELATED, text, {**detail, "cosine": cosine, "norm": ratio})

@@ -1,6 +1,5 @@
 """How the rows of two batches differ, by the marks of their rows (`batches.digest_and_marks`).
 
-    count_common_rows(expected, got)                   (rows of both, rows of `got`)
     describe_row_mismatch(reference, got, pairs)       what happened to the rows: (kind, sentence), or None
 
 A row is looked up in all steps of the other side. If data is k samples ahead, the rows of a step are those of the
@@ -10,60 +9,50 @@ global batch is.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 
+from ..compare.dynamics import count_marks
 from ..text import format_list, plural
 from ..trace.batches import split_marks
 from ..trace.model import Step, Trace
+from .kinds import CauseKind
 
-__all__ = ["count_common_rows", "describe_row_mismatch"]
-
-
-def _count_marks(step: Step) -> Counter[str]:
-    return Counter(chain.from_iterable(split_marks(step.rows)))
+__all__ = ["describe_row_mismatch"]
 
 
-def count_common_rows(expected: Step, got: Step) -> tuple[int, int] | None:
-    """(how many rows of a step are the reference's, how many it has), or None if they were not recorded."""
-    if not expected.rows or not got.rows:
-        return None
-    ours = _count_marks(got)
-    return (_count_marks(expected) & ours).total(), ours.total()
-
-
-def describe_row_mismatch(reference: Trace, got: Trace, pairs: Sequence[tuple[Step, Step]]) -> tuple[str, str] | None:
-    """(kind of cause, sentence) for steps (expected, found) with other batches, or None if rows say nothing."""
+def describe_row_mismatch(
+    reference: Trace, got: Trace, pairs: Sequence[tuple[Step, Step]]
+) -> tuple[CauseKind, str] | None:
+    """Return (kind of cause, sentence) for steps (expected, found) with other batches, or None if rows say nothing."""
     known = [(a, b) for a, b in pairs if a.rows and b.rows]
     if not known:
         return None
     first, second = known[0]
-    same, many = (_count_marks(first) & _count_marks(second)).total(), _count_marks(second).total()
+    same, many = (count_marks(first) & count_marks(second)).total(), count_marks(second).total()
     some = f"{same} of the {plural(many, 'row')} of step {second.step} {'is' if same == 1 else 'are'} the reference's"
     if (twice := _describe_doubled_rows(first, second)) is not None:
-        return "data-rows", f"{twice}: {some}"
+        return CauseKind.DATA_ROWS, f"{twice}: {some}"
     ahead = _find_shift([(b, a.step) for a, b in known], reference.steps)
     behind = None if ahead is not None else _find_shift([(a, b.step) for a, b in known], got.steps)
     k = ahead if ahead is not None else None if behind is None else -behind
     if k:
         way = "ahead of" if k > 0 else "behind"
-        return "data-rows", f"the data is shifted by {plural(abs(k), 'sample')}, {way} the reference: {some}"
+        return CauseKind.DATA_ROWS, f"the data is shifted by {plural(abs(k), 'sample')}, {way} the reference: {some}"
     steps = _steps_by_row(reference.steps)
-    found = [steps[row][0] for row in (_count_marks(second) - _count_marks(first)).elements() if row in steps]
+    found = [steps[row][0] for row in (count_marks(second) - count_marks(first)).elements() if row in steps]
     if not same and not found:
         return None
     if same + len(found) == many:
         others = format_list([f"step {s}" for s in sorted(set(found))])
-        return "data-order", f"the rows come in a different order: {some}, and the others are those of {others}"
+        return CauseKind.DATA_ORDER, f"the rows come in a different order: {some}, and the others are those of {others}"
     text = f"{some}, {len(found)} of its other steps" if found else some
-    return "data-rows", f"{text}, and {many - same - len(found)} of none that was recorded"
+    return CauseKind.DATA_ROWS, f"{text}, and {many - same - len(found)} of none that was recorded"
 
 
 def _describe_doubled_rows(expected: Step, got: Step) -> str | None:
     """Which ranks have the rows of others, if the reference did not have them several times."""
     ours = [sorted(rows) for rows in split_marks(got.rows)]
-    again = _count_marks(got) - _count_marks(expected)
+    again = count_marks(got) - count_marks(expected)
     copies: dict[int, list[int]] = {}
     for rank, rows in enumerate(ours):
         first = ours.index(rows)
@@ -84,7 +73,7 @@ def _steps_by_row(steps: Sequence[Step]) -> dict[str, list[int]]:
     """{row: the steps that have it}"""
     out: dict[str, list[int]] = {}
     for step in steps:
-        for row in _count_marks(step):
+        for row in count_marks(step):
             out.setdefault(row, []).append(step.step)
     return out
 
@@ -96,7 +85,7 @@ def _find_shift(batches: Sequence[tuple[Step, int]], others: Sequence[Step]) -> 
     steps = _steps_by_row(others)
     shifts = set()
     for step, at in batches:
-        rows = list(_count_marks(step).elements())
+        rows = list(count_marks(step).elements())
         if not all(row in steps for row in rows):
             continue
         gaps = [min((s - at for s in steps[row]), key=abs) for row in rows]

@@ -1,0 +1,173 @@
+"""The kinds of causes that a report names, and the ways in which a tensor differs: one table each.
+
+A member of `CauseKind` is a row: its name (the `kind` of a cause in JSON), what it says in a sentence, and what else it
+explains, so that later rules are silent about it. A member of `TensorKind` is a row, too; causes about values of
+tensors are of these kinds. The index in docs/explanation/faults.md is made from both (docs/_hooks.py).
+
+    context.add(CauseKind.STEP_RESET, "the optimizer's step is 0 on all tensors")
+    context.add(CauseKind.OPTION, "lr is 0.1 and was 0.2 for all parameters", name="lr")         # "option-lr"
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal
+
+__all__ = ["CauseKind", "TensorKind", "Topic", "list_kinds", "name_kind"]
+
+#: What a cause explains besides itself.
+Topic = Literal["weights", "optimizer", "gradients", "data", "rates"]
+
+_OPTIMIZER: tuple[Topic, ...] = ("optimizer",)
+_STATE: tuple[Topic, ...] = ("weights", "optimizer")
+_RATES: tuple[Topic, ...] = ("rates", "optimizer")
+_DATA: tuple[Topic, ...] = ("data",)
+
+
+class CauseKind(Enum):
+    """Kinds of causes, in the order of the rules that find them.
+
+    `label` is the name, followed by "-" and the name of an option for OPTION. `sentence` says what it is. `explains`
+    are the topics that it explains; None stands for those of its tensors, weights or optimizer.
+    """
+
+    LOAD_FAILED = "load-failed", "The checkpoint could not be loaded into the job.", _STATE
+    COPIES_DIFFER = "copies-differ", "Ranks that should hold the same tensor do not.", _STATE
+    ROUNDED_ON_LOAD = "rounded-on-load", "The job holds a tensor in a less precise dtype than the files."
+    LOADING = "loading", "Loading changed tensors: the job does not hold what the files contain.", None
+    OPTIMIZER_MISSING = "optimizer-missing", "The checkpoint has no optimizer state.", _OPTIMIZER
+    TENSOR_MISSING = "tensor-missing", "Weights of the reference are not in the checkpoint.", ("weights",)
+    MOMENTS_MISSING = "moments-missing", "The optimizer state of some parameters is missing.", _OPTIMIZER
+    TENSOR_EXTRA = "tensor-extra", "The checkpoint has tensors that the reference does not have."
+    SHAPE = "shape", "Tensors have another shape.", _STATE
+    VOCABULARY = "vocabulary", "Rows of the vocabulary were cut off, or padding was added.", _STATE
+    MOMENTS_EXCHANGED = "moments-exchanged", "Moments stand under each other's names.", None
+    LAYERS_EXCHANGED = "layers-exchanged", "Layers are in another order.", None
+    EXCHANGED = "exchanged", "Two tensors, or the files of two ranks, are in each other's place.", None
+    ONE_FILE = "one-file", "Every difference lies in one file, which the report names with its rank.", None
+    STEP_RESET = "step-reset", "The optimizer's step is 0.", _OPTIMIZER
+    STEP_DIFFERS = "step-differs", "The optimizer's steps differ, by different numbers.", _OPTIMIZER
+    STEP_OFFSET = "step-offset", "The optimizer's step is some steps off; its moments are right.", _OPTIMIZER
+    OTHER_CHECKPOINT = "other-checkpoint", "Weights and optimizer state are from another checkpoint.", _STATE
+    OPTIMIZER_STALE = "optimizer-stale", "The optimizer's state is from another step.", _OPTIMIZER
+    WEIGHTS_DIFFER = "weights-differ", "Weights hold other values; their files were not read.", ("weights",)
+    MOMENTS_DIFFER = "moments-differ", "The optimizer holds other values; its files were not read.", _OPTIMIZER
+    SCHEDULER_MISSING = "scheduler-missing", "The checkpoint has no scheduler state.", _RATES
+    UNTIED = "untied", "Weights are tied on one side alone.", _STATE
+    MODEL_CONFIGURATION = "model-configuration", "The model's configuration, or its kernels, differ.", ("weights",)
+    OPTION = "option", "An option of a param group has another value.", _OPTIMIZER
+    WEIGHT_DECAY_ON_NORMS = "weight-decay-on-norms", "Norms and biases decay that did not.", _OPTIMIZER
+    OPTIMIZER_MEMBERS = "optimizer-members", "The optimizer has other parameters.", _OPTIMIZER
+    SCHEDULER_RESET = "scheduler-reset", "The scheduler starts over.", _RATES
+    SCHEDULER_OFFSET = "scheduler-offset", "The scheduler is some steps off.", _RATES
+    SCHEDULER_STATE = "scheduler-state", "The scheduler's state has other values.", _RATES
+    SCHEDULER_INCOMPLETE = "scheduler-incomplete", "A part of the scheduler's state is missing.", _RATES
+    SCHEDULER_LOST = "scheduler-lost", "The learning rate stays where it is: no scheduler changes it.", _RATES
+    LEARNING_RATE = "learning-rate", "The learning rate is another one, or 0.", _RATES
+    CLIPPING = "clipping", "Gradients are clipped at another norm, or on one side alone.", _OPTIMIZER
+    COUNTERS = "counters", "The trainer's counters, such as step and epoch, differ."
+    RNG = "rng", "The stored random states differ, or are lost."
+    DATALOADER = "dataloader", "The dataloader's stored state differs, or is lost."
+    SCALER = "scaler", "The grad scaler's stored state differs, or is lost."
+    VALUES = "values", "Other stored values differ, or are lost."
+    GLOBAL_BATCH = "global-batch", "The global batch has another size.", _DATA
+    SEQUENCE = "sequence", "Sequences have another length.", _DATA
+    DATA_ROWS = "data-rows", "Ranks read the rows of others, or the data is some samples off.", _DATA
+    DATA_RESTART = "data-restart", "The data starts over.", _DATA
+    DATA_OFFSET = "data-offset", "The data is some steps off.", _DATA
+    DATA_ORDER = "data-order", "The same rows or batches come in a different order.", _DATA
+    DATA_OTHER = "data-other", "None of the batches is in the reference.", _DATA
+    STATE_ODD = "state-odd", "The optimizer's state is one that no training produces.", _OPTIMIZER
+    RANK_DISAGREES = "rank-disagrees", "A rank computes other logits or another loss.", ("weights", "gradients")
+    GRADIENT_SCALE = "gradient-scale", "Gradients are summed instead of averaged.", ("gradients", "optimizer")
+    WEIGHTS = "weights", "Logits or loss differ before any update.", ("weights",)
+    DROPOUT = "dropout", "Dropout, or its random numbers, differ."
+    LOSS_COMPUTATION = "loss-computation", "The loss is computed differently from equal logits.", ("weights",)
+    DATA = "data", "Another batch, or another computation of the loss."
+    FROZEN = "frozen", "Parameters that were updated in the reference are not.", _OPTIMIZER
+    GRADIENTS = "gradients", "The loss is equal and gradients are not."
+    OPTIMIZER = "optimizer", "Gradients are equal and updates are not."
+    OPTIMIZER_GROUP = "optimizer-group", "The updates of one param group differ."
+    MOMENTS = "moments", "The updates of some tensors differ."
+    LATER_STEPS = "later-steps", "The first step agrees and later ones do not."
+    NO_GRADIENT = "no-gradient", "No gradient arrives."
+    SPIKE = "spike", "The grad norm leaps."
+    SAVE_OR_LOAD = "save-or-load", "What was saved is not what is loaded again."
+    DOES_NOT_FIT = "does-not-fit", "The checkpoint is of another model than the job."
+    UNKNOWN = "unknown", "No known fault looks like this; the failed checks are the evidence."
+
+    def __init__(self, label: str, sentence: str, explains: tuple[Topic, ...] | None = ()) -> None:
+        self.label, self.sentence, self.explains = label, sentence, explains
+
+
+class TensorKind(Enum):
+    """How a tensor differs from its reference.
+
+    `label` is the name, followed by "-" and a dtype for ROUNDED. `phrase` completes "the tensor ..."; where
+    `is_general`, it is what is said of several tensors whose own texts differ. Causes of a lower `rank` come first:
+    what only one thing explains, then rounding, single elements, and last values of which nothing is known but a
+    distance.
+    """
+
+    DTYPE = "dtype", "holds the reference's values in another dtype"
+    TRANSPOSED = "transposed", "holds the reference transposed"
+    SHIFTED = "shifted", "holds the reference's elements some places on", True
+    ROPE = "rope", "has its rows reordered as between the two ways to compute rope", True
+    EXCHANGED_ROWS = "exchanged-rows", "has two ranges of rows exchanged", True
+    COPIED_ROWS = "copied-rows", "has some rows twice", True
+    INTERLEAVED_ROWS = "interleaved-rows", "has the rows of a fused weight's parts in another order", True
+    PERMUTED_ROWS = "permuted-rows", "has the reference's rows in another order", True
+    EXCHANGED_COLUMNS = "exchanged-columns", "has two ranges of columns exchanged", True
+    COPIED_COLUMNS = "copied-columns", "has some columns twice", True
+    INTERLEAVED_COLUMNS = "interleaved-columns", "has the columns of a fused weight's parts in another order", True
+    PERMUTED_COLUMNS = "permuted-columns", "has the reference's columns in another order", True
+    ZERO = "zero", "is all zeros"
+    ZERO_ROWS = "zero-rows", "has zeros in some rows", True
+    ZERO_RANGE = "zero-range", "has zeros in a range", True
+    CONSTANT = "constant", "is one value throughout", True
+    BYTE_ORDER = "byte-order", "holds the reference's bytes in reverse order within each element"
+    NOT_FINITE = "not-finite", "has elements that are NaN or infinite", True
+    NEGATED = "negated", "holds the reference's values with the opposite sign"
+    ABSOLUTE = "absolute", "holds the reference's values without their signs"
+    SCALED = "scaled", "holds the reference's values times a factor", True
+    OFFSET = "offset", "holds the reference's values plus a number", True
+    ROOT = "root", "holds the square root of the reference's values"
+    SQUARE = "square", "holds the square of the reference's values"
+    COPIED = "copied", "holds the values of another tensor"
+    MOMENTS_COPIED = "moments-copied", "holds the values of another moment of the parameter"
+    LORA_MERGED = (
+        "lora-merged",
+        "holds the reference's values plus the product of its adapter: merged, though it is kept",
+        True,
+    )
+    ROUNDED = "rounded", "holds exactly the reference's values rounded to a dtype", False, 1
+    TRUNCATED_BFLOAT16 = "truncated-bfloat16", "holds the reference's values cut off to bfloat16", False, 1
+    STOCHASTIC_BFLOAT16 = "stochastic-bfloat16", "holds the reference's values rounded to bfloat16 at random", False, 1
+    QUANTISED = "quantised", "holds the reference's values quantised to 8 bits", True, 1
+    ELEMENTS = "elements", "differs in a few elements", True, 2
+    CLOSE = "close", "is close to the reference's: from another step, or computed differently", True, 3
+    UNRELATED = "unrelated", "has values unrelated to the reference's", True, 4
+
+    def __init__(self, label: str, phrase: str, is_general: bool = False, rank: int = 0) -> None:
+        self.label, self.phrase, self.is_general, self.rank = label, phrase, is_general, rank
+
+    @property
+    def sentence(self) -> str:
+        """What a cause of this kind says."""
+        return f"A tensor {self.phrase}."
+
+    @property
+    def explains(self) -> None:
+        """The topics of its tensors: always None, see `CauseKind`."""
+        return None
+
+
+def name_kind(kind: CauseKind | TensorKind, name: str = "") -> str:
+    """Return the name of a kind as in JSON, with the option or dtype that it is about: "option-lr"."""
+    return f"{kind.label}-{name}" if name else kind.label
+
+
+def list_kinds() -> dict[str, str]:
+    """List {name: sentence} of all kinds, causes first; the anchor of each in faults.md is its name."""
+    suffixes: dict[CauseKind | TensorKind, str] = {CauseKind.OPTION: "NAME", TensorKind.ROUNDED: "DTYPE"}
+    return {name_kind(k, suffixes.get(k, "")): k.sentence for k in (*CauseKind, *TensorKind)}
