@@ -25,6 +25,7 @@ from ..index.names import step_count
 from .request import RunSettings, VerifyRequest, parse_mesh
 from .text import plural
 from .trace.model import Trace, read_reference
+from .trace.records import NumericsRecord
 
 __all__ = ["Plan", "RunPlanner", "choose_device", "choose_mesh", "find_start_step"]
 
@@ -134,7 +135,7 @@ class RunPlanner:
         """Make the settings of the candidate; what was not asked for is as in the recorded job."""
         request = self.request
         known = self.recorded or Trace()
-        numerics = known.environment.get("numerics") or {}
+        numerics = known.environment.get("numerics") or NumericsRecord()
         return RunSettings(
             source=source.path,
             reading=source.reading,
@@ -148,7 +149,7 @@ class RunPlanner:
             sequence=request.sequence or known.sequence,
             global_batch=request.global_batch or known.global_batch or 8,
             micro_batch=request.micro_batch or known.micro_batch or 1,
-            numerics=dict(numerics),
+            numerics=numerics,
             buffers=known.buffers,
             dtype=request.dtype or known.dtype or ("bf16" if self.device == "cuda" else "fp32"),
             device=self.device,

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ..errors import UsageError, argument, flags_are_named
 from ..options import OpenOptions, Reading, option
+from .trace.records import NumericsRecord
 
 __all__ = [
     "RunSettings",
@@ -255,7 +256,7 @@ class RunSettings:
     clip: float | None = None
     rates: dict[int, list[float]] = field(default_factory=dict)
     probe: dict[str, list[list[int]]] = field(default_factory=dict)
-    numerics: dict[str, Any] = field(default_factory=dict)
+    numerics: NumericsRecord = field(default_factory=NumericsRecord)
     buffers: dict[str, list[Any]] = field(default_factory=dict)
     keep_dropout: bool = False
     activation_checkpointing: bool = False

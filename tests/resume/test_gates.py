@@ -6,7 +6,7 @@ import pytest
 
 from ckpttool.resume.compare.limits import PEAKS, check_gates, compute_metrics, peak_flops
 from ckpttool.resume.compare.verdict import Report
-from ckpttool.resume.job.load_cost import describe_load_costs
+from ckpttool.resume.report.facts import describe_load_costs
 from ckpttool.resume.trace.model import Step, Trace
 
 

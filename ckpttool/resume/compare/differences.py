@@ -13,6 +13,7 @@ from typing import Any
 
 from ..text import fqn_of, is_step
 from ..trace.model import Step, Trace
+from ..trace.records import EnvironmentRecord
 from .bounds import QUANTA
 
 __all__ = [
@@ -216,7 +217,7 @@ def in_stored_dtypes(reference: Trace, got: Trace) -> tuple[Trace, Trace]:
             unknown.append(n)
         if files.get(n) == mark:
             files[n] = ours[n][2]  # it was loaded as it is in the files, in whatever dtype
-    environment = {**got.environment, "as_stored": as_stored, "not_rounded": unknown}
+    environment: EnvironmentRecord = {**got.environment, "as_stored": as_stored, "not_rounded": unknown}
     return replace(reference, state=theirs), replace(got, state=ours, stored=files, environment=environment)
 
 

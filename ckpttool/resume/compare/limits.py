@@ -83,7 +83,7 @@ def compute_metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str,
     if isinstance(save := trace.roundtrip.get("save_seconds"), (int, float)):
         out["save_seconds"] = float(save)
     for what in ("reserved", "allocated"):
-        peaks = [m[f"{what}_bytes"] for m in trace.memory if m.get(f"{what}_bytes") is not None]
+        peaks = [x for m in trace.memory if isinstance(x := m.get(f"{what}_bytes"), int)]
         if peaks:
             out[f"{what}_gib"] = max(peaks) / 2**30
     left = [

@@ -11,12 +11,12 @@ lost.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from ...errors import argument
 from ...huggingface import lora
 from ..text import format_list, plural
 from ..trace.model import Trace
+from ..trace.records import MisfitRecord
 from .differences import missing_and_extra, shape_differences
 from .side_state_differences import is_recording, side_state_of
 
@@ -25,7 +25,7 @@ __all__ = ["compare_names", "describe_misfit", "does_not_fit"]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def compare_names(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dict[str, Any]:
+def compare_names(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> MisfitRecord:
     """How the model's names in a checkpoint and in a job differ: {"missing", "surplus", "shapes", "prefix",
     "job_prefix", "rows"}.
 
@@ -40,7 +40,7 @@ def compare_names(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -
     missing = [n for n in live if n not in stored]
     surplus = [n for n in stored if n not in live]
     shapes = {n: [list(stored[n]), list(live[n])] for n in stored if n in live and stored[n] != live[n]}
-    out: dict[str, Any] = {"missing": missing, "surplus": surplus, "shapes": shapes}
+    out: MisfitRecord = {"missing": missing, "surplus": surplus, "shapes": shapes}
     if surplus:
         out["prefix"] = next((p for p in _common_prefixes(stored) if _fits(_strip_prefix(stored, p), live, tied)), "")
         out["job_prefix"] = next((p for p in _common_prefixes(live) if _fits(stored, _strip_prefix(live, p), [])), "")
@@ -98,7 +98,7 @@ def does_not_fit(reference: Trace | None, got: Trace) -> bool:
 
 def describe_misfit(got: Trace) -> str:
     """What does not fit, and what would make it fit."""
-    how = got.misfit or {}
+    how: MisfitRecord = got.misfit or {"missing": [], "surplus": [], "shapes": {}}
     if adapter := how.get("adapter"):
         return (
             f"the checkpoint holds an adapter ({adapter}) and none of the {plural(len(how['missing']), 'tensor')} of "

@@ -16,6 +16,7 @@ from ..request import RunSettings
 from ..trace import batches, fingerprint, probing
 from ..trace.live_facts import StepNorms, root_of_squares
 from ..trace.model import Step, Trace
+from ..trace.records import LogitSketch, MemoryRecord
 from .build import Job
 from .watchdog import enter_stage
 
@@ -75,7 +76,7 @@ def measure_recorded_probe(job: Job, settings: RunSettings, out: Trace) -> None:
         return
     batch = probing.probe_batch(settings.probe, _device(settings))
     why = probing.unsupported_forward_reason(job.model, batch)
-    found: dict[str, Any] = {}
+    found: LogitSketch = {}
     if why is None:
         try:
             with probing.preserving_module_state(job.model):
@@ -234,14 +235,14 @@ def _synchronize(settings: RunSettings) -> None:
         torch.cuda.synchronize()
 
 
-def measure_memory(settings: RunSettings) -> list[dict[str, int]]:
+def measure_memory(settings: RunSettings) -> list[MemoryRecord]:
     """Peak memory of every rank: of its GPU, or on CPU of the process."""
     import resource
 
     import torch
 
     if settings.device == "cuda":
-        mine = {
+        mine: MemoryRecord = {
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
@@ -250,4 +251,5 @@ def measure_memory(settings: RunSettings) -> list[dict[str, int]]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         mine = {"allocated_bytes": peak, "reserved_bytes": peak, "total_bytes": whole}
-    return [{"rank": r, **m} for r, m in enumerate(gathered(mine))]
+    every: list[MemoryRecord] = gathered(mine)
+    return [{"rank": r, **m} for r, m in enumerate(every)]

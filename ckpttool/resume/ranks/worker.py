@@ -16,10 +16,11 @@ import faulthandler
 import gc
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
 from ...engine.opening import OpenCheckpoint
@@ -31,7 +32,6 @@ from ...live.shared_index import look_together
 from ...live.values import lossless
 from ..compare import misfit
 from ..job.build import Job, build_job
-from ..job.load_cost import LoadCost
 from ..job.round_trip import round_trip
 from ..job.training import measure_memory, measure_probe, measure_recorded_probe, train_step
 from ..job.user_job import check_batches_fit_model
@@ -55,6 +55,7 @@ from ..trace.live_facts import (
 )
 from ..trace.model import OF_BUILD, Trace, trace_to_json
 from ..trace.numerics import name_missing_kernel, use_numerics, use_recorded_buffers
+from ..trace.records import LoadCostRecord
 from ..trace.side_state import collect_side_state
 from .torchrun import exit_process, is_lost_peer, joined_job
 
@@ -203,6 +204,40 @@ class _RateReporter:
         )
 
 
+class _LoadCost:
+    """Measures what a load costs this rank, from now on: time, bytes, and the most memory that it had
+    meanwhile. `bytes` are those of tensors that this rank read, to be set by the caller."""
+
+    def __init__(self, device: str) -> None:
+        self.bytes = 0
+        self._on_gpu, self._began = device == "cuda", time.monotonic()
+        # on Linux; elsewhere the peak is that of the whole process
+        with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as f:
+            f.write("5")
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+
+    def measured(self) -> LoadCostRecord:
+        """Return the costs up to now."""
+        device = None
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+            device = torch.cuda.max_memory_allocated()
+        seconds = time.monotonic() - self._began
+        return {"seconds": seconds, "bytes": self.bytes, "host_bytes": _peak_host_bytes(), "device_bytes": device}
+
+
+def _peak_host_bytes() -> int:
+    """Return the most resident memory since it was last cleared, in bytes."""
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/status", encoding="ascii", errors="replace") as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith("VmHWM:"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def _load_checkpoint(
     settings: RunSettings,
     job: Job,
@@ -215,7 +250,7 @@ def _load_checkpoint(
     """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
     problem = None if refused is None else str(refused)
     fits = not isinstance(refused, DoesNotFit)
-    cost = LoadCost(settings.device)
+    cost = _LoadCost(settings.device)
     if problem is None:
         try:
             optimizer, scheduler = (job.optimizer, job.scheduler) if trained else (None, None)
@@ -228,20 +263,21 @@ def _load_checkpoint(
             problem, fits = str(e), not isinstance(e, DoesNotFit)
         except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
             problem = f"{type(e).__name__}: {e}"
-    problems = gathered((problem, cost.measured()))
-    out.loads = [{"rank": rank, **measured} for rank, (_, measured) in enumerate(problems)]
+    every: list[tuple[str | None, LoadCostRecord]] = gathered((problem, cost.measured()))
+    problems = [said for said, _ in every]
+    out.loads = [{"rank": rank, **measured} for rank, (_, measured) in enumerate(every)]
     out.load_seconds = max(m["seconds"] for m in out.loads)
     out.load_bytes = sum(m["bytes"] for m in out.loads)
     if not all(gathered(fits)):
         stored = {t.local_name: t.shape for t in opened.checkpoint.tensors.values() if t.component == "model"}
         live = {n.removeprefix("model."): tuple(t.shape) for n, t in named_state(job.model).items()}
         out.misfit = misfit.compare_names(stored, live, out.tied)
-    errors = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
+    errors = {p: r for r, p in reversed(list(enumerate(problems))) if p is not None}
     if not errors:
         return None
     text, rank = next(iter(errors.items()))
     text = "; ".join(" ".join(line.split()).rstrip(".") for line in text.replace(":\n", ": ").splitlines())
-    return text if len(errors) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
+    return text if len(errors) == 1 and all(p is not None for p in problems) else f"rank {rank}: {text}"
 
 
 def _fingerprint_state(

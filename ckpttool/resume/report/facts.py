@@ -11,21 +11,24 @@ Texts are printable (`text.escape_unprintable`). `terminal`, `junit`, `prometheu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from ..compare.differences import relative_deviation
 from ..compare.misfit import describe_misfit
 from ..compare.verdict import Check, Report
-from ..job.load_cost import describe_load_costs
 from ..text import escape_unprintable, format_number
 from ..trace.model import OF_BUILD, Step, Trace
+from ..trace.records import LoadCostRecord
 
 __all__ = [
     "QUANTITIES",
     "ComparedStep",
     "compared_rows",
     "count_checks",
+    "describe_load_costs",
     "device_name",
     "format_bound",
     "known_metric",
@@ -207,6 +210,30 @@ def list_speed(report: Report) -> list[tuple[str, str]]:
     return [*out, *describe_load_costs(report.candidate.loads)]
 
 
+def describe_load_costs(loads: Sequence[LoadCostRecord]) -> list[tuple[str, str]]:
+    """Describe time, bytes and memory of a load over the ranks: (what, minimum, median and maximum, and which rank has
+    it)."""
+    out: list[tuple[str, str]] = []
+    read = max((m["bytes"] for m in loads), default=0)
+    for what, key, unit, digits in (
+        ("load time of a rank", "seconds", 1.0, "{:.3g} s"),
+        ("bytes read by a rank", "bytes", *((1e9, "{:.3g} GB") if read >= 1e9 else (1e6, "{:.3g} MB"))),
+        ("peak host memory of a load", "host_bytes", 2.0**30, "{:.3g} GiB"),
+        ("peak device memory of a load", "device_bytes", 2.0**30, "{:.3g} GiB"),
+    ):
+        rows = [(float(x) / unit, m["rank"]) for m in loads if isinstance(x := m.get(key), (int, float))]
+        if not rows:
+            continue
+        most, rank = max(rows, key=lambda row: row[0])
+        if len(rows) == 1:
+            out.append((what, digits.format(most)))
+            continue
+        least, middle = min(x for x, _ in rows), median(x for x, _ in rows)
+        numbers = ", ".join(digits.format(x) for x in (least, middle, most))
+        out.append((what, f"{numbers} (least, median, most: rank {rank})"))
+    return out
+
+
 def known_metric(report: Report, key: str) -> float | None:
     """One of the metrics, as computed for the gates, or else from the trace."""
     value: Any = report.metrics.get(key)
@@ -223,6 +250,6 @@ def known_metric(report: Report, key: str) -> float | None:
         )  # the first warms up
         value = seconds[len(seconds) // 2] if seconds else None
     if value is None and key in ("reserved_gib", "allocated_gib"):
-        peaks = [m[key.replace("gib", "bytes")] for m in trace.memory if m.get(key.replace("gib", "bytes")) is not None]
+        peaks = [x for m in trace.memory if isinstance(x := m.get(key.replace("gib", "bytes")), int)]
         value = max(peaks) / 2**30 if peaks else None
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compare.verdict import Report
 from ..text import escape_unprintable, format_number
+from ..trace.records import MemoryRecord
 from .charts import Figure, draw_figure, finite_or_inf
 from .facts import (
     QUANTITIES,
@@ -252,7 +253,7 @@ def _bar_percent(difference: float, largest: float) -> float:
 
 
 def _memory_context(report: Report) -> dict[str, Any] | None:
-    def of(memory: dict[str, Any], key: str) -> int:
+    def of(memory: MemoryRecord, key: str) -> int:
         value = memory.get(key)
         return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
 

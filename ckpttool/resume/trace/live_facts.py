@@ -16,6 +16,7 @@ from ...live.live_values import leaves
 from ...live.optimizers import OWN_FLAGS
 from .fingerprint import counts_on_this_rank, local_shard, sum_over_ranks
 from .numerics import read_numerics
+from .records import EnvironmentRecord
 from .side_state import mark_array
 
 __all__ = [
@@ -236,7 +237,7 @@ def dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def describe_environment(device: str | None = None) -> dict[str, Any]:
+def describe_environment(device: str | None = None) -> EnvironmentRecord:
     """Versions and devices: causes of differences that no checkpoint records.
 
     Args:
@@ -248,7 +249,11 @@ def describe_environment(device: str | None = None) -> dict[str, Any]:
 
     from ..._version import __version__
 
-    out: dict[str, Any] = {"ckpttool": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    out: EnvironmentRecord = {
+        "ckpttool": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     if device != "cpu" and torch.cuda.is_available():
         out["gpu"] = torch.cuda.get_device_name()
         out["numerics"] = read_numerics()

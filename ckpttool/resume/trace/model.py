@@ -31,6 +31,14 @@ from typing import Any
 from ...bounded_json import parse
 from ...errors import Corrupt, Unsafe, UsageError, argument, kind_of_failure
 from .batches import split_marks
+from .records import (
+    EnvironmentRecord,
+    LoadCostRecord,
+    MemoryRecord,
+    MisfitRecord,
+    ProbeRecord,
+    RoundTripRecord,
+)
 
 __all__ = [
     "OF_BUILD",
@@ -79,39 +87,37 @@ class Step:
 class Trace:
     """The data of one run.
 
-    `failed` says why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are
-    set, without fingerprints. `misfit` is how the names and shapes of checkpoint and job differ, if that is why
-    (`misfit.compare_names`). `state` {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after
-    loading, at step `start`; `others` the same for tensors and arrays that no job holds (scaler, dataloader, random
-    states, averages of weights), from the files, and for what else is no plain value (`beside`). `stored` the
-    fingerprints of the same tensors in the files, in the dtype of the job, if these were read a second time.
-    `stored_as` {name: (dtype, fingerprint)} of those that the files have in another dtype than the job, as they are
-    there; `rounded` {dtype: {name: fingerprint}} of what the job holds, rounded to a dtype. `scalars` are the values of
-    tensors with one element, `values` the other plain data of the checkpoint (`beside`). `variants` {name: [...]}: of
-    values and others that the ranks of a recorded job held differently, those of the ranks. `generators` are marks of
-    the random states of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and "numpy_position".
-    `unrecorded` {what: why} is what a `Recorder` did not record. `buffers` {name: [dtype, shape, bytes in hex]} of
-    small buffers of a recorded job that no checkpoint holds (`numerics.read_small_buffers`). `quanta` {FQN: L2 norm} of
-    the distance from each element of a parameter of 16 bits to the next number. `groups` are the optimizer's param
-    groups as the job holds them: options, and "params": [FQN, ...]. `tied` lists the names of each parameter that has
-    more than one. `config` is the model's configuration. `recipe` is what the job was built from: module.py:build, or
-    the folder of a configuration. `scheduler` is the class of the scheduler that ran. `dropout_off` is the largest
-    probability of a dropout that was switched off. `unread` lists state beside the checkpoint that its layout does not
-    read: (file, component). `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has
-    the same, "odd": the ranks that differ from most, "batch": digest of the rows that were given}, or {"skipped": why};
-    of a recording {"rows": {"input_ids": [...]}, "sketch", "shape", "not_finite"} (`probing.sketch_logits`), and of a
-    run that had such a reference the sketch for the recorded rows as "recorded". `roundtrip` {"save_seconds",
-    "load_seconds", "bytes", "differing": [names], "apart": [names of tensors of which every rank has a copy of its
-    own]} of the save after the first step, or {"skipped": why}. `load_seconds` is that of the slowest rank,
-    `load_bytes` of all ranks. `loads` has {"rank", "seconds", "bytes", "host_bytes", "device_bytes"}: peaks of resident
-    memory, and of the device's, which is None on CPU. `memory` has {"rank", "allocated_bytes", "reserved_bytes",
-    "total_bytes"} peaks, of the device.
+    The dicts of `misfit`, `environment`, `probe`, `roundtrip`, `loads` and `memory` are described in records.py.
+
+    failed: why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are set,
+        without fingerprints. `misfit` is how names and shapes differ, if that is why.
+    state: {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading, at step `start`.
+    others: the same for tensors and arrays that no job holds (scaler, dataloader, random states, averages of weights),
+        from the files, and for what else is no plain value (side_state.py).
+    stored: fingerprints of the same tensors in the files, in the dtype of the job, if these were read a second time.
+    stored_as: {name: (dtype, fingerprint)} of those that the files have in another dtype than the job.
+    rounded: {dtype: {name: fingerprint}} of what the job holds, rounded to a dtype.
+    scalars: the values of tensors with one element.
+    values: the other plain data of the checkpoint (side_state.py).
+    variants: {name: [...]} of values and others that the ranks of a recorded job held differently.
+    generators: marks of the random states of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"},
+        and "numpy_position".
+    unrecorded: {what: why} of what a `Recorder` did not record.
+    buffers: {name: [dtype, shape, bytes in hex]} of small buffers of a recorded job that no checkpoint holds.
+    quanta: {FQN: L2 norm} of the distance from each element of a parameter of 16 bits to the next number.
+    groups: the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
+    tied: the names of each parameter that has more than one.
+    recipe: what the job was built from: module.py:build, or the folder of a configuration.
+    scheduler: the class of the scheduler that ran.
+    dropout_off: the largest probability of a dropout that was switched off.
+    unread: (file, component) of state beside the checkpoint that its layout does not read.
+    load_seconds, load_bytes: of the slowest rank, and of all ranks.
     """
 
     source: str = ""
     layout: str | None = None
     failed: str | None = None
-    misfit: dict[str, Any] | None = None
+    misfit: MisfitRecord | None = None
     start: int = 0
     world_size: int | None = None
     mesh: dict[str, int] = field(default_factory=dict)
@@ -144,14 +150,14 @@ class Trace:
     groups: list[dict[str, Any]] = field(default_factory=list)
     tied: list[list[str]] = field(default_factory=list)
     config: dict[str, Any] | None = None
-    probe: dict[str, Any] = field(default_factory=dict)
+    probe: ProbeRecord = field(default_factory=ProbeRecord)
     steps: list[Step] = field(default_factory=list)
-    roundtrip: dict[str, Any] = field(default_factory=dict)
+    roundtrip: RoundTripRecord = field(default_factory=RoundTripRecord)
     load_seconds: float | None = None
     load_bytes: int | None = None
-    loads: list[dict[str, Any]] = field(default_factory=list)
-    memory: list[dict[str, int]] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
+    loads: list[LoadCostRecord] = field(default_factory=list)
+    memory: list[MemoryRecord] = field(default_factory=list)
+    environment: EnvironmentRecord = field(default_factory=EnvironmentRecord)
     notes: list[str] = field(default_factory=list)
 
 
@@ -245,7 +251,7 @@ _EARLIER = {
 }
 
 
-def _parse_probe(x: Any) -> dict[str, Any]:
+def _parse_probe(x: Any) -> ProbeRecord:
     if not x:
         return {}
     rows = {str(k): [[int(t) for t in row] for row in v] for k, v in x["rows"].items()}

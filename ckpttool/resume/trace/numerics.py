@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...errors import Unsupported, argument
+from .records import NumericsRecord
 
 __all__ = [
     "NO_KERNEL",
@@ -41,12 +42,8 @@ def set_cuda_environment() -> None:
     os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
-def read_numerics() -> dict[str, Any]:
-    """What of this process decides which kernels CUDA runs: {"deterministic": bool, "tf32": bool,
-    "bf16_reduced_precision": bool}.
-
-    "deterministic" is False with `warn_only`, where attention stays as it is.
-    """
+def read_numerics() -> NumericsRecord:
+    """Read what of this process decides which kernels CUDA runs."""
     import torch
 
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -58,7 +55,7 @@ def read_numerics() -> dict[str, Any]:
     }
 
 
-def use_numerics(deterministic: bool, recorded: Mapping[str, Any]) -> None:
+def use_numerics(deterministic: bool, recorded: NumericsRecord) -> None:
     """Compute with deterministic kernels, or with those that torch chooses; TF32 and sums in bf16 as in the recorded
     job, else off.
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from .records import ProbeRecord
+
 __all__ = [
     "compute_logits",
     "preserving_module_state",
@@ -35,7 +37,7 @@ def select_probe_logits(logits: Any) -> Any:
     return flat[chosen].float().contiguous()
 
 
-def sketch_logits(logits: Any) -> dict[str, Any]:
+def sketch_logits(logits: Any) -> ProbeRecord:
     """{"sketch", "shape", "not_finite"} of a numpy array of logits (positions, vocabulary); infinite and NaN logits
     count as 0."""
     import numpy as np

@@ -56,6 +56,7 @@ from .probing import (
     unsupported_forward_reason,
 )
 from .recorded_state import check_sources, gather_side_state
+from .records import ProbeRecord
 
 __all__ = ["Recorder"]
 
@@ -213,13 +214,13 @@ class Recorder:
             return {}, "ranks hold different tensors, as with pipeline parallelism"
         return tensors, None
 
-    def _probed(self, device: Any) -> tuple[dict[str, Any], str | None]:
+    def _probed(self, device: Any) -> tuple[ProbeRecord, str | None]:
         """(the probe as a trace has it, why there is none). A collective."""
         if self._probe is None:
             return {}, _not_passed("probe")["probe"]
         if not is_same_on_all_ranks(self._probe):
             return {}, "ranks were given different rows"
-        out: dict[str, Any] = {}
+        out: ProbeRecord = {}
         try:
             batch = probe_batch(self._probe, device)
             why = unsupported_forward_reason(self._model, batch)

@@ -1,0 +1,123 @@
+"""The dicts inside a trace, with the types of their keys. They are plain data, as traces and recordings have them in
+JSON; keys that a run or an earlier version did not write are absent."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+__all__ = [
+    "EnvironmentRecord",
+    "LoadCostRecord",
+    "LogitSketch",
+    "MemoryRecord",
+    "MisfitRecord",
+    "NumericsRecord",
+    "ProbeRecord",
+    "RoundTripRecord",
+]
+
+
+class NumericsRecord(TypedDict, total=False):
+    """What decides which kernels CUDA runs. `deterministic` is False with `warn_only`, where attention stays as it
+    is."""
+
+    deterministic: bool
+    tf32: bool
+    bf16_reduced_precision: bool
+
+
+class EnvironmentRecord(TypedDict, total=False):
+    """Versions and devices, how a run computed, and what was noticed on the way.
+
+    `random` says that the forward pass draws random numbers: "restored" from the checkpoint, or "seeded".
+    `rng_restored` is whether the checkpoint had generators for as many ranks. `copies_differ` are tensors whose copies
+    on several ranks differ, `rounded` those that the job holds less precisely than the files. `as_stored` and
+    `not_rounded` are set by `differences.in_stored_dtypes`.
+    """
+
+    ckpttool: str
+    torch: str
+    python: str
+    gpu: str
+    cuda: str | None
+    nccl: str
+    attention: str
+    numerics: NumericsRecord
+    deterministic: bool
+    compile: bool
+    scheduler_waits: bool
+    dropout_probabilities: list[float]
+    random: str
+    rng_restored: bool
+    copies_differ: list[str]
+    rounded: list[str]
+    as_stored: list[str]
+    not_rounded: list[str]
+
+
+class LogitSketch(TypedDict, total=False):
+    """A sketch of logits (probing.py), and their shape; or why there is none, as `skipped`."""
+
+    sketch: list[list[float]]
+    shape: list[int]
+    not_finite: int
+    skipped: str
+
+
+class ProbeRecord(LogitSketch, total=False):
+    """The logits of a fixed batch.
+
+    Of a run: `file` is a .npy of logits (positions, vocabulary) in float32, `agree` whether every rank has the same,
+    `odd` the ranks that differ from most, `batch` the digest of the rows. `recorded` is the sketch for the rows of a
+    recorded reference. Of a recording: `rows` {"input_ids": [...]} and their sketch.
+    """
+
+    file: str
+    agree: bool
+    odd: list[int]
+    batch: str
+    recorded: LogitSketch
+    rows: dict[str, list[list[int]]]
+
+
+class RoundTripRecord(TypedDict, total=False):
+    """The save after the first step, and its load; or why there was none, as `skipped`. `differing` are the names that
+    changed, `apart` the tensors of which every rank has a copy of its own."""
+
+    save_seconds: float
+    load_seconds: float
+    bytes: int
+    differing: list[str]
+    apart: list[str]
+    skipped: str
+
+
+class MisfitRecord(TypedDict):
+    """How the names and shapes of checkpoint and job differ, see `misfit.compare_names`."""
+
+    missing: list[str]
+    surplus: list[str]
+    shapes: dict[str, list[list[int]]]
+    prefix: NotRequired[str]
+    job_prefix: NotRequired[str]
+    rows: NotRequired[list[int]]
+    adapter: NotRequired[str]
+
+
+class LoadCostRecord(TypedDict):
+    """What a load cost a rank. Peaks are of resident memory and of the device's; the latter is None on CPU."""
+
+    rank: NotRequired[int]
+    seconds: float
+    bytes: int
+    host_bytes: int
+    device_bytes: int | None
+
+
+class MemoryRecord(TypedDict, total=False):
+    """Peaks of the memory of a rank's device, or on CPU of its process."""
+
+    rank: int
+    allocated_bytes: int
+    reserved_bytes: int
+    total_bytes: int
