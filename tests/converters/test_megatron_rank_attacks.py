@@ -64,7 +64,7 @@ def test_exchanged_folders_are_refused(case: str, pairs: list[str], unpacked: Un
     with pytest.raises(Corrupt, match=rf"rank [123] of the job wrote mp_rank_{pairs[0]}, .* exchanged"):
         ckpttool.open(source)
     everywhere(source, argument("rank", 0))  # a tool that writes all folders from one process
-    ckpttool.open(source)
+    ckpttool.open(source).close()
 
 
 def test_a_folder_copied_over_another_is_refused(unpacked: Unpack, tmp_path: Path) -> None:
