@@ -33,7 +33,16 @@ from ckpttool.storage.source import Source
 
 from .keys import BUCKETS
 
-__all__ = ["ALIGNED", "Bucket", "Local", "Run", "entries", "place", "resolve"]
+__all__ = [
+    "ALIGNED",
+    "Bucket",
+    "LocalBoxes",
+    "Segment",
+    "add_segment",
+    "entries_of_parameters",
+    "resolve_bucket_names",
+    "slice_flat",
+]
 
 #: Parameters begin at multiples of this in a bucket.
 ALIGNED = 64
@@ -41,7 +50,7 @@ _LAYER = re.compile(r"(?P<head>(?:.*\.)?layers)\.(?P<i>\d+)\.(?P<rest>.+)", re.D
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Local(NamedTuple):
+class LocalBoxes(NamedTuple):
     """A parameter as one group has it: boxes of a weight, one behind the other when flattened."""
 
     weight: str
@@ -49,13 +58,13 @@ class Local(NamedTuple):
 
 
 @dataclass
-class Run:
-    """Elements [first, last) of a bucket that are one parameter, and who that can be."""
+class Segment:
+    """Elements [first, last) of a bucket that are one parameter, the parameters that it can be, and the chosen one."""
 
     first: int
     last: int
-    fits: list[Local]
-    chosen: Local | None = None
+    candidates: list[LocalBoxes]
+    chosen: LocalBoxes | None = None
 
 
 @dataclass
@@ -65,34 +74,37 @@ class Bucket:
     name: str
     group: str
     slots: dict[str, TensorEntry]
-    runs: list[Run] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
 
     @property
     def param(self) -> TensorEntry:
-        """The fp32 copies."""
+        """Return the tensor of fp32 copies."""
         return self.slots["param"]
 
 
-def resolve(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, TensorEntry], list[str]]:
-    """({canonical path: tensor} of everything in the buckets of a located checkpoint, notes).
+def resolve_bucket_names(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, TensorEntry], list[str]]:
+    """Return ({canonical path: tensor} of everything in the buckets of a located checkpoint, notes).
 
     Raises:
         Unsupported: a segment is no weight, or it cannot be told which of several; with their names.
     """
     weights = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
-    found = _buckets(ckpt)
-    locals_of = {name: list(_locals(name, t)) for name, t in weights.items()}
-    _find_runs(found, weights, locals_of, source, ckpt)
+    found = _collect_buckets(ckpt)
+    _find_segments(found, weights, source, ckpt)
     notes = [
-        f"the optimizer's {sum(len(b.runs) for b in found)} segments have no names in this format (dp_reshardable); "
-        "each was found by its value, the fp32 copy of a weight that rounds to it bit for bit"
+        f"the optimizer's {sum(len(b.segments) for b in found)} segments have no names in this format "
+        "(dp_reshardable); each was found by its value, the fp32 copy of a weight that rounds to it bit for bit"
     ]
-    _choose(found, list(weights), notes)
-    return entries(found, weights, source, ckpt, notes), notes
+    _assign_parameters(found, list(weights), notes)
+    return entries_of_parameters(found, weights, source, ckpt, notes), notes
 
 
-def _buckets(ckpt: Checkpoint) -> list[Bucket]:
-    """The buckets by group, buffer and number."""
+def _collect_buckets(ckpt: Checkpoint) -> list[Bucket]:
+    """Return the buckets in the order of group, buffer and number.
+
+    Raises:
+        Corrupt: tensors of a bucket are not flat or not of equal lengths. Unsupported: there are no fp32 copies.
+    """
     of: dict[str, Bucket] = {}
     for t in ckpt.tensors.values():
         if BUCKETS not in t.path:
@@ -112,93 +124,105 @@ def _buckets(ckpt: Checkpoint) -> list[Bucket]:
     return sorted(of.values(), key=lambda b: [int(n) for n in re.findall(r"_idx_(\d+)", b.name)])
 
 
-def _locals(name: str, t: TensorEntry) -> Iterable[Local]:
-    """What a group may have of a weight: all of it, or a part of tensor parallelism; of experts, those of one."""
+def _possible_shards(name: str, t: TensorEntry) -> Iterable[LocalBoxes]:
+    """Yield what a group may have of a weight: all of it, or a shard of tensor parallelism; of experts, those of "
+    "one."""
     of = t.chunks.boxes()
     if len(t.shape) == 3 and re.search(r"\bexperts\b", name):
         for e in range(t.shape[0]):
-            yield from _cuts(name, [(s, n) for s, n in of if s[0] == e and n[0] == 1], ((e, 0, 0), (1, *t.shape[1:])))
+            yield from _possible_tensor_shards(
+                name, [(s, n) for s, n in of if s[0] == e and n[0] == 1], ((e, 0, 0), (1, *t.shape[1:]))
+            )
         return
-    yield from _cuts(name, of, ((0,) * len(t.shape), t.shape))
+    yield from _possible_tensor_shards(name, of, ((0,) * len(t.shape), t.shape))
 
 
-def _cuts(name: str, of: list[Box], whole: Box) -> Iterable[Local]:
-    yield Local(name, (whole,))
+def _possible_tensor_shards(name: str, of: list[Box], whole: Box) -> Iterable[LocalBoxes]:
+    """Yield the whole of a weight, then its shards for every tensor-parallel size that its stored boxes allow."""
+    yield LocalBoxes(name, (whole,))
     of = sorted(b for b in of if prod(b[1]))
     if len({n for _, n in of}) != 1:
         return
     for parts in range(2, len(of) + 1):
         if len(of) % parts == 0:
             for k in range(parts):  # gated matrices: each rank has its rows of both
-                yield Local(name, tuple(of[k::parts]))
+                yield LocalBoxes(name, tuple(of[k::parts]))
 
 
-def _size(local: Local) -> int:
+def _numel(local: LocalBoxes) -> int:
+    """Return the number of elements in all boxes."""
     return sum(prod(n) for _, n in local.boxes)
 
 
-def _find_runs(
-    found: list[Bucket],
-    weights: Mapping[str, TensorEntry],
-    locals_of: Mapping[str, list[Local]],
-    source: Source,
-    ckpt: Checkpoint,
-) -> None:
-    """Find the runs of every bucket by value."""
-    sizes: dict[int, list[Local]] = {}
-    for some in locals_of.values():
-        for local in some:
-            sizes.setdefault(_size(local), []).append(local)
+def _find_segments(found: list[Bucket], weights: Mapping[str, TensorEntry], source: Source, ckpt: Checkpoint) -> None:
+    """Find the segments of every bucket by value: the digest of a stretch, rounded, is that of a weight or its shard.
+
+    Raises:
+        Unsupported: the values of a stretch are those of no weight, or it could end at several places.
+    """
+    shards: dict[int, list[LocalBoxes]] = {}  # by number of elements
+    for name, t in weights.items():
+        for local in _possible_shards(name, t):
+            shards.setdefault(_numel(local), []).append(local)
+    dtypes = {n: {weights[x.weight].dtype for x in some} for n, some in shards.items()}
+
+    # digest every stretch that begins at an aligned chunk and has the length of some shard, and those shards
     jobs: dict[str, TensorEntry] = {}
-    dtypes: dict[str, str] = {}
+    rounded_to: dict[str, str] = {}
     wanted: set[int] = set()
-    kinds = {n: {weights[x.weight].dtype for x in some} for n, some in sizes.items()}
     for number, b in enumerate(found):
-        ends = sorted(s[0] + n[0] for s, n in b.param.chunks.boxes() if n[0])
+        ends = _chunk_ends(b)
         for first in sorted(s[0] for s, n in b.param.chunks.boxes() if n[0] and s[0] % ALIGNED == 0):
             for last in ends[bisect_right(ends, first) :]:
-                for dtype in kinds.get(last - first, ()):
+                for dtype in dtypes.get(last - first, ()):
                     name = f"{number}:{first}:{last}:{dtype}"
-                    jobs[name], dtypes[name] = _flat(b.param, first, last), dtype
+                    jobs[name], rounded_to[name] = slice_flat(b.param, first, last), dtype
                     wanted.add(last - first)
     for n in wanted:
-        for local in sizes[n]:
-            jobs[_called(local)] = _of_weight(weights[local.weight], local)
-    digests = proof_digests(jobs, ckpt, source, dtypes)
-    by_digest: dict[tuple[str, str], list[Local]] = {}
+        for local in shards[n]:
+            jobs[_job_name(local)] = _gather_boxes(weights[local.weight], local)
+    digests = proof_digests(jobs, ckpt, source, rounded_to)
+    by_digest: dict[tuple[str, str], list[LocalBoxes]] = {}
     for n in wanted:
-        for local in sizes[n]:
-            by_digest.setdefault((weights[local.weight].dtype, digests[_called(local)]), []).append(local)
+        for local in shards[n]:
+            by_digest.setdefault((weights[local.weight].dtype, digests[_job_name(local)]), []).append(local)
+
+    # walk through each bucket; from where one segment ends, exactly one has to follow
     for number, b in enumerate(found):
-        at, size = 0, b.param.shape[0]
-        ends = sorted(s[0] + n[0] for s, n in b.param.chunks.boxes() if n[0])
-        while at < size:
-            runs = []
+        at, ends = 0, _chunk_ends(b)
+        while at < b.param.shape[0]:
+            fitting = []
             for last in ends[bisect_right(ends, at) :]:
-                for dtype in kinds.get(last - at, ()):
+                for dtype in dtypes.get(last - at, ()):
                     digest = digests.get(f"{number}:{at}:{last}:{dtype}", "")
-                    if fits := by_digest.get((dtype, digest)):
-                        runs.append(Run(at, last, fits))
-            if len(runs) != 1:
+                    if candidates := by_digest.get((dtype, digest)):
+                        fitting.append(Segment(at, last, candidates))
+            if len(fitting) != 1:
                 why = (
-                    "is not a weight of the model: its fp32 values do not round to those of any"
-                    if not runs
-                    else "could end at several places"
+                    "could end at several places"
+                    if fitting
+                    else "is not a weight of the model: its fp32 values do not round to those of any"
                 )
                 raise Unsupported(
                     f'The optimizer\'s segment at element {at} of "{b.name}" {why}, so nothing tells whose moments '
                     "these are. Save with fully_reshardable, or convert the weights alone."
                 )
-            b.runs.append(runs[0])
-            at = -(-runs[0].last // ALIGNED) * ALIGNED
+            b.segments.append(fitting[0])
+            at = -(-fitting[0].last // ALIGNED) * ALIGNED
 
 
-def _called(local: Local) -> str:
+def _chunk_ends(b: Bucket) -> list[int]:
+    """Return the elements at which chunks of a bucket end, ascending."""
+    return sorted(s[0] + n[0] for s, n in b.param.chunks.boxes() if n[0])
+
+
+def _job_name(local: LocalBoxes) -> str:
+    """Name a shard among the jobs of digesting."""
     return f"{local.weight}:{local.boxes}"
 
 
-def _flat(t: TensorEntry, first: int, last: int) -> TensorEntry:
-    """Elements [first, last) of a 1-D tensor."""
+def slice_flat(t: TensorEntry, first: int, last: int) -> TensorEntry:
+    """Return elements [first, last) of a located 1-D tensor, as far as it has chunks there."""
     out, item = Chunks(1), ITEMSIZE[t.dtype]
     for row, ((start,), (n,)) in enumerate(t.chunks.boxes()):
         a, b = max(first, start), min(last, start + n)
@@ -209,8 +233,8 @@ def _flat(t: TensorEntry, first: int, last: int) -> TensorEntry:
     return TensorEntry(t.dtype, (last - first,), (), out)
 
 
-def _of_weight(t: TensorEntry, local: Local) -> TensorEntry:
-    """What a group has of a weight, as a tensor: its boxes, stacked along the first axis."""
+def _gather_boxes(t: TensorEntry, local: LocalBoxes) -> TensorEntry:
+    """Return what a group has of a weight as a tensor: its boxes, stacked along the first axis."""
     height = local.boxes[0][1][0] if local.boxes[0][1] else 1
     shape = (height * len(local.boxes), *local.boxes[0][1][1:]) if local.boxes[0][1] else ()
     out = Chunks(len(shape))
@@ -235,9 +259,9 @@ def _of_weight(t: TensorEntry, local: Local) -> TensorEntry:
 # -------------------------------------------------------------------------------------------------------- choosing
 
 
-def _positions(names: list[str]) -> dict[str, tuple[int, int, int]]:
-    """The place of each weight in the order of the model: layers by number, inside a layer as the checkpoint lists
-    them."""
+def _positions_in_model(names: list[str]) -> dict[str, tuple[int, int, int]]:
+    """Return the place of each weight in the order of the model: (of its list of layers, its layer, inside a layer as
+    the checkpoint lists them)."""
     firsts: dict[str, int] = {}
     out = {}
     for k, name in enumerate(names):
@@ -249,57 +273,69 @@ def _positions(names: list[str]) -> dict[str, tuple[int, int, int]]:
     return out
 
 
-def _choose(found: list[Bucket], names: list[str], notes: list[str]) -> None:
-    """Give every run its parameter."""
-    at = _positions(names)
+def _assign_parameters(found: list[Bucket], names: list[str], notes: list[str]) -> None:
+    """Choose the parameter of every segment: by its values, and of equal weights by the order of the model.
+
+    Raises:
+        Unsupported: the order does not tell either.
+    """
+    at = _positions_in_model(names)
     owners: dict[str, set[str]] = {}  # {weight: groups that certainly have a part of it}
     for b in found:
-        for run in b.runs:
-            if len(run.fits) == 1:
-                run.chosen = run.fits[0]
-                owners.setdefault(run.chosen.weight, set()).add(b.group)
-    lines: dict[str, list[tuple[Run, Bucket]]] = {}
+        for segment in b.segments:
+            if len(segment.candidates) == 1:
+                segment.chosen = segment.candidates[0]
+                owners.setdefault(segment.chosen.weight, set()).add(b.group)
+    lines: dict[str, list[tuple[Segment, Bucket]]] = {}
     for b in found:
-        lines.setdefault(b.name.partition(".bucket_idx_")[0], []).extend((run, b) for run in b.runs)
-    told = 0
+        lines.setdefault(b.name.partition(".bucket_idx_")[0], []).extend((segment, b) for segment in b.segments)
+    by_order = 0
     for line in lines.values():
-        known = [at[run.chosen.weight] for run, _ in line if run.chosen is not None]
+        known = [at[segment.chosen.weight] for segment, _ in line if segment.chosen is not None]
         ordered = all(a >= b for a, b in pairwise(known))
         for gap, high, low in _gaps(line):
             if not ordered:
-                raise _untold(gap)
-            told += _fill_gap(gap, high and at[high.weight], low and at[low.weight], at, owners)
-    if told:
+                raise _ambiguous(gap)
+            _assign_by_order(gap, high and at[high.weight], low and at[low.weight], at, owners)
+            by_order += len(gap)
+    if by_order:
         notes.append(
-            f"{told} of these segments fit several weights that are equal; which is which follows from the order of "
-            "the model, since between their neighbours there is one place for each"
+            f"{by_order} of these segments fit several weights that are equal; which is which follows from the order "
+            "of the model, since between their neighbours there is one place for each"
         )
-    _refuse_twice(found)
+    _refuse_shared_parameter(found)
 
 
-def _gaps(line: list[tuple[Run, Bucket]]) -> Iterable[tuple[list[tuple[Run, Bucket]], Local | None, Local | None]]:
-    """Runs that values do not tell apart, with the parameter before and behind them."""
-    before: Local | None = None
-    gap: list[tuple[Run, Bucket]] = []
-    for run, b in line:
-        if run.chosen is None:
-            gap.append((run, b))
+def _gaps(
+    line: list[tuple[Segment, Bucket]],
+) -> Iterable[tuple[list[tuple[Segment, Bucket]], LocalBoxes | None, LocalBoxes | None]]:
+    """Yield segments in a row that values do not tell apart, with the parameters before and behind them (None at an end
+    of the buffer)."""
+    before: LocalBoxes | None = None
+    gap: list[tuple[Segment, Bucket]] = []
+    for segment, b in line:
+        if segment.chosen is None:
+            gap.append((segment, b))
             continue
         if gap:
-            yield gap, before, run.chosen
-        gap, before = [], run.chosen
+            yield gap, before, segment.chosen
+        gap, before = [], segment.chosen
     if gap:
         yield gap, before, None
 
 
-def _fill_gap(
-    gap: list[tuple[Run, Bucket]],
+def _assign_by_order(
+    gap: list[tuple[Segment, Bucket]],
     high: tuple[int, int, int] | None,
     low: tuple[int, int, int] | None,
     at: Mapping[str, tuple[int, int, int]],
     owners: Mapping[str, set[str]],
-) -> int:
-    """Choose for the runs of a gap, whose weights lie between two positions, the higher one first."""
+) -> None:
+    """Choose parameters for the segments of a gap, whose weights lie between two positions, the higher one first.
+
+    Raises:
+        Unsupported: there is not one weight for each segment, or two could be exchanged.
+    """
     group = gap[0][1].group
     elsewhere = [p for n, p in at.items() if n in owners and group not in owners[n]]  # of another pipeline stage, say
     if low is None:
@@ -308,61 +344,64 @@ def _fill_gap(
         high = min((p for p in elsewhere if p > low), default=(len(at), 0, 0))
     names = [n for n in sorted(at, key=at.__getitem__, reverse=True) if low < at[n] < high and n not in owners]
     if len(names) != len(gap):
-        raise _untold(gap)
-    for k, (run, _) in enumerate(gap):
-        fits = [x for x in run.fits if x.weight in names]
-        if len(fits) != 1 or fits[0].weight != names[k]:
-            raise _untold(gap)
-        run.chosen = fits[0]
-    return len(gap)
+        raise _ambiguous(gap)
+    for k, (segment, _) in enumerate(gap):
+        candidates = [x for x in segment.candidates if x.weight in names]
+        if len(candidates) != 1 or candidates[0].weight != names[k]:
+            raise _ambiguous(gap)
+        segment.chosen = candidates[0]
 
 
-def _untold(gap: list[tuple[Run, Bucket]]) -> Unsupported:
-    run, b = gap[0]
-    names = list(dict.fromkeys(x.weight for x in run.fits))
+def _ambiguous(gap: list[tuple[Segment, Bucket]]) -> Unsupported:
+    """Make the error for segments of which nothing tells the parameters; it names the first."""
+    segment, b = gap[0]
+    names = list(dict.fromkeys(x.weight for x in segment.candidates))
     shown = ", ".join(f'"{n}"' for n in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return Unsupported(
-        f'The optimizer\'s segment at element {run.first} of "{b.name}" has no name in this format (dp_reshardable), '
+        f'The optimizer\'s segment at element {segment.first} of "{b.name}" has no name in this format '
+        "(dp_reshardable), "
         f"and it fits several weights that are equal: {shown}. Nothing proves whose moments these are. Save with "
         "fully_reshardable, or convert the weights alone."
     )
 
 
-def _refuse_twice(found: list[Bucket]) -> None:
+def _refuse_shared_parameter(found: list[Bucket]) -> None:
     """Refuse two segments of one group that were found to be the same parameter."""
-    seen: dict[tuple[str, Local], Run] = {}
+    seen: dict[tuple[str, LocalBoxes], Segment] = {}
     for b in found:
-        for run in b.runs:
-            assert run.chosen is not None
-            if seen.setdefault((b.group, run.chosen), run) is not run:
-                raise _untold([(run, b)])
+        for segment in b.segments:
+            assert segment.chosen is not None
+            if seen.setdefault((b.group, segment.chosen), segment) is not segment:
+                raise _ambiguous([(segment, b)])
 
 
 # -------------------------------------------------------------------------------------------------------- entries
 
 
-def entries(
+def entries_of_parameters(
     found: list[Bucket], weights: Mapping[str, TensorEntry], source: Source, ckpt: Checkpoint, notes: list[str]
 ) -> dict[Path, TensorEntry]:
-    """The state of every parameter in its shape. Of a parameter that several groups have, such as the norms of
-    tensor-parallel ranks, that of the first is taken, as Megatron-Core does in its other formats; whether the others
-    are equal is looked at."""
+    """Return {canonical path: the state of a parameter in its shape} of all segments.
+
+    Of a parameter that several groups have, such as the norms of tensor-parallel ranks, that of the first is taken, as
+    Megatron-Core does in its other formats; a note says where the others differ.
+    """
     out: dict[Path, TensorEntry] = {}
-    copies: dict[tuple[Local, str], list[TensorEntry]] = {}
+    copies: dict[tuple[LocalBoxes, str], list[TensorEntry]] = {}
     for b in found:
-        for run in b.runs:
-            assert run.chosen is not None
+        for segment in b.segments:
+            assert segment.chosen is not None
             for slot, t in b.slots.items():
-                same = copies.setdefault((run.chosen, slot), [])
-                same.append(_flat(t, run.first, run.last))
+                same = copies.setdefault((segment.chosen, slot), [])
+                same.append(slice_flat(t, segment.first, segment.last))
                 if len(same) > 1:
                     continue
-                name, whole = run.chosen.weight, weights[run.chosen.weight].shape
+                name, whole = segment.chosen.weight, weights[segment.chosen.weight].shape
                 path: Path = ("extra", "master", name) if slot == "param" else ("optim", "state", name, slot)
                 entry = out.get(path) or TensorEntry(t.dtype, whole, path, Chunks(len(whole)))
                 if entry.dtype != t.dtype:
                     raise Corrupt(f'"{joined(path)}" is {t.dtype} on some ranks, and {entry.dtype} on others.')
-                place(entry.chunks, run.chosen, t, run)
+                add_segment(entry.chunks, segment.chosen, t, segment)
                 out[path] = entry
     several = {f"{k}:{i}": t for k, some in enumerate(copies.values()) if len(some) > 1 for i, t in enumerate(some)}
     digests = proof_digests(several, ckpt, source)
@@ -375,11 +414,11 @@ def entries(
     return out
 
 
-def place(out: Chunks, local: Local, t: TensorEntry, run: Run) -> None:
-    """Add a run of a bucket to the chunks of its parameter."""
+def add_segment(out: Chunks, local: LocalBoxes, t: TensorEntry, segment: Segment) -> None:
+    """Add a segment of a bucket to the chunks of its parameter."""
     item = ITEMSIZE[t.dtype]
     for row, ((start,), (n,)) in enumerate(t.chunks.boxes()):
-        at = run.first
+        at = segment.first
         for corner, shape in local.boxes:
             a, b = max(at, start), min(at + prod(shape), start + n)
             if a < b:

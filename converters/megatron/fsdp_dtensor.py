@@ -22,22 +22,69 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.errors import Corrupt
-from ckpttool.index.checkpoint import Chunks, Path, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.index.names import CanonicalState, original_path
+from ckpttool.layouts import Place, ReadOptions, checkpoint_of
+from ckpttool.storage import remote
+from ckpttool.storage.overlay import parent_of
+from ckpttool.storage.source import Source
 
-from .keys import data_of_args
+from .. import dcp
+from .dist_checkpointing import locate_items
+from .keys import TRAINER, data_of_args
 
-__all__ = ["canonical_fsdp"]
+__all__ = ["FsdpDtensor"]
 
+_TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_\d{7}|release")
 _HALF = re.compile(r"(?P<name>.*linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
 _META = ("optim", "param_to_group_meta")
 
 
-def canonical_fsdp(found: Mapping[Path, Any], original: Mapping[str, str]) -> dict[Path, Any]:
-    """The leaves of a folder as dcp reads it, under the names of Megatron-Core's other formats.
+class FsdpDtensor:
+    """The dialect of folders that Megatron-LM saved with torch's own DCP."""
+
+    evidence = "is an iter_N folder of DCP: fsdp_dtensor"
+
+    @classmethod
+    def find(cls, source: Source) -> FsdpDtensor | None:
+        """Recognise a folder of DCP by its name and by the tracker file above it; None where it is none."""
+        parent, name = parent_of(source)
+        if not _ITERATION.fullmatch(name) or not parent:
+            return None
+        names = source.list()
+        if ".metadata" not in names or "metadata.json" in names:
+            return None
+        with remote.open_source(parent) as above:
+            return cls() if above.exists(_TRACKER) else None
+
+    def read(self, source: Source, options: ReadOptions) -> Checkpoint:
+        """Return the index of dcp under the names of Megatron-Core's other formats."""
+        found = dcp.read(Place(source, None), ReadOptions(salvage=options.salvage))
+        leaves = found.leaves()
+        names = {str(original_path(p, found.origin)[-1]): str(p[1]) for p in leaves if p[0] == "model" and len(p) == 2}
+        named = CanonicalState(_rename_leaves(leaves, names), {}, TRAINER, found.notes)
+        if len(named.leaves) != len(leaves):
+            found.notes.append(
+                "linear_fc1 is stored as two tensors, _w and _v, and is one tensor here, as in Megatron-Core's other "
+                "formats"
+            )
+        out = checkpoint_of(named, "megatron", found.root, found.world_size, found.files, source)
+        out.records, out.ranks, out.salvage, out.spreads_tensors = found.records, found.ranks, found.salvage, True
+        out.tails = found.tails
+        return out
+
+    def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
+        """Look into all items."""
+        return locate_items(ckpt, source)
+
+
+def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> dict[Path, Any]:
+    """Give the leaves of a folder, as dcp reads it, the names of Megatron-Core's other formats.
 
     Args:
         found: {canonical path: tensor or data}.
-        original: {name of a parameter in `param_to_group_meta`: its name in the model}.
+        names: {name of a parameter in `param_to_group_meta`: its name in the model}.
 
     Raises:
         Corrupt: one half of a gated matrix is missing, or is of another shape.
@@ -47,14 +94,18 @@ def canonical_fsdp(found: Mapping[Path, Any], original: Mapping[str, str]) -> di
     metas: dict[str, dict[Any, Any]] = {}
     for path, leaf in found.items():
         if path[:2] == _META and len(path) > 3:
-            name = original.get(str(path[2]), str(path[2]))
-            metas.setdefault(_whole(name), {})[path[3:]] = leaf
+            name = names.get(str(path[2]), str(path[2]))
+            metas.setdefault(_without_half(name), {})[path[3:]] = leaf
         elif path[:2] == ("extra", "opt_param_scheduler"):
             out["scheduler", *path[2:]] = leaf
         elif path[:2] == ("extra", "args"):
             out[path] = data_of_args(leaf)
-        elif isinstance(leaf, TensorEntry) and path[0] in ("model", "optim") and _whole(at := _named(path)) != at:
-            key = tuple(_whole(p) if isinstance(p, str) and p == at else p for p in path)
+        elif (
+            isinstance(leaf, TensorEntry)
+            and path[0] in ("model", "optim")
+            and _without_half(at := _parameter_of(path)) != at
+        ):
+            key = tuple(_without_half(p) if isinstance(p, str) and p == at else p for p in path)
             m = _HALF.fullmatch(at)
             assert m is not None
             halves.setdefault(key, {})[m["half"]] = leaf
@@ -62,21 +113,27 @@ def canonical_fsdp(found: Mapping[Path, Any], original: Mapping[str, str]) -> di
         else:
             out[path] = leaf
     for path, both in halves.items():
-        out[path] = _joined(path, both)
-    return out | _groups(metas)
+        out[path] = _join_halves(path, both)
+    return out | _group_by_hyperparameters(metas)
 
 
-def _named(path: Path) -> str:
+def _parameter_of(path: Path) -> str:
+    """Return the parameter that a tensor is, or whose state it is; "" where it is neither."""
     return str(path[1]) if path[0] == "model" else str(path[2]) if len(path) > 3 else ""
 
 
-def _whole(name: str) -> str:
+def _without_half(name: str) -> str:
+    """Return a name without the suffix _w or _v of half a linear_fc1."""
     m = _HALF.fullmatch(name)
     return m["name"] if m else name
 
 
-def _joined(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
-    """The two halves of a tensor, one above the other."""
+def _join_halves(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
+    """Join the two halves of a tensor, one above the other.
+
+    Raises:
+        Corrupt: one is missing, or they are not alike.
+    """
     if both.keys() != {"w", "v"} or (both["w"].dtype, both["w"].shape, both["w"].coding) != (
         both["v"].dtype,
         both["v"].shape,
@@ -94,8 +151,11 @@ def _joined(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
     return replace(first, shape=(2 * rows, *first.shape[1:]), path=path, chunks=out)
 
 
-def _groups(metas: Mapping[str, Mapping[Any, Any]]) -> dict[Path, Any]:
-    """Param groups of parameters with equal hyperparameters, and the step of each parameter."""
+def _group_by_hyperparameters(metas: Mapping[str, Mapping[Any, Any]]) -> dict[Path, Any]:
+    """Return param groups of the parameters with equal hyperparameters, and the step of each parameter.
+
+    `metas` is {parameter: {key of param_to_group_meta: value}}.
+    """
     groups: list[tuple[Mapping[Any, Any], list[str]]] = []
     out: dict[Path, Any] = {}
     for name, meta in metas.items():

@@ -1,17 +1,17 @@
-"""What the keys of a Megatron-Core checkpoint mean: names of tensors, and the state in common.pt; megatron.py describes
-the files."""
+"""What the keys of a Megatron-Core checkpoint mean: names of tensors, and the state in common.pt; megatron/__init__.py
+describes the files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpttool.errors import Corrupt
 from ckpttool.formats.pickles import MEGATRON_ENUMS, Global, Opaque, short
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.index.checkpoint import Path, TensorEntry
+from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.names import COMPONENTS
 from ckpttool.storage.source import Source
 
@@ -19,6 +19,7 @@ __all__ = [
     "BUCKETS",
     "MODEL_OF_2023",
     "RANK",
+    "TRAINER",
     "Key",
     "args_of_data",
     "common_tree",
@@ -29,9 +30,12 @@ __all__ = [
     "model_file",
     "name_groups",
     "path_of_object",
+    "replace_unnamed_optimizer",
     "unstacked_name",
 ]
 
+#: `Checkpoint.trainer` of all dialects.
+TRAINER = "Megatron-Core"
 #: The element of a canonical path behind which a bucket of the optimizer has its name.
 BUCKETS = "buckets"
 #: In the place of model_optim_rng.pt in jobs whose optimizer is in files of data-parallel ranks.
@@ -275,6 +279,24 @@ def name_groups(leaves: dict[Path, Any], notes: list[str]) -> None:
     for i, group in found.items():
         if isinstance(group.get("step"), TensorEntry):  # it is that of the parameters
             del leaves["optim", "param_groups", i, "step"]
+
+
+def replace_unnamed_optimizer(
+    out: Checkpoint, named: Mapping[Path, Any], notes: Iterable[str], components: Collection[str]
+) -> None:
+    """Replace the optimizer's tensors that had no names (`BUCKETS`) by `named`, as far as those are of `components`."""
+    out.tensors = {n: t for n, t in out.tensors.items() if BUCKETS not in t.path}
+    out.values = dict(out.values)
+    out.notes = [*out.notes, *notes]
+    leaves = {**out.leaves(), **{p: leaf for p, leaf in named.items() if p[0] in components}}
+    if "optim" in components:
+        name_groups(leaves, out.notes)
+    for path, leaf in leaves.items():
+        if isinstance(leaf, TensorEntry):
+            out.tensors[joined(path)] = leaf
+        else:
+            out.values.setdefault(joined(path), Value(path, leaf))
+    out.tensors = dict(sorted(out.tensors.items(), key=lambda row: COMPONENTS.index(str(row[1].path[0]))))
 
 
 def _same(a: Any, b: Any) -> bool:

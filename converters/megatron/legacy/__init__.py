@@ -1,1 +1,54 @@
-"""Megatron-LM's files of ranks, from before torch_dist."""
+"""Megatron-LM's files of ranks, from before torch_dist: which folders are such, and the functions that read them."""
+
+from __future__ import annotations
+
+from ckpttool.index.checkpoint import Checkpoint
+from ckpttool.layouts import ReadOptions
+from ckpttool.storage.source import Source
+
+from ..keys import BUCKETS, model_file, replace_unnamed_optimizer
+
+__all__ = ["RankFolders"]
+
+
+class RankFolders:
+    """The dialect of folders with a file for each model-parallel rank (legacy/ranks.py)."""
+
+    def __init__(self, file: str) -> None:
+        self.evidence = f"has {file} of Megatron-LM"
+
+    @classmethod
+    def find(cls, source: Source) -> RankFolders | None:
+        """Find a file of a model-parallel rank; None where there is none."""
+        for folder in source.list():
+            if name := model_file(source, folder):
+                return cls(f"{folder}/{name}")
+        return None
+
+    def read(self, source: Source, options: ReadOptions) -> Checkpoint:
+        """Return the index of all ranks' files; what the optimizer holds has no names yet."""
+        from .optimizer import raw_optimizer_tensors
+        from .ranks import checkpoint_of_ranks, read_ranks
+
+        optimizer = options.only is None or bool(options.only & {"optim", "extra"})
+        ranks = read_ranks(source, optimizer)
+        return checkpoint_of_ranks(ranks, raw_optimizer_tensors(ranks) if optimizer else {})
+
+    def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
+        """Compare the copies that several ranks have, and name what the optimizer holds.
+
+        Raises:
+            Unsupported: copies differ, or nothing proves to which parameter a part of the optimizer belongs.
+        """
+        from .optimizer import resolve_optimizer_names
+        from .ranks import check_replicas_equal, read_ranks
+
+        unnamed = {str(t.path[0]) for t in ckpt.tensors.values() if BUCKETS in t.path}
+        ranks = read_ranks(source, bool(unnamed))
+        weights = (str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model")
+        check_replicas_equal(ranks, weights, ckpt)
+        out = ckpt
+        if unnamed:
+            named, notes = resolve_optimizer_names(ranks, ckpt)
+            replace_unnamed_optimizer(out, named, notes, unnamed)
+        return out

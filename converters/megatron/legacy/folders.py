@@ -12,14 +12,14 @@ from ckpttool.errors import Corrupt, Unsupported
 from ..keys import RANK
 from .sharding import Geometry
 
-__all__ = ["Numbers", "geometry_of", "numbers_of", "refuse_exchanged", "refuse_missing"]
+__all__ = ["RankNumbers", "geometry_of", "parse_rank_folder", "refuse_exchanged", "refuse_missing_ranks"]
 
 #: (tensor-, pipeline-, expert-parallel rank)
-Numbers = tuple[int, int, int]
+RankNumbers = tuple[int, int, int]
 
 
 def geometry_of(args: Mapping[str, Any]) -> Geometry:
-    """The parallel sizes that the arguments of a job say."""
+    """Read the parallel sizes from the arguments of a job."""
 
     def size(key: str, otherwise: int) -> int:
         n = args.get(key)
@@ -35,8 +35,9 @@ def geometry_of(args: Mapping[str, Any]) -> Geometry:
     )
 
 
-def numbers_of(folder: str, geometry: Geometry, root: str) -> Numbers:
-    """The numbers of a folder by its name, whose second one is of the pipeline where there is one.
+def parse_rank_folder(folder: str, geometry: Geometry, root: str) -> RankNumbers:
+    """Parse mp_rank_TT[_PPP][_EEE] into (tensor, pipeline, expert) ranks. The second number is that of the pipeline
+    only in a job with several stages.
 
     Raises:
         Corrupt: the job has no such rank.
@@ -52,15 +53,18 @@ def numbers_of(folder: str, geometry: Geometry, root: str) -> Numbers:
         or any(rest[len(wanted) :])
         or any(n >= k for n, k in zip((out[0], *rest), (geometry.tensor, *wanted), strict=False))
     ):
-        raise Corrupt(f"{root}/{folder}: is of no rank of a job of {_sizes(geometry)}, which its arguments say.")
+        raise Corrupt(
+            f"{root}/{folder}: is of no rank of a job of {_describe_sizes(geometry)}, which its arguments say."
+        )
     return out
 
 
-def _sizes(geometry: Geometry) -> str:
+def _describe_sizes(geometry: Geometry) -> str:
+    """Spell the parallel sizes for an error."""
     return f"{geometry.tensor} tensor-, {geometry.pipeline} pipeline- and {geometry.expert} expert-parallel ranks"
 
 
-def refuse_missing(folders: Mapping[str, Numbers], geometry: Geometry, root: str) -> None:
+def refuse_missing_ranks(folders: Mapping[str, RankNumbers], geometry: Geometry, root: str) -> None:
     """Refuse folders that are not those of all ranks.
 
     Raises:
@@ -81,16 +85,16 @@ def refuse_missing(folders: Mapping[str, Numbers], geometry: Geometry, root: str
     tensor, pipeline, expert = geometry[:3]
     if lost := pipeline * tensor * expert - len(have):
         every = ((t, p, e) for p in range(pipeline) for t in range(tensor) for e in range(expert))
-        some = [_folder(*rank, geometry) for rank in islice((r for r in every if r not in have), 8)]
+        some = [_folder_name(*rank, geometry) for rank in islice((r for r in every if r not in have), 8)]
         shown = ", ".join(some) + (f" and {lost - len(some)} more" if lost > len(some) else "")
         raise Corrupt(
-            f"{root}: a job of {_sizes(geometry)} wrote it, and {lost} of its folders are missing: {shown}. Fetch the "
-            "files of all ranks."
+            f"{root}: a job of {_describe_sizes(geometry)} wrote it, and {lost} of its folders are missing: {shown}. "
+            "Fetch the files of all ranks."
         )
 
 
 def refuse_exchanged(
-    folders: Mapping[str, Numbers], arguments: Mapping[str, Any], geometry: Geometry, root: str
+    folders: Mapping[str, RankNumbers], arguments: Mapping[str, Any], geometry: Geometry, root: str
 ) -> None:
     """Refuse folders that are not in the order of the ranks in their arguments, which grow along every parallel
     dimension.
@@ -126,6 +130,7 @@ def refuse_exchanged(
                 )
 
 
-def _folder(t: int, p: int, e: int, geometry: Geometry) -> str:
+def _folder_name(t: int, p: int, e: int, geometry: Geometry) -> str:
+    """Return the name of the folder of a (tensor-, pipeline-, expert-parallel) rank."""
     name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if geometry.pipeline > 1 else "")
     return name + (f"_{e:03d}" if geometry.expert > 1 else "")

@@ -12,7 +12,7 @@
 
 The order is that of Megatron-LM; the proof is in the values: a segment or a copy is the state of the parameter whose
 place it has only if, rounded, it is the rank's weight, bit for bit. FP32Optimizer has no copies: there, numbers of
-parameters and shapes have to fit Megatron's own rule for its param groups. What fits not is refused by name.
+parameters and shapes have to fit Megatron's own rule for its param groups. What candidates not is refused by name.
 
 Sources: megatron/core/optimizer/{distrib_optimizer,optimizer}.py (get_parameter_state_dp_zero, state_dict) and
 distributed/param_and_grad_buffer.py of megatron-core 0.16.1.
@@ -34,11 +34,11 @@ from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
 
-from ..buckets import ALIGNED, Bucket, Run, entries
+from ..buckets import ALIGNED, Bucket, Segment, entries_of_parameters, slice_flat
 from ..keys import BUCKETS, MASTERS, MODEL_OF_2023, group_members
-from .ranks import OPTIMIZER_FILE, Parameter, RankFile, Ranks, optimizers
+from .ranks import OPTIMIZER_FILE, Parameter, RankedSave, RankFile, chained_optimizers
 
-__all__ = ["named", "unnamed"]
+__all__ = ["raw_optimizer_tensors", "resolve_optimizer_names"]
 
 _SLOTS = ("param", "exp_avg", "exp_avg_sq")
 _HALF = ("bfloat16", "float16")
@@ -62,71 +62,55 @@ class _State(NamedTuple):
     step: Any
 
 
-def unnamed(ranks: Ranks) -> dict[Path, TensorEntry]:
-    """{path: tensor} of all that the optimizer holds, before anything tells of which parameter it is.
+def raw_optimizer_tensors(ranks: RankedSave) -> dict[Path, TensorEntry]:
+    """Return {path: tensor} of all that the optimizer holds, before anything tells of which parameter it is.
 
     Raises:
         Corrupt: a part of it is missing.
         Unsupported: it has a form that no known version of Megatron-Core wrote.
     """
-    _refuse_missing(ranks)
+    _refuse_missing_optimizer(ranks)
     out: dict[Path, TensorEntry] = {}
     for r in ranks.ranks:
-        for bucket in [b.bucket for b in _buffers(ranks, r)] + [s.bucket for s in _states(ranks, r)]:
+        for bucket in [b.bucket for b in _buffers(ranks, r)] + [s.bucket for s in _numbered_states(ranks, r)]:
             for slot, t in bucket.slots.items():
                 path = (*(("extra", "master") if slot in MASTERS else ("optim",)), BUCKETS, bucket.name, slot)
                 out[path] = replace(t, path=path)
     return out
 
 
-def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
-    """({canonical path: tensor, or number of a step} of the same, notes), after the proof.
+def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
+    """Return ({canonical path: tensor, or number of a step} of `raw_optimizer_tensors`, notes), after the proof.
 
     Raises:
+        Corrupt: ranks are at different steps, or one lacks its part of a parameter.
         Unsupported: nothing proves of which parameter something is, with its name.
     """
     source, notes = ranks.files.source, list[str]()
-    jobs = {_called(r, p): p.entry for r in ranks.ranks for p in r.parameters}
-    parts = [(r, list(_buffers(ranks, r)), list(_states(ranks, r))) for r in ranks.ranks]
-    copies = sum(b.bucket.param.nbytes for _, buffers, _ in parts for b in buffers)
-    copies += sum(
-        len(_HALF) * s.bucket.param.nbytes for _, _, states in parts for s in states if "param" in s.bucket.slots
-    )
-    announce_proof(sum(t.nbytes for t in jobs.values()) + copies)
-    weights = proof_digests(jobs, ckpt, source)
+    parts = [(r, list(_buffers(ranks, r)), list(_numbered_states(ranks, r))) for r in ranks.ranks]
+    weights = _digest_weights(ranks, parts, ckpt)
+
+    # choose the parameter of every segment, rank by rank
     found: list[Bucket] = []
     steps: dict[str, Any] = {}
     for r, buffers, states in parts:
         taken: set[str] = set()
         for buffer in buffers:
-            _cut(buffer, r, weights, ranks, ckpt, taken)
+            _find_parameters_in(buffer, r, weights, ranks, ckpt, taken)
             found.append(buffer.bucket)
-        if states:
-            of = (
-                _by_value(states, r, weights, ranks, ckpt)
-                if "param" in states[0].bucket.slots
-                else _by_rule(states, r, ranks)
-            )
-            for state, p in zip(states, of, strict=True):
-                state.bucket.runs = [Run(0, prod(state.shape), [p.local], p.local)]
-                found.append(state.bucket)
-                name = p.local.weight
-                if state.step is not None and _number(steps.setdefault(name, state.step), ranks) != _number(
-                    state.step, ranks
-                ):
-                    raise Corrupt(
-                        f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are '
-                        "from different saves."
-                    )
-    there = {run.chosen for b in found for run in b.runs}
-    without = next((p for r in ranks.ranks if r.distributed for p in r.parameters if p.local not in there), None)
-    if without is not None:
-        raise Unsupported(
-            f'{source.root}: no {OPTIMIZER_FILE} holds the state of "{without.local.weight}", and others hold that of '
-            f"their ranks. {_way_out()}"
-        )
+        if not states:
+            continue
+        by_value = "param" in states[0].bucket.slots
+        members = _match_by_value(states, r, weights, ranks, ckpt) if by_value else _match_by_rule(states, r, ranks)
+        for state, p in zip(states, members, strict=True):
+            state.bucket.segments = [Segment(0, prod(state.shape), [p.local], p.local)]
+            found.append(state.bucket)
+            _add_step(steps, p.local.weight, state, r, ranks)
+    _refuse_parameters_without_state(ranks, found)
+
+    # put the segments of all ranks together
     whole = {name: TensorEntry("float32", shape, (), Chunks(len(shape))) for name, shape in ranks.shapes.items()}
-    out: dict[Path, Any] = dict(entries(found, whole, source, ckpt, notes))
+    out: dict[Path, Any] = dict(entries_of_parameters(found, whole, source, ckpt, notes))
     for path, t in out.items():
         if (why := boxes.find_cover_problem(t.shape, t.chunks.boxes())) is not None:
             raise Corrupt(
@@ -149,8 +133,53 @@ def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
     return out, notes
 
 
-def _number(step: Any, ranks: Ranks) -> Any:
-    """What tells two steps apart: a number, or the CRC32 of a tensor of one, which is as good for so few bytes."""
+def _digest_weights(
+    ranks: RankedSave, parts: list[tuple[RankFile, list[_Buffer], list[_State]]], ckpt: Checkpoint
+) -> dict[str, str]:
+    """Digest all ranks' weights, {key of a parameter: digest}, and announce how many bytes the whole proof reads."""
+    jobs = {_parameter_key(r, p): p.entry for r in ranks.ranks for p in r.parameters}
+    copies = sum(b.bucket.param.nbytes for _, buffers, _ in parts for b in buffers)
+    copies += sum(
+        len(_HALF) * s.bucket.param.nbytes for _, _, states in parts for s in states if "param" in s.bucket.slots
+    )
+    announce_proof(sum(t.nbytes for t in jobs.values()) + copies)
+    return proof_digests(jobs, ckpt, ranks.files.source)
+
+
+def _add_step(steps: dict[str, Any], name: str, state: _State, r: RankFile, ranks: RankedSave) -> None:
+    """Keep the step of a parameter as its first rank has it.
+
+    Raises:
+        Corrupt: another rank has another step.
+    """
+    if state.step is None:
+        return
+    first = steps.setdefault(name, state.step)
+    if _step_identity(first, ranks) != _step_identity(state.step, ranks):
+        raise Corrupt(
+            f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are '
+            "from different saves."
+        )
+
+
+def _refuse_parameters_without_state(ranks: RankedSave, found: list[Bucket]) -> None:
+    """Refuse a rank whose distrib_optim.pt holds nothing of one of its parameters.
+
+    Raises:
+        Unsupported: with the parameter.
+    """
+    there = {segment.chosen for b in found for segment in b.segments}
+    without = next((p for r in ranks.ranks if r.distributed for p in r.parameters if p.local not in there), None)
+    if without is not None:
+        raise Unsupported(
+            f'{ranks.files.source.root}: no {OPTIMIZER_FILE} holds the state of "{without.local.weight}", and others '
+            f"hold that of their ranks. {_advice()}"
+        )
+
+
+def _step_identity(step: Any, ranks: RankedSave) -> Any:
+    """Return what tells two steps apart: a number, or the CRC32 of a tensor of one, which is as good for so few
+    bytes."""
     if not isinstance(step, TensorEntry) or step.numel != 1:
         return None if isinstance(step, TensorEntry) else step
     file, offset, length = step.chunks[0].extent
@@ -158,21 +187,26 @@ def _number(step: Any, ranks: Ranks) -> Any:
     return crc32(ranks.files.reader(file)(offset, length)) if record is None else record.crc32
 
 
-def _called(r: RankFile, p: Parameter) -> str:
+def _parameter_key(r: RankFile, p: Parameter) -> str:
+    """Name a rank's parameter among those of all ranks."""
     return f"{r.folder}:{p.chunk}:{p.name}"
 
 
-def _way_out() -> str:
+def _advice() -> str:
+    """Say what a user can do instead, at the end of an error."""
     return (
         "Load it in Megatron-LM and save it as torch_dist, or convert the weights alone "
         f"({argument('only', ['model'])})."
     )
 
 
-def _refuse_missing(ranks: Ranks) -> None:
-    """Raises:
-    Corrupt: a rank whose optimizer is DistributedOptimizer's has no distrib_optim.pt.
-    Unsupported: the optimizer is in files of data-parallel ranks."""
+def _refuse_missing_optimizer(ranks: RankedSave) -> None:
+    """Refuse ranks whose optimizer is in other files than those that are read.
+
+    Raises:
+        Corrupt: a rank whose optimizer is DistributedOptimizer's has no distrib_optim.pt.
+        Unsupported: the optimizer is in files of data-parallel ranks.
+    """
     source = ranks.files.source
     for r in ranks.ranks:
         of_2023 = ranks.files.names[r.number].endswith(MODEL_OF_2023)
@@ -181,10 +215,10 @@ def _refuse_missing(ranks: Ranks) -> None:
             name = f"{r.folder}/{layer_wise}" if layer_wise else f"{r.folder}_000/optim.pt"
             raise Unsupported(
                 f"{source.root}: the optimizer is in files of data-parallel ranks ({name}), each with a part that only "
-                f"the job that wrote it can place. {_way_out()}"
+                f"the job that wrote it can place. {_advice()}"
             )
     for r in ranks.ranks:
-        chain = optimizers(r.tree, ranks.files.path(r.number))
+        chain = chained_optimizers(r.tree, ranks.files.path(r.number))
         if chain and r.distributed is None and not any("state" in inner for _, inner in chain):
             raise Corrupt(
                 f"{source.root}/{r.folder}: {OPTIMIZER_FILE}, which has the state of its optimizer, is missing. Fetch "
@@ -195,11 +229,12 @@ def _refuse_missing(ranks: Ranks) -> None:
 # --------------------------------------------------------------------------------------------- DistributedOptimizer
 
 
-def _buffers(ranks: Ranks, r: RankFile) -> Iterator[_Buffer]:
-    """The buffers in distrib_optim.pt of a rank.
+def _buffers(ranks: RankedSave, r: RankFile) -> Iterator[_Buffer]:
+    """Yield the buffers in distrib_optim.pt of a rank.
 
     Raises:
-        Unsupported: it is of a version that stored each bucket by itself.
+        Corrupt: one is not three flat tensors of equal lengths.
+        Unsupported: it is of a version that stored each bucket by itself, or has other slots.
     """
     if r.distributed is None:
         return
@@ -211,7 +246,7 @@ def _buffers(ranks: Ranks, r: RankFile) -> Iterator[_Buffer]:
         if not isinstance(one, dict) or one.get("buckets_coalesced") is not True:
             raise Unsupported(
                 f"{what}: is not of the form that Megatron-Core has for DistributedOptimizer since its buckets are one "
-                f"buffer (buckets_coalesced). {_way_out()}"
+                f"buffer (buckets_coalesced). {_advice()}"
             )
         for i, of in one.items():
             if i == "buckets_coalesced":
@@ -226,7 +261,7 @@ def _buffers(ranks: Ranks, r: RankFile) -> Iterator[_Buffer]:
                 if others:
                     raise Unsupported(
                         f"{what}: its buffer {i} has {short(others)} besides {', '.join(_SLOTS)}, which only the job "
-                        f"that wrote it can place. {_way_out()}"
+                        f"that wrote it can place. {_advice()}"
                     )
                 if not isinstance(kind, Global) or len(tensors) != len(_SLOTS) or len({t.shape for t in tensors}) > 1:
                     raise Corrupt(f"{what}: its buffer {i} is {short(slots)}, not three flat tensors of equal lengths.")
@@ -234,10 +269,12 @@ def _buffers(ranks: Ranks, r: RankFile) -> Iterator[_Buffer]:
                 yield _Buffer(Bucket(f"{r.folder}.chained_{k}.gbuf_idx_{i}.{kind.name}", r.folder, entry), kind.name)
 
 
-def _cut(
-    buffer: _Buffer, r: RankFile, weights: Mapping[str, str], ranks: Ranks, ckpt: Checkpoint, taken: set[str]
+def _find_parameters_in(
+    buffer: _Buffer, r: RankFile, weights: Mapping[str, str], ranks: RankedSave, ckpt: Checkpoint, taken: set[str]
 ) -> None:
     """Find the parameters in a buffer: those of a chunk, of its experts or of all else, the last one first.
+
+    `weights` is {key of a parameter: digest}; `taken` are those that other buffers of the rank hold.
 
     Raises:
         Unsupported: the values are those of no such list.
@@ -246,7 +283,7 @@ def _cut(
     for chunk in sorted({p.chunk for p in r.parameters}):
         of = [p for p in r.parameters if p.chunk == chunk and p.entry.dtype == buffer.dtype][::-1]
         for some in (of, [p for p in of if not p.expert], [p for p in of if p.expert]):
-            key = tuple(_called(r, p) for p in some)
+            key = tuple(_parameter_key(r, p) for p in some)
             if some and not taken.intersection(key):
                 lists[key] = some
     size = buffer.bucket.param.shape[0]
@@ -254,10 +291,10 @@ def _cut(
     for key, some in lists.items():
         if not 0 <= size - sum(p.entry.numel for p in some) < ALIGNED * len(some):
             continue
-        starts, reached = _starts(buffer, some, [weights[n] for n in key], ranks, ckpt)
+        starts, reached = _prove_starts(buffer, some, [weights[n] for n in key], ranks, ckpt)
         if starts is not None:
-            buffer.bucket.runs = [
-                Run(at, at + p.entry.numel, [p.local], p.local) for at, p in zip(starts, some, strict=True)
+            buffer.bucket.segments = [
+                Segment(at, at + p.entry.numel, [p.local], p.local) for at, p in zip(starts, some, strict=True)
             ]
             taken |= set(key)
             return
@@ -271,16 +308,18 @@ def _cut(
     raise Unsupported(
         f'{ranks.files.source.root}: the optimizer\'s buffer "{buffer.bucket.name}" ({size} elements) is not the fp32 '
         f"copies of the rank's weights in the order of the model: {whose}, and the values do not round to it. So "
-        f"nothing tells whose moments these are. {_way_out()}"
+        f"nothing tells whose moments these are. {_advice()}"
     )
 
 
-def _starts(
-    buffer: _Buffer, some: list[Parameter], weights: list[str], ranks: Ranks, ckpt: Checkpoint
+def _prove_starts(
+    buffer: _Buffer, some: list[Parameter], weights: list[str], ranks: RankedSave, ckpt: Checkpoint
 ) -> tuple[list[int] | None, int]:
-    """(where each parameter begins in a buffer, how many are proved). Where one is not at the next multiple of 64, a
-    bucket ends. What lies behind the end of a bucket is read again, so no more than twice of what the bucket had so far
-    is tried at once."""
+    """Return (where each parameter begins in a buffer, how many are proved); None for the former if not all are.
+
+    Where one is not at the next multiple of 64, a bucket ends. What lies behind the end of a bucket is read again, so
+    no more than twice of what the bucket had so far is tried at once.
+    """
     t, size = buffer.bucket.param, buffer.bucket.param.shape[0]
     starts: list[int] = []
     bucket = end = 0  # where the bucket begins, and where the parameters so far end
@@ -291,7 +330,7 @@ def _starts(
             trial.append(bucket + -(-(end - bucket) // ALIGNED) * ALIGNED)
             end = trial[-1] + p.entry.numel
         jobs = {
-            str(k): _segment(t, a, a + p.entry.numel)
+            str(k): slice_flat(t, a, a + p.entry.numel)
             for k, (a, p) in enumerate(zip(trial, rest, strict=True))
             if a + p.entry.numel <= size
         }
@@ -308,129 +347,141 @@ def _starts(
     return (starts, len(starts)) if end == size else (None, len(starts))
 
 
-def _flat(t: TensorEntry) -> TensorEntry:
-    return TensorEntry(t.dtype, (t.numel,), (), Chunks.whole((t.numel,), *t.chunks[0].extent))
-
-
-def _segment(t: TensorEntry, first: int, last: int) -> TensorEntry:
-    c = t.chunks[0]
-    return TensorEntry(
-        t.dtype,
-        (last - first,),
-        (),
-        Chunks.whole((last - first,), c.extent.file, c.extent.offset + first * 4, (last - first) * 4, None),
-    )
-
-
 # ------------------------------------------------------------------------------------------- numbered parameters
 
 
-def _states(ranks: Ranks, r: RankFile) -> Iterator[_State]:
-    """What the optimizers of a rank hold by number, in the order of the param groups; "param" is the fp32 copy."""
-    groups = 0
-    for k, (one, inner) in enumerate(optimizers(r.tree, ranks.files.path(r.number))):
+def _numbered_states(ranks: RankedSave, r: RankFile) -> Iterator[_State]:
+    """Yield what the optimizers of a rank hold by number, in the order of the param groups; the slot "param" is the
+    fp32 copy.
+
+    Raises:
+        Corrupt: state, fp32 copies and param groups contradict one another.
+        Unsupported: nothing tells whose copy one is, or slots of a parameter differ in shape.
+    """
+    what = ranks.files.path(r.number)
+    first_group = 0  # of all chained optimizers together
+    for k, (one, inner) in enumerate(chained_optimizers(r.tree, what)):
+        groups: list[dict[str, Any]] = inner.get("param_groups", [])
         state, copies = inner.get("state") or {}, one.get("fp32_from_fp16_params", one.get("fp32_from_fp16"))
-        if not isinstance(state, dict) or (not state and copies is None):
-            groups += len(inner.get("param_groups", ()))
-            continue
-        grouped = {n for group in inner.get("param_groups", ()) for n in group.get("params", ())} | {"common_step"}
-        if state.keys() - grouped:
-            raise Corrupt(
-                f"{ranks.files.path(r.number)}: its optimizer has the state of "
-                f"{short(sorted(map(str, state.keys() - grouped)))}, which are in none of its param groups."
-            )
-        if copies is not None and (
-            not isinstance(copies, list)
-            or len(copies) != len(inner.get("param_groups", ()))
-            or not all(isinstance(of, list) and all(isinstance(x, StoredTensor) for x in of) for of in copies)
-        ):
-            raise Corrupt(
-                f"{ranks.files.path(r.number)}: the fp32 copies in its optimizer are {short(copies)}, not a list of "
-                "tensors for each param group."
-            )
-        for i, group in enumerate(inner.get("param_groups", ())):
-            numbers = group.get("params", ())
-            of = None if copies is None else copies[i]
-            if of is not None and len(of) != len(numbers):
-                raise Unsupported(
-                    f"{ranks.files.path(r.number)}: param group {i} has {len(numbers)} parameters, of which {len(of)} "
-                    f"have fp32 copies; nothing tells which. {_way_out()}"
-                )
-            for j, n in enumerate(numbers):
-                slots = state.get(n, {})
-                if not isinstance(slots, dict):
-                    raise Corrupt(
-                        f"{ranks.files.path(r.number)}: the optimizer's state of parameter {n} is {short(slots)}."
-                    )
-                tensors = {s: x for s, x in slots.items() if isinstance(x, StoredTensor) and s != "step"}
-                if of is not None:
-                    tensors = {"param": of[j], **tensors}
-                shapes = {x.shape for x in tensors.values()}
-                if (
-                    len(shapes) != 1
-                    or not all(x.contiguous for x in tensors.values())
-                    or any(s not in tensors and s != "step" and x is not None for s, x in slots.items())
-                ):
+        if isinstance(state, dict) and (state or copies is not None):
+            _check_groups(state, copies, groups, what)
+            for i, group in enumerate(groups):
+                numbers, of = group.get("params", ()), None if copies is None else copies[i]
+                if of is not None and len(of) != len(numbers):
                     raise Unsupported(
-                        f"{ranks.files.path(r.number)}: the optimizer's state of parameter {n} is {short(slots)}, not "
-                        f"contiguous tensors of one shape. {_way_out()}"
+                        f"{what}: param group {i} has {len(numbers)} parameters, of which {len(of)} "
+                        f"have fp32 copies; nothing tells which. {_advice()}"
                     )
-                flat = {s: _flat(ranks.files.entry(r.number, x)) for s, x in tensors.items()}
-                step = slots.get("step")
-                yield _State(
-                    Bucket(f"{r.folder}.chained_{k}.{n}", r.folder, flat),
-                    shapes.pop(),
-                    groups + i,
-                    ranks.files.entry(r.number, step) if isinstance(step, StoredTensor) else step,
-                )
-        groups += len(inner.get("param_groups", ()))
+                for j, n in enumerate(numbers):
+                    copy = {} if of is None else {"param": of[j]}
+                    name = f"{r.folder}.chained_{k}.{n}"
+                    yield _numbered_state(ranks, r, name, first_group + i, n, state.get(n, {}), copy)
+        first_group += len(groups)
 
 
-def _by_value(
-    states: list[_State], r: RankFile, weights: Mapping[str, str], ranks: Ranks, ckpt: Checkpoint
+def _check_groups(state: dict[Any, Any], copies: Any, groups: list[dict[str, Any]], what: str) -> None:
+    """Check that all state is in some param group, and that each group has its list of fp32 copies, if there are any.
+
+    Raises:
+        Corrupt: they do not go together.
+    """
+    grouped = {n for group in groups for n in group.get("params", ())} | {"common_step"}
+    if state.keys() - grouped:
+        raise Corrupt(
+            f"{what}: its optimizer has the state of "
+            f"{short(sorted(map(str, state.keys() - grouped)))}, which are in none of its param groups."
+        )
+    if copies is not None and (
+        not isinstance(copies, list)
+        or len(copies) != len(groups)
+        or not all(isinstance(of, list) and all(isinstance(x, StoredTensor) for x in of) for of in copies)
+    ):
+        raise Corrupt(
+            f"{what}: the fp32 copies in its optimizer are {short(copies)}, not a list of tensors for each param group."
+        )
+
+
+def _numbered_state(
+    ranks: RankedSave, r: RankFile, name: str, group: int, n: int, slots: object, copy: dict[str, StoredTensor]
+) -> _State:
+    """Return the state of the parameter with number `n`: its slots as flat tensors, {"param": fp32 copy} among them."""
+    what = ranks.files.path(r.number)
+    if not isinstance(slots, dict):
+        raise Corrupt(f"{what}: the optimizer's state of parameter {n} is {short(slots)}.")
+    tensors = copy | {s: x for s, x in slots.items() if isinstance(x, StoredTensor) and s != "step"}
+    shapes = {x.shape for x in tensors.values()}
+    odd = any(s not in tensors and s != "step" and x is not None for s, x in slots.items())
+    if odd or len(shapes) != 1 or not all(x.contiguous for x in tensors.values()):
+        raise Unsupported(
+            f"{what}: the optimizer's state of parameter {n} is {short(slots)}, not "
+            f"contiguous tensors of one shape. {_advice()}"
+        )
+    flat: dict[str, TensorEntry] = {}
+    for slot, x in tensors.items():
+        t = ranks.files.entry(r.number, x)
+        flat[slot] = TensorEntry(t.dtype, (t.numel,), (), Chunks.whole((t.numel,), *t.chunks[0].extent))
+    step = slots.get("step")
+    if isinstance(step, StoredTensor):
+        step = ranks.files.entry(r.number, step)
+    return _State(Bucket(name, r.folder, flat), shapes.pop(), group, step)
+
+
+def _match_by_value(
+    states: list[_State], r: RankFile, weights: Mapping[str, str], ranks: RankedSave, ckpt: Checkpoint
 ) -> list[Parameter]:
-    """The parameter of each state: the one to which its fp32 copy rounds; of equal ones, those of one group in the
-    order of the model."""
+    """Return the parameter of each state: the one to which its fp32 copy rounds; of equal ones, those of one group in
+    the order of the model.
+
+    Raises:
+        Unsupported: a copy rounds to no weight, or nothing tells which of equal ones it is.
+    """
     jobs = {f"{k}:{d}": s.bucket.slots["param"] for k, s in enumerate(states) for d in _HALF}
     rounded = proof_digests(jobs, ckpt, ranks.files.source, {n: n.partition(":")[2] for n in jobs})
-    fits: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
+    candidates: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
     for p in r.parameters:
         if p.entry.dtype in _HALF:
-            fits.setdefault((weights[_called(r, p)], p.entry.shape), []).append(p)
+            candidates.setdefault((weights[_parameter_key(r, p)], p.entry.shape), []).append(p)
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for k, s in enumerate(states):
-        key = next((key for d in _HALF if (key := (rounded[f"{k}:{d}"], s.shape)) in fits), None)
+        key = next((key for d in _HALF if (key := (rounded[f"{k}:{d}"], s.shape)) in candidates), None)
         if key is None:
             raise Unsupported(
                 f'{ranks.files.path(r.number)}: the fp32 copy "{s.bucket.name}" {list(s.shape)} rounds to no weight of '
-                f"the rank, so nothing tells whose moments these are. {_way_out()}"
+                f"the rank, so nothing tells whose moments these are. {_advice()}"
             )
         alike.setdefault(key, []).append(k)
     out: dict[int, Parameter] = {}
     for key, some in alike.items():
-        if len(some) != len(fits[key]) or len({states[k].group for k in some}) > 1:
-            names = ", ".join(f'"{p.local.weight}"' for p in fits[key][:4])
+        if len(some) != len(candidates[key]) or len({states[k].group for k in some}) > 1:
+            names = ", ".join(f'"{p.local.weight}"' for p in candidates[key][:4])
             raise Unsupported(
                 f"{ranks.files.path(r.number)}: {len(some)} fp32 copies of the optimizer round to each of "
-                f"{len(fits[key])} weights that are equal ({names}), and nothing proves which is whose. {_way_out()}"
+                f"{len(candidates[key])} weights that are equal ({names}), and nothing proves which is whose. "
+                f"{_advice()}"
             )
-        out |= dict(zip(some, fits[key], strict=True))
+        out |= dict(zip(some, candidates[key], strict=True))
     order = {id(p): i for i, p in enumerate(r.parameters)}
     for a, b in pairwise(range(len(states))):
         if states[a].group == states[b].group and order[id(out[a])] > order[id(out[b])]:
             raise Unsupported(
                 f'{ranks.files.path(r.number)}: "{out[b].local.weight}" lies behind "{out[a].local.weight}" in a param '
                 "group, and before it in the model. Megatron-LM keeps the order, so the file is not as it wrote it. "
-                f"{_way_out()}"
+                f"{_advice()}"
             )
     return [out[k] for k in range(len(states))]
 
 
-def _by_rule(states: list[_State], r: RankFile, ranks: Ranks) -> list[Parameter]:
-    """The parameter of each state by the rule of Megatron-Core's param groups and the order of the model."""
+def _match_by_rule(states: list[_State], r: RankFile, ranks: RankedSave) -> list[Parameter]:
+    """Return the parameter of each state by the rule of Megatron-Core's param groups and the order of the model.
+
+    Raises:
+        Unsupported: numbers and shapes of a param group do not fit.
+    """
     groups = dict(
         enumerate(
-            g for _, inner in optimizers(r.tree, ranks.files.path(r.number)) for g in inner.get("param_groups", ())
+            g
+            for _, inner in chained_optimizers(r.tree, ranks.files.path(r.number))
+            for g in inner.get("param_groups", ())
         )
     )
     parameters = {f"{p.chunk}.{p.name}": p for p in r.parameters}
@@ -444,7 +495,7 @@ def _by_rule(states: list[_State], r: RankFile, ranks: Ranks) -> list[Parameter]
                 f"{ranks.files.path(r.number)}: param group {i} has the state of {len(mine)} parameters, and by "
                 f"Megatron-Core's rule for its groups {len(names)} parameters of "
                 f"{'the same' if len(mine) == len(names) else 'other'} number and other shapes belong there. There are "
-                f"no fp32 copies that would tell whose it is. {_way_out()}"
+                f"no fp32 copies that would tell whose it is. {_advice()}"
             )
         out += [parameters[n] for n in names]
     return out

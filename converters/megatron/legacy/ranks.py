@@ -12,9 +12,9 @@ state.
 TT is the tensor-parallel rank, PPP the pipeline-parallel one where there are several, EEE the expert-parallel one.
 Every rank has its part of each parameter (megatron/legacy/sharding.py), and layers are numbered from 0 on each: stages
 follow one another, in a virtual pipeline first all of the first chunks. What several ranks have alike is compared when
-it is read (`proved`), and copies that differ are refused by name.
+it is read (`check_replicas_equal`), and copies that differ are refused by name.
 
-Names, and everything else, are those of dist_checkpointing (megatron.py).
+Names, and everything else, are those of dist_checkpointing (megatron/__init__.py).
 
 Source: megatron/training/checkpointing.py of Megatron-LM, commit d98e8a6 (generate_state_dict, get_checkpoint_name).
 """
@@ -33,15 +33,36 @@ from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, Record, TensorEntry
+from ckpttool.index.names import CanonicalState
+from ckpttool.layouts import checkpoint_of
 from ckpttool.storage.source import Source
 
 from ...rank_files import Files, load, shown
-from ..buckets import Local, Run, place
-from ..keys import common_tree, data_of_args, model_file
-from .folders import geometry_of, numbers_of, refuse_exchanged, refuse_missing
-from .sharding import LAYER, Geometry, classic, flat, is_classic, is_expert, local_experts, part_of, renamed
+from ..buckets import LocalBoxes, Segment, add_segment
+from ..keys import TRAINER, common_tree, data_of_args, model_file
+from .folders import geometry_of, parse_rank_folder, refuse_exchanged, refuse_missing_ranks
+from .sharding import (
+    LAYER,
+    Geometry,
+    count_local_experts,
+    flatten_state_dict,
+    global_name,
+    has_older_names,
+    is_expert,
+    modern_name,
+    place_shard,
+)
 
-__all__ = ["OPTIMIZER_FILE", "Parameter", "RankFile", "Ranks", "optimizers", "proved", "ranks_of"]
+__all__ = [
+    "OPTIMIZER_FILE",
+    "Parameter",
+    "RankFile",
+    "RankedSave",
+    "chained_optimizers",
+    "check_replicas_equal",
+    "checkpoint_of_ranks",
+    "read_ranks",
+]
 
 OPTIMIZER_FILE = "distrib_optim.pt"
 _CHUNK = re.compile(r"model\d{0,4}")
@@ -56,12 +77,12 @@ class Parameter(NamedTuple):
 
     name: str
     chunk: int
-    local: Local
+    local: LocalBoxes
     entry: TensorEntry
 
     @property
     def expert(self) -> bool:
-        """Whether it is of an expert, whose optimizer may be one of its own."""
+        """Whether it belongs to an expert; experts may have an optimizer of their own."""
         return is_expert(self.name)
 
 
@@ -80,25 +101,25 @@ class RankFile:
 
 
 @dataclass
-class Ranks:
+class RankedSave:
     """The files of all ranks of one save, and the tensors of the model that they are."""
 
     files: Files
     geometry: Geometry
     ranks: list[RankFile]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    copies: dict[Local, list[tuple[RankFile, TensorEntry]]] = field(default_factory=dict)
+    copies: dict[LocalBoxes, list[tuple[RankFile, TensorEntry]]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)  # names without a rule
     objects: dict[Path, Any] = field(default_factory=dict)  # states that modules of Transformer Engine keep
     older_names: bool = False
 
     @property
     def records(self) -> list[Record]:
-        """The CRC32s of what is used."""
+        """Return the CRC32s of what is used."""
         return list(self.files.records.values())
 
     def weights(self) -> dict[str, TensorEntry]:
-        """{name: tensor} of the whole model.
+        """Return {name: tensor} of the whole model.
 
         Raises:
             Corrupt: ranks have parts that do not make a whole.
@@ -114,7 +135,7 @@ class Ranks:
                 raise Corrupt(
                     f'{self.files.path(some[0][0].number)}: "{local.weight}" is {entry.dtype}, and {t.dtype} in others.'
                 )
-            put(t.chunks, local, entry)
+            add_boxes(t.chunks, local, entry)
         for name, t in out.items():
             if (why := boxes.find_cover_problem(t.shape, t.chunks.boxes())) is not None:
                 raise Corrupt(
@@ -123,29 +144,33 @@ class Ranks:
         return out
 
     def leaves(self) -> dict[Path, Any]:
-        """Everything but the model and the state of the optimizer, under canonical paths."""
+        """Return everything but the model and the state of the optimizer, under canonical paths.
+
+        Random states are each rank's own; of the rest, what another rank has otherwise is at extra.<its folder>.
+        """
         first = self.ranks[0]
         out: dict[Path, Any] = dict(self.objects)
         handled = ("rng_state", "optimizer", "args", *_RNG)
         tree = {k: x for k, x in first.tree.items() if not _CHUNK.fullmatch(k) and k != "rng_state" and k not in _RNG}
-        self._add(out, common_tree(tree, self.files.path(first.number)), (), first)
+        self.add_leaves(out, common_tree(tree, self.files.path(first.number)), (), first)
         seen: set[tuple[int, int]] = set()
         for r in self.ranks:
             if r is not first:
                 rest = {k: x for k, x in r.tree.items() if k not in handled and not _CHUNK.fullmatch(k)}
                 rest = {k: x for k, x in rest.items() if k not in tree or tree[k] != x}
                 if rest:
-                    self._add(out, rest, ("extra", r.folder), r)
+                    self.add_leaves(out, rest, ("extra", r.folder), r)
             if (r.tensor, r.pipeline) in seen:  # dist_checkpointing, too, takes one of these
                 continue
             seen.add((r.tensor, r.pipeline))
             states = r.tree.get("rng_state", [{k: r.tree[k] for k in _RNG if k in r.tree}])
             if states and states != [{}]:
                 place = f"shard_{r.pipeline}.{r.tensor}_{self.geometry.pipeline}.{self.geometry.tensor}"
-                self._add(out, [states], ("rng", place), r)
+                self.add_leaves(out, [states], ("rng", place), r)
         return out
 
-    def _add(self, out: dict[Path, Any], tree: Any, path: Path, rank: RankFile) -> None:
+    def add_leaves(self, out: dict[Path, Any], tree: object, path: Path, rank: RankFile) -> None:
+        """Add the leaves of a tree in a rank's file to `out`, at a path, and note their CRC32s."""
         found, records = stored_tensors.leaves(
             tree, path, rank.number, self.files.reader(rank.number), self.files.path(rank.number)
         )
@@ -153,15 +178,19 @@ class Ranks:
         self.files.records |= {(rank.number, r.extent.offset): r for r in records}
 
 
-def put(out: Chunks, local: Local, entry: TensorEntry) -> None:
-    """Add what a rank has of a tensor to the chunks of the whole."""
+def add_boxes(out: Chunks, local: LocalBoxes, entry: TensorEntry) -> None:
+    """Add what a rank has of a tensor to the chunks of the whole.
+
+    Raises:
+        Unsupported: it is strided in the file, and its boxes cannot be.
+    """
     c = entry.chunks[0] if entry.chunks else None
     if c is None or not entry.numel:
         for start, shape in local.boxes:
             out.add(start, shape, 0, 0, 0)
     elif c.strides is None:
         flat = TensorEntry(entry.dtype, (entry.numel,), (), Chunks.whole((entry.numel,), *c.extent))
-        place(out, local, flat, Run(0, entry.numel, []))
+        add_segment(out, local, flat, Segment(0, entry.numel, []))
     elif len(local.boxes) == 1 and len(local.boxes[0][0]) == len(entry.shape):
         out.add(*local.boxes[0], c.extent.file, c.extent.offset, c.extent.length, c.strides)
     else:
@@ -171,17 +200,18 @@ def put(out: Chunks, local: Local, entry: TensorEntry) -> None:
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
-    """The files of all ranks below a folder; without `optimizer`, what distrib_optim.pt holds is left out.
+def read_ranks(source: Source, optimizer: bool = True) -> RankedSave:
+    """Read the files of all ranks below a folder; without `optimizer`, what distrib_optim.pt holds is left out.
 
     Raises:
         Corrupt: ranks are missing, or their files are from different saves.
         Unsupported: names and arguments do not tell how a parameter is cut.
     """
+    # all files have to be those of one job, whose arguments say how many ranks there are
     names = {n: f"{n}/{file}" for n in sorted(source.list()) if (file := model_file(source, n))}
     files = Files(source)
     source.prefetch_ends(names.values())
-    trees = {n: _tree(files, name) for n, name in names.items()}
+    trees = {n: _load_rank_tree(files, name) for n, name in names.items()}
     first = next(iter(trees))
     args = data_of_args(trees[first][1].get("args"))
     if not isinstance(args, dict):
@@ -189,39 +219,61 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
             raise Unsupported(f"{source.root}/{first}: has no args, which tell how the files of the ranks go together.")
         args = {}
     geometry = geometry_of(args)
-    folders = {name: numbers_of(name, geometry, source.root) for name in trees}
+    folders = {name: parse_rank_folder(name, geometry, source.root) for name in trees}
     ranks = [RankFile(name, number, *folders[name], tree) for name, (number, tree) in trees.items()]
     ranks.sort(key=lambda r: (r.pipeline, r.expert, r.tensor))
-    refuse_missing(folders, geometry, source.root)
+    refuse_missing_ranks(folders, geometry, source.root)
+
+    # and of one save
     arguments = {name: data_of_args(tree.get("args")) for name, (_, tree) in trees.items()}
-    same = _of_all_ranks(files, ranks[0], arguments)
+    same = _facts_of_save(files, ranks[0], arguments)
     for r in ranks[1:]:
-        for what, here in _of_all_ranks(files, r, arguments).items():
+        for what, here in _facts_of_save(files, r, arguments).items():
             if here != same[what]:
                 raise Corrupt(
                     f"{files.path(r.number)}: the {what} here: {shown(here)}; in {ranks[0].folder}: "
                     f"{shown(same[what])}. The files are from different saves; fetch the files of one save."
                 )
     refuse_exchanged(folders, arguments, geometry, source.root)
+
     for r in ranks:
         if optimizer and OPTIMIZER_FILE in source.list(r.folder):
             name = f"{r.folder}/{OPTIMIZER_FILE}"
             tree = load(files, name)
             r.distributed = files.number(name), tree
-    out = Ranks(files, geometry, ranks)
-    _take_models(out)
+    out = RankedSave(files, geometry, ranks)
+    _place_models(out)
     return out
 
 
-def _tree(files: Files, name: str) -> tuple[int, dict[str, Any]]:
+def checkpoint_of_ranks(ranks: RankedSave, optimizer: Mapping[Path, TensorEntry]) -> Checkpoint:
+    """Build the index of a save from its ranks and the tensors of the optimizer, which have no names yet."""
+    leaves: dict[Path, Any] = {("model", n): t for n, t in ranks.weights().items()}
+    leaves |= optimizer
+    leaves |= ranks.leaves()
+    notes = []
+    if ranks.older_names:
+        notes.append(
+            "the names are those of Megatron-LM before Megatron-Core; parameters have their names in Megatron-Core here"
+        )
+    source, world = ranks.files.source, ranks.geometry.args.get("world_size")
+    world = world if isinstance(world, int) else len(ranks.ranks)
+    named = CanonicalState(leaves, {}, TRAINER, notes)
+    out = checkpoint_of(named, "megatron", source.root, world, ranks.files.names, source)
+    out.records, out.ranks = ranks.records, {r.number: k for k, r in enumerate(ranks.ranks)}
+    return out
+
+
+def _load_rank_tree(files: Files, name: str) -> tuple[int, dict[str, Any]]:
+    """Load the file of a rank; return its number among the files, and what it holds."""
     tree, number = load(files, name), files.number(name)
     if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree) or not any(map(_CHUNK.fullmatch, tree)):
         raise Corrupt(f'{files.path(number)}: holds {short(tree)}, not a dict with "model" as Megatron-LM writes it.')
     return number, tree
 
 
-def optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(an optimizer, torch's inside it) of each of the chained ones in a file.
+def chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return (an optimizer, torch's inside it) of each of the chained ones in a file.
 
     Raises:
         Corrupt: they are not of the form that Megatron-Core gives them.
@@ -241,44 +293,49 @@ def optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any],
     return out
 
 
-def _of_all_ranks(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the files of one save agree on, with the values of tensors in it: a capturable optimizer has its learning
-    rate in one."""
+def _facts_of_save(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the files of one save agree on, with the values of tensors in it: a capturable optimizer has its
+    learning rate in one."""
     args, what = arguments[rank.folder], files.path(rank.number)
     found = {
         "iteration": rank.tree.get("iteration"),
         "parallel sizes": geometry_of(args)[:4] if isinstance(args, dict) else None,
-        "param groups": _hyperparameters(rank.tree, what),
+        "param groups": _shared_param_groups(rank.tree, what),
     }
     read_at = files.reader(rank.number)
     return {k: stored_tensors.inlined(x, read_at, what) for k, x in found.items()}
 
 
-def _hyperparameters(tree: Mapping[str, Any], what: str) -> Any:
-    """The param groups of a rank without the numbers of their parameters, of which pipeline stages have different
-    ones."""
+def _shared_param_groups(tree: Mapping[str, Any], what: str) -> list[list[dict[str, Any]]]:
+    """Return the param groups of each optimizer of a rank without the numbers of their parameters, of which pipeline
+    stages have different ones."""
     return [
         [{k: v for k, v in g.items() if k != "params"} for g in inner.get("param_groups", [])]
-        for _, inner in optimizers(tree, what)
+        for _, inner in chained_optimizers(tree, what)
     ]
 
 
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-def _take_models(out: Ranks) -> None:
-    """The parameters of every rank, with the place that they have in the model."""
+def _place_models(out: RankedSave) -> None:
+    """Fill in the parameters of every rank, with the place that they have in the model.
+
+    Raises:
+        Corrupt: the ranks' models do not go together.
+        Unsupported: queries, keys and values are in the order of the first versions of the format.
+    """
     models: dict[int, list[dict[str, Any]]] = {}
     for r in out.ranks:
         chunks = sorted((k for k in r.tree if _CHUNK.fullmatch(k)), key=lambda k: int(k[5:] or 0))
         if not all(isinstance(r.tree[k], dict) for k in chunks):
             raise Corrupt(f"{out.files.path(r.number)}: its model is not a state dict.")
-        models[r.number] = [flat(r.tree[k], out.files.path(r.number)) for k in chunks]
+        models[r.number] = [flatten_state_dict(r.tree[k], out.files.path(r.number)) for k in chunks]
         if len(chunks) != len(models[out.ranks[0].number]):
             raise Corrupt(
                 f"{out.files.path(r.number)}: has {len(chunks)} chunks of a model, and others have another number."
             )
-    if any(is_classic(one) for some in models.values() for one in some):
+    if any(has_older_names(one) for some in models.values() for one in some):
         version = out.ranks[0].tree.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2:
             raise Unsupported(
@@ -286,17 +343,23 @@ def _take_models(out: Ranks) -> None:
                 "have another order. Load it in the Megatron-LM that wrote it, and save it with a newer one."
             )
         out.older_names = True
-        models = {n: [{classic(k): x for k, x in one.items()} for one in some] for n, some in models.items()}
-    offsets = _offsets(out, models)
+        models = {n: [{modern_name(k): x for k, x in one.items()} for one in some] for n, some in models.items()}
+    offsets = _count_layer_offsets(out, models)
     tied = not out.geometry.args.get("untie_embeddings_and_output_weights", True) and out.geometry.pipeline > 1
     for chunk in range(len(models[out.ranks[0].number])):
         for r in out.ranks:
-            _take_chunk(out, r, chunk, models[r.number][chunk], offsets, tied)
+            _place_chunk(out, r, chunk, models[r.number][chunk], offsets, tied)
 
 
-def _offsets(out: Ranks, models: Mapping[int, list[dict[str, Any]]]) -> dict[tuple[int, int, str], int]:
-    """{(chunk, stage, path of a list of layers): the number of the first layer there}: layers are counted, stage after
-    stage."""
+def _count_layer_offsets(
+    out: RankedSave, models: Mapping[int, list[dict[str, Any]]]
+) -> dict[tuple[int, int, str], int]:
+    """Return {(chunk, stage, path of a list of layers): the number of the first layer there}, counting layers stage
+    after stage.
+
+    Raises:
+        Corrupt: ranks of a stage have different layers, or the arguments say another number of them.
+    """
     counts: dict[tuple[int, int, str], int] = {}
     for r in out.ranks:
         for chunk, model in enumerate(models[r.number]):
@@ -332,14 +395,20 @@ def _offsets(out: Ranks, models: Mapping[int, list[dict[str, Any]]]) -> dict[tup
     return offsets
 
 
-def _take_chunk(
-    out: Ranks,
+def _place_chunk(
+    out: RankedSave,
     r: RankFile,
     chunk: int,
     model: Mapping[str, Any],
     offsets: Mapping[tuple[int, int, str], int],
     tied: bool,
 ) -> None:
+    """Add one rank's chunk of the model to `out`: tensors at their place, and states of modules as objects.
+
+    Args:
+        offsets: {(chunk, stage, path of a list of layers): the number of the first layer there}.
+        tied: whether the output layer of the last stage is a copy of the embedding.
+    """
     layers: dict[str, list[str]] = {}
     for name in model:
         m = LAYER.fullmatch(name)
@@ -348,22 +417,20 @@ def _take_chunk(
         m = LAYER.fullmatch(name)
         layer = f"{m['head']}.{m['i']}" if m else ""
         fused = f"{layer}.self_attention.linear_qkv.weight" in model and f"{layer}.input_layernorm.weight" in model
-        whole, e = renamed(name, offsets[chunk, r.pipeline, m["head"]] if m else 0, fused)
+        whole, e = global_name(name, offsets[chunk, r.pipeline, m["head"]] if m else 0, fused)
         if tied and whole == "output_layer.weight":
             whole = _TIED
-        here = local_experts(layers[layer]) if e is not None else 0
+        here = count_local_experts(layers[layer]) if e is not None else 0
         experts, number = here * out.geometry.expert, None if e is None else r.expert * here + e
-        if whole.endswith("._extra_state"):
-            _take_object(out, r, whole, x, number, experts)
-        elif isinstance(x, StoredTensor):
-            _refuse_odd(out, name)
-            behind = (
-                model.get(name.replace(".linear_fc1.weight", ".linear_fc2.weight"))
-                if ".linear_fc1.weight" in name
-                else None
-            )
+        if whole.endswith("._extra_state") or not isinstance(x, StoredTensor):
+            _add_object(out, r, whole, x, number, experts)
+        else:
+            _refuse_unplaceable(out, name)
+            behind = None
+            if ".linear_fc1.weight" in name:
+                behind = model.get(name.replace(".linear_fc1.weight", ".linear_fc2.weight"))
             columns = behind.shape[1] if isinstance(behind, StoredTensor) and len(behind.shape) == 2 else None
-            part = part_of(whole, x.shape, out.geometry, r.tensor, number, experts, columns)
+            part = place_shard(whole, x.shape, out.geometry, r.tensor, number, experts, columns)
             entry = out.files.entry(r.number, x)
             if out.shapes.setdefault(whole, part.shape) != part.shape:
                 raise Corrupt(
@@ -375,11 +442,14 @@ def _take_chunk(
             out.copies.setdefault(part.local, []).append((r, entry))
             if not name.endswith(_BUFFERS):
                 r.parameters.append(Parameter(name, chunk, part.local, entry))
-        else:
-            _take_object(out, r, whole, x, number, experts)
 
 
-def _refuse_odd(out: Ranks, name: str) -> None:
+def _refuse_unplaceable(out: RankedSave, name: str) -> None:
+    """Refuse parameters that ranks hold in a form of which the place in the model is not known.
+
+    Raises:
+        Unsupported: all experts are in one matrix, or ranks share key-value groups.
+    """
     if re.search(r"\.experts\.weight[12]$", name):
         raise Unsupported(
             f'{out.files.source.root}: "{name}" holds all experts of a rank in one transposed matrix '
@@ -395,18 +465,18 @@ def _refuse_odd(out: Ranks, name: str) -> None:
             )
 
 
-def _take_object(out: Ranks, r: RankFile, name: str, x: Any, expert: int | None, experts: int) -> None:
-    """What is no tensor of the model, as dist_checkpointing has it: of the first rank that has it, in a list."""
+def _add_object(out: RankedSave, r: RankFile, name: str, x: Any, expert: int | None, experts: int) -> None:
+    """Add what is no tensor of the model, as dist_checkpointing has it: of the first rank that has it, in a list."""
     at: Path = ("extra", f"{name}/shard_{expert or 0}_{experts or 1}")
     if any(p[:2] == at for p in out.objects) or (x is None and name == "output_layer._extra_state"):
         return
-    out._add(out.objects, [x], at, r)
+    out.add_leaves(out.objects, [x], at, r)
 
 
 # ---------------------------------------------------------------------------------------------------------- proofs
 
 
-def proved(ranks: Ranks, names: Iterable[str], ckpt: Checkpoint) -> None:
+def check_replicas_equal(ranks: RankedSave, names: Iterable[str], ckpt: Checkpoint) -> None:
     """Compare the copies that several ranks have of some tensors of the model, reading all of them.
 
     Raises:

@@ -27,19 +27,19 @@ from typing import Any, NamedTuple
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 
-from ..buckets import Local
+from ..buckets import LocalBoxes
 
 __all__ = [
     "LAYER",
     "Geometry",
-    "Part",
-    "classic",
-    "flat",
-    "is_classic",
+    "ShardPlace",
+    "count_local_experts",
+    "flatten_state_dict",
+    "global_name",
+    "has_older_names",
     "is_expert",
-    "local_experts",
-    "part_of",
-    "renamed",
+    "modern_name",
+    "place_shard",
 ]
 
 LAYER = re.compile(r"(?P<head>(?:.*\.)?layers)\.(?P<i>\d{1,9})\.(?P<rest>.+)", re.DOTALL)
@@ -102,20 +102,24 @@ class Geometry(NamedTuple):
         return bool(self.args.get("swiglu") or self.args.get("quick_geglu"))
 
 
-class Part(NamedTuple):
+class ShardPlace(NamedTuple):
     """What a rank has of a parameter: `local` boxes of a tensor of `shape`. `known`: whether a rule says so, or only
     that nothing cuts it."""
 
-    local: Local
+    local: LocalBoxes
     shape: tuple[int, ...]
     known: bool = True
 
 
-def flat(tree: Mapping[Any, Any], what: str, prefix: str = "") -> dict[str, Any]:
-    """{dotted name: leaf} of a state dict, which in older jobs is dicts in dicts."""
+def flatten_state_dict(tree: Mapping[Any, Any], what: str, prefix: str = "") -> dict[str, Any]:
+    """Return {dotted name: leaf} of a state dict, which in older jobs is dicts in dicts.
+
+    Raises:
+        Corrupt: a key is not text, or two keys make one name.
+    """
     out: dict[str, Any] = {}
     for k, x in tree.items():
-        found = flat(x, what, f"{prefix}{k}.") if isinstance(x, dict) else {f"{prefix}{k}": x}
+        found = flatten_state_dict(x, what, f"{prefix}{k}.") if isinstance(x, dict) else {f"{prefix}{k}": x}
         if not isinstance(k, str) or found.keys() & out.keys():
             raise Corrupt(
                 f"{what}: in its model, the key {short(k)} is not text, or makes a name that another key makes."
@@ -124,37 +128,36 @@ def flat(tree: Mapping[Any, Any], what: str, prefix: str = "") -> dict[str, Any]
     return out
 
 
-def is_classic(names: Iterable[str]) -> bool:
+def has_older_names(names: Iterable[str]) -> bool:
     """Whether a model's names are those of before Megatron-Core."""
     return any(n.startswith(_OLDER) for n in names)
 
 
-def classic(name: str) -> str:
-    """The name in Megatron-Core of a parameter of Megatron-LM's modules of before."""
+def modern_name(name: str) -> str:
+    """Return the name in Megatron-Core of a parameter of Megatron-LM's modules from before it."""
     for pattern, to in _OLDER_NAMES:
         name = pattern.sub(to, name)
     return name
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter, by its local name, is of one expert."""
+    """Whether a parameter, by its local name, belongs to one expert."""
     return _LOCAL_EXPERT.fullmatch(name) is not None or _GROUPED_EXPERT.fullmatch(name) is not None
 
 
-def local_experts(names: Iterable[str]) -> int:
-    """How many experts of a layer a rank has, by the local names of its parameters; 0 without experts."""
+def count_local_experts(names: Iterable[str]) -> int:
+    """Count the experts of a layer that a rank has, by the local names of its parameters; 0 without experts."""
     found = [m["e"] for n in names if (m := _LOCAL_EXPERT.fullmatch(n) or _GROUPED_EXPERT.fullmatch(n))]
     return 1 + max(map(int, found), default=-1)
 
 
-def renamed(name: str, offset: int, fused: bool) -> tuple[str, int | None]:
-    """(the name in the whole model, the rank's number of the expert).
+def global_name(name: str, offset: int, fused: bool) -> tuple[str, int | None]:
+    """Return (the name in the whole model, the rank's number of the expert); None for what belongs to no expert.
 
     Args:
         offset: the layers before the first of the rank.
-        fused: whether norms that are modules of their own have the names of fused ones, as `dist_checkpointing` stores
-        those of
-            layers without Transformer Engine.
+        fused: whether norms that are modules of their own get the names of fused ones, as `dist_checkpointing` stores
+            those of layers without Transformer Engine.
     """
     if m := LAYER.fullmatch(name):
         name = f"{m['head']}.{int(m['i']) + offset}.{m['rest']}"
@@ -166,7 +169,7 @@ def renamed(name: str, offset: int, fused: bool) -> tuple[str, int | None]:
     return name, None
 
 
-def part_of(
+def place_shard(
     name: str,
     shape: tuple[int, ...],
     geometry: Geometry,
@@ -174,8 +177,8 @@ def part_of(
     expert: int | None,
     experts: int,
     columns: int | None = None,
-) -> Part:
-    """What a rank has of a parameter that has `shape` there.
+) -> ShardPlace:
+    """Find what a rank has of a parameter that has `shape` there.
 
     Args:
         name: its name in the whole model.
@@ -188,7 +191,7 @@ def part_of(
         Unsupported: it is cut in a way that names and arguments do not tell.
     """
     size = geometry.tensor if expert is None else geometry.expert_tensor
-    axis, known = _axis(name, shape, geometry, size) if size > 1 else (None, True)
+    axis, known = _find_sharded_axis(name, shape, geometry, size) if size > 1 else (None, True)
     if axis is not None and axis >= len(shape):
         raise Corrupt(
             f'"{name}" has the shape {list(shape)} on a rank, and Megatron-Core cuts it along axis {axis}. The file is '
@@ -219,11 +222,16 @@ def part_of(
     if expert is not None:
         boxes = [((expert, *a), (1, *n)) for a, n in boxes]
         whole = [experts, *whole]
-    return Part(Local(name, tuple(boxes)), tuple(whole), known)
+    return ShardPlace(LocalBoxes(name, tuple(boxes)), tuple(whole), known)
 
 
-def _axis(name: str, shape: tuple[int, ...], geometry: Geometry, size: int) -> tuple[int | None, bool]:
-    """(the axis along which tensor-parallel ranks have parts, None where all have the same; whether a rule says so)."""
+def _find_sharded_axis(name: str, shape: tuple[int, ...], geometry: Geometry, size: int) -> tuple[int | None, bool]:
+    """Return (the axis along which tensor-parallel ranks have shards, None where all have the same; whether a rule says
+    so).
+
+    Raises:
+        Unsupported: the arguments do not tell whether a down projection of MLA is cut.
+    """
     module, _, leaf = name.rpartition(".")
     module = module.rpartition(".")[2]
     if leaf in ("weight", "bias") and module in _COLUMN:

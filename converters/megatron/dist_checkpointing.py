@@ -1,0 +1,406 @@
+"""Megatron-Core's dist_checkpointing in the format torch_dist; megatron/__init__.py describes the files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpttool import bounded_json
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
+from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.formats.pickles import short
+from ckpttool.index.checkpoint import Checkpoint, Path, Record, Salvage, TensorEntry, joined
+from ckpttool.index.names import CanonicalState, original_path
+from ckpttool.index.trees import nest
+from ckpttool.layouts import Place, ReadOptions, checkpoint_of
+from ckpttool.storage.overlay import LostBytes
+from ckpttool.storage.source import Source
+
+from .. import dcp
+from ..dcp.metadata import read_index
+from .keys import BUCKETS, TRAINER, Key, common_tree, key_of, name_groups, path_of_object, replace_unnamed_optimizer
+from .stacked import flat_ranges, layer
+
+__all__ = ["DistCheckpointing"]
+
+_VERL = ("model", "optimizer", "extra")
+_MOST_JSON = 1 << 20
+_COMMON = "common_state/"  # the item that newer versions have instead of common.pt
+
+
+def _read_backend(source: Source, folder: str) -> str | None:
+    """Return the format that metadata.json of a folder names; None where it names none, or is missing.
+
+    Raises:
+        CkpttoolError: it is not JSON.
+    """
+    name = f"{folder}/metadata.json" if folder else "metadata.json"
+    if "metadata.json" not in source.list(folder) or source.size(name) > _MOST_JSON:
+        return None
+    found = bounded_json.parse(source.read_all(name, _MOST_JSON), name)
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _is_section(source: Source, folder: str) -> bool:
+    """Whether a folder is one of dist_checkpointing, also where its metadata.json is missing or damaged."""
+    names = set(source.list(folder))
+    if {".metadata", "common.pt"} <= names:
+        return True
+    try:
+        return _read_backend(source, folder) is not None
+    except CkpttoolError:
+        return ".metadata" in names
+
+
+class DistCheckpointing:
+    """The dialect of folders of dist_checkpointing: `folders` below the source are one state."""
+
+    def __init__(self, folders: list[str], evidence: str) -> None:
+        self.folders, self.evidence = folders, evidence
+        # what `read` returned of buckets, before the caller left out what was not asked for
+        self._with_buckets: Checkpoint | None = None
+
+    @classmethod
+    def find(cls, source: Source) -> DistCheckpointing | None:
+        """Find the folders of dist_checkpointing: the source itself, or those that a framework has inside."""
+        names = set(source.list())
+        if _is_section(source, ""):
+            return cls([""], "has metadata.json or common.pt of Megatron-Core")
+        if {"weights", "context"} <= names and _is_section(source, "weights"):
+            return cls(["weights"], "has weights/ and context/ of NeMo 2")
+        inside = [f"{n}/dist_ckpt" for n in _VERL if n in names and "dist_ckpt" in source.list(n)]
+        if inside := [n for n in inside if _is_section(source, n)]:
+            return cls(inside, f"has {inside[0]}/ of verl")
+        if "dist_ckpt" in names and _is_section(source, "dist_ckpt"):
+            return cls(["dist_ckpt"], "has dist_ckpt/ of verl")
+        return None
+
+    def read(self, source: Source, options: ReadOptions) -> Checkpoint:
+        """Return the index of the folders together; stacked layers, flat ranges and buckets are located here."""
+        sections = [_open_section(source, folder, options) for folder in self.folders]
+        # segments of buckets are compared with weights, so all of these have to be located
+        buckets = any(key_of(k).bucket for section in sections for k in section.tensors)
+        state = _State(source)
+        for section in sections:
+            state.add_section(section, buckets)
+            state.add_common(section, options)
+        _take_objects(state.leaves, state.objects)
+        name_groups(state.leaves, state.notes)
+        named = CanonicalState(state.leaves, {}, TRAINER, state.notes)
+        out = checkpoint_of(named, "megatron", source.root, state.world, state.files, source)
+        out.records, out.ranks, out.spreads_tensors, out.tails = state.records, state.ranks, True, state.tails
+        out.salvage = Salvage(missing=state.lost) if state.lost else None
+        if buckets and not options.salvage:
+            self._with_buckets = replace(out, tensors=dict(out.tensors), values=dict(out.values))
+        return out
+
+    def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
+        """Look into all items, and give segments of buckets the names of their parameters."""
+        out = locate_items(ckpt, source)
+        asked = {str(t.path[0]) for t in ckpt.tensors.values() if BUCKETS in t.path}
+        if asked:
+            # weights and fp32 copies tell whose a segment is, also where they were not asked for
+            whole = self._with_buckets or self.read(source, ReadOptions())
+            from .buckets import resolve_bucket_names
+
+            named, notes = resolve_bucket_names(replace(whole, records=out.records), source)
+            replace_unnamed_optimizer(out, named, notes, asked)
+        return out
+
+
+def locate_items(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """Look into all items of .distcp files; the step that all parameters share has been located already."""
+    items = {n: t for n, t in ckpt.tensors.items() if t.path[3:] != ("step",)}
+    found = dcp.locate(replace(ckpt, tensors=items), source)
+    return replace(found, tensors={n: found.tensors.get(n, t) for n, t in ckpt.tensors.items()})
+
+
+# -------------------------------------------------------------------------------------------------------- sections
+
+
+@dataclass
+class _Section:
+    """One folder of dist_checkpointing, as dcp reads it, under Megatron's own keys."""
+
+    folder: str
+    source: Source
+    ckpt: Checkpoint
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, dict[Path, Any]] = field(default_factory=dict)  # {key: {path inside: leaf}}
+    lost: dict[str, str] = field(default_factory=dict)  # {key: why}, of a damaged checkpoint
+
+    def add_leaf(self, path: Path, leaf: object) -> None:
+        """Put a leaf at its key, which is one element of its path where torch's planner has left no other."""
+        if len(path) == 1 and isinstance(leaf, TensorEntry):
+            self.tensors[str(path[0])] = leaf
+        else:
+            self.objects.setdefault(str(path[0]), {})[path[1:]] = leaf
+
+    def locate(self, keys: set[str]) -> dict[str, TensorEntry]:
+        """Locate some tensors as raw byte ranges; records of their CRC32s are added to those of the checkpoint.
+
+        Of a damaged checkpoint that is salvaged, those that are there; `lost` has the others.
+        """
+        try:
+            return self._locate_all(keys)
+        except LostBytes:
+            out: dict[str, TensorEntry] = {}
+            for k in sorted(keys):
+                try:
+                    out |= self._locate_all({k})
+                except LostBytes as e:
+                    self.lost[k] = str(e)
+            return out
+
+    def _locate_all(self, keys: set[str]) -> dict[str, TensorEntry]:
+        wanted = {f"model.{k}": self.tensors[k] for k in keys}
+        found = dcp.locate(replace(self.ckpt, tensors=wanted, values={}, records=[]), self.source)
+        self.ckpt.records += found.records
+        return {k: found.tensors[f"model.{k}"] for k in keys}
+
+    def paths_of(self, key: str) -> list[Path]:
+        """Return the canonical paths of what is stored under a key: one, or one for each stacked layer."""
+        of, t = key_of(key), self.tensors[key]
+        return [of.of_layer(i) for i in range(t.shape[0])] if of.stacked else [of.path]
+
+    def path_in_source(self, name: str) -> str:
+        """Return the name of a file of this folder as the whole source has it."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+
+def _open_section(source: Source, folder: str, options: ReadOptions) -> _Section:
+    """Read the index of one folder as dcp does.
+
+    Raises:
+        Corrupt: its metadata.json is missing or damaged. Unsupported: it names another format than torch_dist.
+    """
+    inner = source.below(folder) if folder else source
+    backend, fault = None, "is missing" if "metadata.json" not in inner.list() else "names no sharded_backend"
+    try:
+        backend = _read_backend(source, folder)
+    except CkpttoolError as e:
+        fault = f"is empty or damaged ({e})"
+    if backend is None:
+        raise Corrupt(
+            f"{inner.root} is a folder of Megatron-Core, and its metadata.json {fault}. The copy is incomplete: fetch "
+            'that file. Where no copy of it is left, it is this line: {"sharded_backend": "torch_dist", '
+            '"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}'
+        )
+    if backend != "torch_dist":
+        raise Unsupported(
+            f"{inner.root}: metadata.json names the format {backend!r}; ckpttool reads torch_dist. Load the checkpoint "
+            "in the Megatron-Core that wrote it, and save it with torch_dist."
+        )
+    ckpt = dcp.read(Place(inner, None), ReadOptions(salvage=options.salvage))
+    out = _Section(folder, inner, ckpt)
+    for t in ckpt.tensors.values():
+        out.add_leaf(original_path(t.path, ckpt.origin), t)
+    for v in ckpt.values.values():
+        out.add_leaf(original_path(v.path, ckpt.origin), v.data)
+    return out
+
+
+@dataclass
+class _State:
+    """What the sections read so far hold together; files have their numbers in the list of all sections' files."""
+
+    source: Source
+    leaves: dict[Path, Any] = field(default_factory=dict)
+    objects: dict[str, dict[Path, Any]] = field(default_factory=dict)  # {key: {path inside: leaf}}
+    files: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    ranks: dict[int, int] = field(default_factory=dict)
+    tails: dict[int, int] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)  # {canonical name: why}
+    notes: list[str] = field(default_factory=list)
+    world: int = 0
+
+    def add_section(self, section: _Section, located: bool) -> None:
+        """Add tensors, objects and files of a section; with `located`, all tensors as raw byte ranges.
+
+        Raises:
+            Corrupt: another section has the same.
+        """
+        first = len(self.files)
+        for path, t in _entries(section, located).items():
+            _refuse_second(self.leaves, path, section)
+            self.leaves[path] = replace(t, path=path, chunks=t.chunks.moved(first))
+        for key, inside in section.objects.items():
+            if key in self.objects:
+                raise Corrupt(
+                    f'{section.source.root} holds "{key}", and another folder of the same checkpoint does too.'
+                )
+            self.objects[key] = {
+                p: replace(x, chunks=x.chunks.moved(first)) if isinstance(x, TensorEntry) else x
+                for p, x in inside.items()
+            }
+        ckpt = section.ckpt
+        self.files += [section.path_in_source(f) for f in ckpt.files]
+        self.records += [r.moved(first) for r in ckpt.records]
+        self.ranks |= {f + first: r for f, r in ckpt.ranks.items()}
+        self.tails |= {f + first: n for f, n in ckpt.tails.items()}
+        self.notes += [n for n in ckpt.notes if n not in self.notes]
+        self.lost |= ckpt.salvage.missing if ckpt.salvage else {}
+        self.lost |= {joined(p): why for k, why in section.lost.items() for p in section.paths_of(k)}
+        self.world = max(self.world, ckpt.world_size or 0)
+
+    def add_common(self, section: _Section, options: ReadOptions) -> None:
+        """Add what common.pt of a section holds; newer versions have the item common_state instead.
+
+        Raises:
+            Corrupt: it is missing, and something of it was asked for.
+        """
+        if "common.pt" in section.source.list():
+            name = section.path_in_source("common.pt")
+            self._take_common(name, len(self.files))
+            self.files.append(name)
+            return
+        weights_alone = options.only is not None and not options.only - {"model"}
+        if weights_alone or any(k.startswith(_COMMON) for k in section.objects):
+            return
+        fault = (
+            f"{section.source.root} has no common.pt, in which Megatron-Core keeps param groups, scheduler, "
+            "iteration and arguments"
+        )
+        if not options.salvage:
+            raise Corrupt(
+                f"{fault}. The copy is incomplete: fetch that file; {argument('only', ['model'])} reads the weights "
+                "alone."
+            )
+        self.notes.append(f"{fault}: these are lost")
+
+    def _take_common(self, name: str, file: int) -> None:
+        """Add the leaves of a common.pt, which several sections may have alike; `file` is its number."""
+        read_at, what = self.source.reader_of(name), f"{self.source.root}/{name}"
+        tree = torch_zip.read(read_at, 0, self.source.size(name), what)
+        found, records = stored_tensors.leaves(common_tree(tree, what), (), file, read_at, what)
+        found.pop((), None)  # there is nothing in it
+        for path, leaf in found.items():
+            if path in self.leaves and self.leaves[path] != leaf:
+                raise Corrupt(
+                    f'{what}: "{joined(path)}" is {short(leaf)}, and another folder of the same checkpoint says '
+                    f"{short(self.leaves[path])}."
+                )
+            self.leaves[path] = leaf
+        self.records += records
+
+
+def _refuse_second(found: Mapping[Path, object], path: Path, section: _Section) -> None:
+    """Refuse a second tensor at one canonical path."""
+    if path in found:
+        raise Corrupt(f'{section.source.root}: two keys mean "{joined(path)}".')
+
+
+def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
+    """Return {canonical path: tensor} of one folder, in the order of its keys; with `located`, all as raw byte ranges.
+
+    Raises:
+        Corrupt: two keys mean one tensor, or a stacked one has no axis for the layers.
+    """
+    keys = {k: key_of(k) for k in section.tensors}
+    # shapes of the model are needed for what may be flat ranges, and .metadata has them
+    whole: dict[str, tuple[int, ...]] = {}
+    if any(_may_be_flat_ranges(section.tensors, k, key) for k, key in keys.items()):
+        whole = {k: tuple(v) for k, v in read_index(section.source).whole.items()}
+    raw = section.locate({k for k, key in keys.items() if located or key.stacked or k in whole})
+    out: dict[Path, TensorEntry] = {}
+    if any(keys[k].bucket for k in section.lost):  # segments are found in whole buckets only
+        section.lost |= {k: "the optimizer's buckets are not whole" for k, key in keys.items() if key.bucket}
+    for k, key in keys.items():
+        if k in section.lost:
+            continue
+        t = raw.get(k, section.tensors[k])
+        if k in whole:
+            t = flat_ranges(t, whole[k], f'{section.source.root}: "{k}"')
+        if not key.stacked:
+            _refuse_second(out, key.path, section)
+            out[key.path] = t
+            continue
+        if not t.shape:
+            raise Corrupt(f'{section.source.root}: "{k}" is of all layers by its name, and has no axis for them.')
+        for i in range(t.shape[0]):
+            path = key.of_layer(i)
+            _refuse_second(out, path, section)
+            out[path] = layer(t, i)
+    return out
+
+
+def _may_be_flat_ranges(tensors: Mapping[str, TensorEntry], name: str, key: Key) -> bool:
+    """Whether a tensor of the optimizer may be flat ranges: it has not the shape of its weight."""
+    if key.bucket is not None or key.path[0] == "model":
+        return False
+    of = tensors.get(str(key.path[2]))
+    return of is None or of.shape != tensors[name].shape
+
+
+# --------------------------------------------------------------------------------------------------------- objects
+
+
+def _take_objects(leaves: dict[Path, Any], objects: Mapping[str, Mapping[Path, Any]]) -> None:
+    """Add the objects that ranks saved: random states, the common state of newer versions, the param groups of
+    `dp_reshardable`.
+
+    Raises:
+        Unsupported: the optimizer is one object for each data-parallel group.
+    """
+    groups: dict[str, tuple[Any, int]] = {}
+    for key, inside in objects.items():
+        path, chained = path_of_object(key)
+        if key.startswith(_COMMON):
+            tree = common_tree(_unwrap_object(inside, key, may_have_tensors=True), key)
+            leaves |= stored_tensors.leaves(tree, (), 0, _no_bytes, key)[0]
+        elif chained is None:
+            for p, x in inside.items():
+                at = (*path, *p)
+                leaves[at] = replace(x, path=at) if isinstance(x, TensorEntry) else x
+        elif (what := str(path[3]).partition(".")[0]) == "optimizer":
+            groups[key] = _unwrap_object(inside, key), chained
+        elif what == "grad_scaler":
+            leaves["scaler", "grad_scaler"] = _unwrap_object(inside, key)
+        elif what not in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # lengths of what lies there
+            raise Unsupported(
+                f'The optimizer is stored as "{key}", one object for each data-parallel group '
+                "(dp_zero_gather_scatter), which only the job that wrote it can cut. Save with fully_reshardable, or "
+                "convert the weights alone."
+            )
+    if groups:
+        _take_groups(leaves, groups)
+
+
+def _take_groups(leaves: dict[Path, Any], groups: Mapping[str, tuple[Any, int]]) -> None:
+    """Add the param groups {key: (data, number of the chained optimizer)}, which every data-parallel group has saved.
+
+    Raises:
+        Unsupported: two groups of ranks have different ones.
+    """
+    of: dict[int, tuple[str, Any]] = {}
+    for key, (data, chained) in groups.items():
+        first = of.setdefault(chained, (key, data))
+        if first[1] != data:
+            raise Unsupported(
+                f'"{first[0]}" and "{key}" hold different param groups, so the ranks did not train with one optimizer.'
+            )
+    tree = common_tree({"optimizer": {i: {"optimizer": data} for i, (_, data) in of.items()}}, "the param groups")
+    leaves |= stored_tensors.leaves(tree, (), 0, _no_bytes, "the param groups")[0]
+
+
+def _unwrap_object(inside: Mapping[Path, Any], key: str, may_have_tensors: bool = False) -> object:
+    """Return the object in an item of dist_checkpointing, which is a list of one.
+
+    Raises:
+        Unsupported: it holds tensors. Corrupt: it is no such list.
+    """
+    if not may_have_tensors and any(isinstance(x, TensorEntry) for x in inside.values()):
+        raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.')
+    tree = inside[()] if () in inside else nest(inside)
+    if not isinstance(tree, list) or len(tree) != 1:
+        raise Corrupt(f'"{key}" is not a list of one object.')
+    out: object = tree[0]
+    return out
+
+
+def _no_bytes(at: int, n: int) -> bytes:
+    """Refuse to read bytes that an object refers to: it is all there is."""
+    raise Corrupt("an object of a rank refers to bytes outside of it.")
