@@ -125,12 +125,17 @@ class Files:
         if s.crc32 is not None:
             self.records[file, s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
 
-    def entry(self, file: int, t: StoredTensor) -> TensorEntry:
-        """A tensor that one file has whole."""
+    def entry(self, file: int, t: StoredTensor, path: Path = ()) -> TensorEntry:
+        """Return the entry of a tensor that one file has whole, and remember its CRC32."""
         self.keep(file, t)
-        return TensorEntry(
-            t.dtype, t.shape, (), Chunks.whole(t.shape, file, *t.extent, None if t.contiguous else t.strides)
-        )
+        strides = None if t.contiguous else t.strides
+        return TensorEntry(t.dtype, t.shape, path, Chunks.whole(t.shape, file, *t.extent, strides))
+
+    def leaves(self, file: int, tree: object, path: Path = ()) -> dict[Path, Any]:
+        """Return {path: tensor or data} of a tree in a file, below `path`, and remember the CRC32s of its tensors."""
+        found, records = stored_tensors.leaves(tree, path, file, self.reader(file), self.path(file))
+        self.records.update(((file, r.extent.offset), r) for r in records)
+        return found
 
 
 class Rank(NamedTuple):
@@ -513,9 +518,7 @@ def rest_of(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, An
     for pattern, ranks in groups.items():
         found: list[dict[Path, Any]] = []
         for r in ranks:
-            leaves, records = stored_tensors.leaves(r.tree, (), r.file, files.reader(r.file), files.path(r.file))
-            found.append(leaves)
-            files.records.update(((r.file, x.extent.offset), x) for x in records)
+            found.append(files.leaves(r.file, r.tree))
         tops = dict.fromkeys(p[0] for leaves in found for p in leaves)
         for top in tops:
             parts = [{p: x for p, x in leaves.items() if p[0] == top} for leaves in found]

@@ -35,25 +35,25 @@ __all__ = [
     "SCALERS",
     "STAGE",
     "UNIVERSAL",
-    "Cut",
     "File",
+    "FlatRange",
     "Save",
-    "alike",
-    "find",
-    "from_cuts",
+    "equal_values",
+    "find_save",
+    "is_placeholder",
     "is_save",
     "is_shape",
-    "placeholder",
+    "loss_scaler_leaves",
+    "param_shapes",
     "rank_of",
-    "refuse_foreign",
-    "refuse_mixed",
-    "refuse_parallel",
-    "saves",
-    "scaler",
-    "setting",
-    "shapes_of",
+    "refuse_mixed_saves",
+    "refuse_model_parallel",
+    "refuse_unsupported_files",
+    "saves_in",
     "stand_ins",
-    "tied",
+    "tensor_of_ranges",
+    "tied_names",
+    "zero_setting",
 ]
 
 
@@ -92,7 +92,7 @@ _SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "par
 
 
 def rank_of(name: str) -> int | None:
-    """The data parallel rank in a file name."""
+    """Return the data-parallel rank in a file name; None for a file of no rank."""
     model, optim = MODEL3.fullmatch(name), OPTIM.fullmatch(name)
     return int(model[1]) if model else int(optim[2]) if optim else None
 
@@ -104,7 +104,7 @@ class Save(NamedTuple):
     names: list[str]
 
     def files(self, pattern: re.Pattern[str], group: int) -> dict[int, list[str]]:
-        """{number in a group of the pattern: files that match}, in the order of the numbers."""
+        """Return {number in a group of the pattern: files that match}, in the order of the numbers."""
         found: dict[int, list[str]] = {}
         for n in self.names:
             if m := pattern.fullmatch(n):
@@ -117,8 +117,8 @@ def is_save(names: Iterable[str]) -> bool:
     return any(MODEL3.fullmatch(n) or MODEL.fullmatch(n) or OPTIM.fullmatch(n) for n in names)
 
 
-def saves(source: Source) -> dict[str, list[str]]:
-    """{tag: entries of its folder} of the saves in a folder."""
+def saves_in(source: Source) -> dict[str, list[str]]:
+    """Return {tag: entries of its folder} of the saves in a folder."""
     out = {}
     for name in source.list()[:2000]:
         inside = source.list(name)
@@ -127,8 +127,8 @@ def saves(source: Source) -> dict[str, list[str]]:
     return out
 
 
-def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
-    """The save in a folder: the folder itself, the one that `latest` names, or the only one.
+def find_save(source: Source, tag: str | None, latest: str = "latest") -> Save:
+    """Find the save in a folder: the folder itself, the one with the tag, the one that `latest` names, or the only one.
 
     Raises:
         Corrupt: the tag is not there. UsageError: there are several and none is named.
@@ -145,13 +145,13 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
             raise Unsafe(f"{source.root}/{latest} names {tag[:80]!r}, which is not a folder in the same place.")
         inside = source.list(tag)
         if not is_save(inside):
-            others = ", ".join(saves(source)) or "none"
+            others = ", ".join(saves_in(source)) or "none"
             raise Corrupt(
                 f"{source.root}: the save that {origin} points to is missing. The save was not finished, or the folder "
                 f"was not copied whole; saves here: {others}. Choose one with {argument('tag')}."
             )
         return Save(tag + "/", inside)
-    there = saves(source)
+    there = saves_in(source)
     if len(there) != 1:
         raise UsageError(
             f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with "
@@ -161,7 +161,7 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
     return Save(tag + "/", inside)
 
 
-def refuse_foreign(save: Save, where: str) -> None:
+def refuse_unsupported_files(save: Save, where: str) -> None:
     """Refuse saves that are not purely data parallel.
 
     Raises:
@@ -210,7 +210,7 @@ class File:
         self.tree: Any = tree
 
     def get(self, key: str, kind: type | tuple[type, ...], inside: dict[str, Any] | None = None) -> Any:
-        """A value of the dict.
+        """Return a value of the file's dict, or of another one `inside` it.
 
         Raises:
             Corrupt: it is missing or of another type.
@@ -224,13 +224,14 @@ class File:
         return found
 
     def scalar(self, t: StoredTensor) -> float | int | None:
-        """The value of a 0-dim tensor, None if its dtype is not that of a counter."""
+        """Return the value of a 0-dim tensor; None if it has dimensions or its dtype is not that of a counter."""
         found = None if t.shape else stored_tensors.inlined(t, self.read_at, self.what)
         return None if found is None else stored_tensors.number_in(found.dtype, found.data)
 
 
 def stand_ins(what: str) -> dict[tuple[str, str], Any]:
-    """Stand-ins for DeepSpeed's own classes in pickles: numbers for its enums."""
+    """Return stand-ins for DeepSpeed's own classes in pickles: numbers for its enums. `what` names the file in
+    errors."""
 
     def stage(n: Any = 0) -> int:
         if type(n) is not int or not 0 <= n <= 3:
@@ -243,11 +244,11 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
 
 @lru_cache(1 << 16)
 def _boxes(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """(start, shape, elements) of the boxes of a flat range."""
+    """Return (start, shape, elements) of the boxes of elements [first, last) of a flattened tensor."""
     return [(start, size, prod(size)) for start, size in boxes.flat_to_boxes(shape, first, last)]
 
 
-class Cut(NamedTuple):
+class FlatRange(NamedTuple):
     """Elements [first, last) of a flattened tensor, at a byte of a file."""
 
     first: int
@@ -256,8 +257,8 @@ class Cut(NamedTuple):
     offset: int
 
 
-def from_cuts(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[Cut]) -> TensorEntry:
-    """A tensor from the places of its flat ranges."""
+def tensor_of_ranges(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[FlatRange]) -> TensorEntry:
+    """Build the entry of a tensor from the places of its flat ranges."""
     chunks, item = Chunks(len(shape)), ITEMSIZE[dtype]
     for first, last, file, offset in cuts:
         for start, size, n in _boxes(shape, first, last):
@@ -266,8 +267,12 @@ def from_cuts(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[Cut
     return TensorEntry(dtype, shape, path, chunks)
 
 
-def shapes_of(file: File) -> list[dict[str, tuple[int, ...]]]:
-    """param_shapes, checked."""
+def param_shapes(file: File) -> list[dict[str, tuple[int, ...]]]:
+    """Return param_shapes of a model file: [{name: shape}], a dict for each flat tensor.
+
+    Raises:
+        Corrupt: it is missing, has another form, or lists a name twice.
+    """
     found = file.get("param_shapes", (list, dict))
     found = [found] if isinstance(found, dict) else found  # before 0.4: one group
     for group in found:
@@ -286,7 +291,7 @@ def is_shape(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x)
 
 
-def refuse_parallel(file: File) -> None:
+def refuse_model_parallel(file: File) -> None:
     """Refuse a model file of one of several model parallel ranks, whatever files are there.
 
     Raises:
@@ -302,13 +307,13 @@ def refuse_parallel(file: File) -> None:
         )
 
 
-def setting(config: Any, key: str) -> Any:
-    """A key of zero_optimization in a ds_config; None if it is missing."""
+def zero_setting(config: Any, key: str) -> Any:
+    """Return a key of zero_optimization in a ds_config; None if it is missing."""
     section = config.get("zero_optimization") if isinstance(config, dict) else None
     return section.get(key) if isinstance(section, dict) else None
 
 
-def refuse_mixed(files: Sequence[File]) -> None:
+def refuse_mixed_saves(files: Sequence[File]) -> None:
     """Refuse model files of different saves.
 
     Raises:
@@ -324,13 +329,13 @@ def refuse_mixed(files: Sequence[File]) -> None:
                 )
 
 
-def placeholder(x: Any) -> bool:
+def is_placeholder(x: Any) -> bool:
     """Whether an entry of `module` is a placeholder for a parameter in other files."""
     return isinstance(x, StoredTensor) and x.shape == (0,)
 
 
-def tied(files: Sequence[File]) -> dict[str, str]:
-    """{alias: owner}; DeepSpeed lists them in the file of rank 0 only."""
+def tied_names(files: Sequence[File]) -> dict[str, str]:
+    """Return {alias: owner} of tied weights, which DeepSpeed lists in the file of rank 0 only."""
     out: dict[str, str] = {}
     for f in files:
         shared = f.tree.get("shared_params") or {}
@@ -340,9 +345,9 @@ def tied(files: Sequence[File]) -> dict[str, str]:
     return out
 
 
-def alike(a: Any, b: Any, in_a: File | None = None, in_b: File | None = None) -> bool:
-    """Whether two ranks' values are the same: their pickles and the CRC32s of their tensors, or their bytes, in the
-    legacy format, which has none."""
+def equal_values(a: Any, b: Any, in_a: File | None = None, in_b: File | None = None) -> bool:
+    """Compare two ranks' values: plain data, and the CRC32s of tensors, or their bytes in the legacy format, which has
+    none. Without `in_a` and `in_b`, the files, such tensors count as different."""
     if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
         if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
             return False
@@ -350,14 +355,14 @@ def alike(a: Any, b: Any, in_a: File | None = None, in_b: File | None = None) ->
             return (a.at, a.storage.crc32) == (b.at, b.storage.crc32)
         return in_a is not None and in_b is not None and in_a.read_at(*a.extent) == in_b.read_at(*b.extent)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(alike(v, b[k], in_a, in_b) for k, v in a.items())
+        return a.keys() == b.keys() and all(equal_values(v, b[k], in_a, in_b) for k, v in a.items())
     if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(alike(x, y, in_a, in_b) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(equal_values(x, y, in_a, in_b) for x, y in zip(a, b, strict=True))
     return bool(a == b) or (a != a and b != b)
 
 
-def scaler(optim: dict[str, Any]) -> dict[Path, Any]:
-    """Leaves of the loss scaler; none for the static one with factor 1 of bf16 and fp32 engines."""
+def loss_scaler_leaves(optim: dict[str, Any]) -> dict[Path, Any]:
+    """Return the leaves of the loss scaler; none for the static one with factor 1 of bf16 and fp32 engines."""
     found = optim.get("loss_scaler")
     state = found.state if isinstance(found, Opaque) else None
     if not isinstance(state, dict) or not (state.get("dynamic") or state.get("cur_scale", 1) != 1):

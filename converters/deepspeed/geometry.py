@@ -8,10 +8,17 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Flat", "Groups", "concatenated", "part_of", "partitioned", "subgroups"]
+__all__ = [
+    "FlatPlace",
+    "Groups",
+    "concatenate_parameters",
+    "elements_per_rank",
+    "partition_parameters",
+    "split_into_subgroups",
+]
 
 
-class Flat(NamedTuple):
+class FlatPlace(NamedTuple):
     """Where a parameter lies: in which flat tensor, and (rank, first, last, element of the rank's flat tensor)."""
 
     group: int
@@ -22,13 +29,14 @@ class Flat(NamedTuple):
 Groups = list[dict[str, tuple[int, ...]]]
 
 
-def partitioned(groups: Groups, world: int) -> tuple[dict[str, Flat], list[int]]:
-    """Stage 3: every parameter is cut into `world` parts; also the elements of each flat tensor, on every rank.
+def partition_parameters(groups: Groups, world: int) -> tuple[dict[str, FlatPlace], list[int]]:
+    """Place parameters as stage 3 does: each is cut into `world` parts. Return also the elements of each flat tensor,
+    which are as many on every rank.
 
-    partitioned([{"w": (5,), "b": (1,)}], 2) == ({"w": Flat(0, (5,), [(0, 0, 3, 0), (1, 3, 5, 0)]),
-                                                  "b": Flat(0, (1,), [(0, 0, 1, 3)])}, [4])
+    partition_parameters([{"w": (5,), "b": (1,)}], 2)
+        == ({"w": FlatPlace(0, (5,), [(0, 0, 3, 0), (1, 3, 5, 0)]), "b": FlatPlace(0, (1,), [(0, 0, 1, 3)])}, [4])
     """
-    out: dict[str, Flat] = {}
+    out: dict[str, FlatPlace] = {}
     lengths: list[int] = []
     for g, group in enumerate(groups):
         at = 0
@@ -36,19 +44,22 @@ def partitioned(groups: Groups, world: int) -> tuple[dict[str, Flat], list[int]]
             n = prod(shape)
             part = -(-n // world)
             cuts = [(r, r * part, min((r + 1) * part, n), at) for r in range(world) if r * part < n]
-            out[name] = Flat(g, shape, cuts)
+            out[name] = FlatPlace(g, shape, cuts)
             at += part
         lengths.append(at)
     return out, lengths
 
 
-def concatenated(groups: Groups, parts: list[int], paddings: list[list[int]] | None = None) -> dict[str, Flat]:
-    """Stages 1 and 2: parameters of a group one after the other, cut into ranges of `parts[g]` elements, one a rank.
+def concatenate_parameters(
+    groups: Groups, parts: list[int], paddings: list[list[int]] | None = None
+) -> dict[str, FlatPlace]:
+    """Place parameters as stages 1 and 2 do: those of group `g` one after the other, `paddings[g][k]` elements after
+    the k-th, cut into ranges of `parts[g]` elements, one a rank.
 
-    concatenated([{"w": (5,), "b": (1,)}], [4]) == {"w": Flat(0, (5,), [(0, 0, 4, 0), (1, 4, 5, 0)]),
-                                                    "b": Flat(0, (1,), [(1, 0, 1, 1)])}
+    concatenate_parameters([{"w": (5,), "b": (1,)}], [4])
+        == {"w": FlatPlace(0, (5,), [(0, 0, 4, 0), (1, 4, 5, 0)]), "b": FlatPlace(0, (1,), [(1, 0, 1, 1)])}
     """
-    out: dict[str, Flat] = {}
+    out: dict[str, FlatPlace] = {}
     for g, group in enumerate(groups):
         at, part = 0, parts[g]
         for k, (name, shape) in enumerate(group.items()):
@@ -60,18 +71,19 @@ def concatenated(groups: Groups, parts: list[int], paddings: list[list[int]] | N
                 last = min(n, first + part - inside)
                 cuts.append((rank, first, last, inside))
                 first = last
-            out[name] = Flat(g, shape, cuts)
+            out[name] = FlatPlace(g, shape, cuts)
             at += n + (paddings[g][k] if paddings else 0)
     return out
 
 
-def part_of(elements: int, world: int) -> int:
-    """Elements a rank of a group at stages 1 and 2, which is padded to a multiple of twice the ranks."""
+def elements_per_rank(elements: int, world: int) -> int:
+    """Return the elements that each rank has of a group at stages 1 and 2, which is padded to a multiple of twice the
+    ranks."""
     return -(-elements // (2 * world)) * 2
 
 
-def subgroups(group: dict[str, tuple[int, ...]], world: int, most: float) -> Groups:
-    """The sub-groups of a param group at stage 3: whole parameters, until the elements a rank reach `most`."""
+def split_into_subgroups(group: dict[str, tuple[int, ...]], world: int, most: float) -> Groups:
+    """Split a param group into the sub-groups of stage 3: whole parameters, until each rank has `most` elements."""
     sizes = {n: -(-prod(s) // world) for n, s in group.items()}
     if not group or most >= sum(sizes.values()):
         return [group] if group else []

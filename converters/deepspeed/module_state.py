@@ -24,21 +24,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.bounded_json import parse
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
-from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.formats import torch_zip
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Checkpoint,
     Chunks,
-    Extent,
     OtherCopy,
     Path,
-    Record,
     TensorEntry,
     same_bytes,
 )
@@ -48,27 +46,28 @@ from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
+from ..rank_files import Files
 from .files import (
     MAYBE,
     MODEL3,
     OPTIM,
     OWN,
-    Cut,
     File,
-    alike,
-    find,
-    from_cuts,
+    FlatRange,
+    equal_values,
+    find_save,
+    is_placeholder,
     is_shape,
-    placeholder,
     rank_of,
-    refuse_foreign,
-    refuse_mixed,
-    refuse_parallel,
-    setting,
-    tied,
+    refuse_mixed_saves,
+    refuse_model_parallel,
+    refuse_unsupported_files,
+    tensor_of_ranges,
+    tied_names,
+    zero_setting,
 )
 
-__all__ = ["DERIVED", "Reading"]
+__all__ = ["DERIVED", "SaveReader"]
 
 
 #: The note about the weights that a bf16 or fp16 engine computes with.
@@ -90,7 +89,8 @@ _OF_MODEL = {
 _TRAINER = ("global_step", "epoch", "max_steps", "num_train_epochs", "num_input_tokens_seen", "train_batch_size")
 
 
-def _json(source: Source, name: str) -> dict[str, Any]:
+def _read_json(source: Source, name: str) -> dict[str, Any]:
+    """Read a file of JSON; {} where it is damaged or no dict."""
     data = source.read_all(name, 64 << 20)
     try:
         found = parse(data, name)
@@ -99,17 +99,26 @@ def _json(source: Source, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class Reading:
+class _ModelNames(NamedTuple):
+    """What the model file of rank 0 lists: its state dict, frozen parameters, buffers, and {alias: owner} of all
+    ranks."""
+
+    module: dict[Any, Any]
+    frozen: dict[str, tuple[int, ...]]
+    buffers: list[str]
+    aliases: dict[str, str]
+
+
+class SaveReader:
     """The state that is collected while the files of one save are read."""
 
     def __init__(self, where: Place, options: ReadOptions, latest: str = "latest") -> None:
         self.source, self.options = where.source, options
-        self.save = find(where.source, options.tag, latest)
+        self.save = find_save(where.source, options.tag, latest)
         self.where = f"{self.source.root}/{self.save.folder}"
-        refuse_foreign(self.save, self.where)
+        refuse_unsupported_files(self.save, self.where)
         self.source.prefetch_ends(self.save.folder + n for n in self.save.names if n.endswith(".pt"))
-        self.names: list[str] = []
-        self.records: dict[tuple[int, int], Record] = {}
+        self.files = Files(where.source)
         self.notes: list[str] = []
         self.masters: dict[str, TensorEntry] = {}  # trainable parameters, wherever their weights lie
         self.model: dict[str, TensorEntry] = {}
@@ -118,36 +127,32 @@ class Reading:
         self.rest: dict[Path, Any] = {}
         self.others: list[tuple[str, int, int]] = []  # (name, rank, bytes) of other copies of buffers and extra states
 
-    def file(self, name: str, dict_only: bool = True) -> File:
+    def load(self, name: str, dict_only: bool = True) -> File:
         """Unpickle a file of the save."""
-        self.names.append(self.save.folder + name)
-        out = File(self.source, self.names[-1], len(self.names) - 1, dict_only)
+        out = self._load(self.save.folder + name, dict_only)
         allowed = self.options.allow_equal_ranks
         self.notes += torch_zip.refuse_other_rank(out.read_at, self.source.size(out.name), out.what, allowed)
         return out
 
-    def seen(self, file: File, t: StoredTensor) -> StoredTensor:
-        """Note the CRC32 of the tensor's storage, so that reading it is checked; returns the tensor."""
-        s = t.storage
-        if s.crc32 is not None:
-            self.records[file.number, s.offset] = Record(Extent(file.number, s.offset, s.length), s.crc32)
+    def _load(self, name: str, dict_only: bool = True) -> File:
+        """Unpickle a file of the source, and add it to the files of the checkpoint."""
+        return File(self.source, name, self.files.number(name), dict_only)
+
+    def keep_crc(self, file: File, t: StoredTensor) -> StoredTensor:
+        """Note the CRC32 of the tensor's storage, so that reading it is checked; return the tensor."""
+        self.files.keep(file.number, t)
         return t
 
-    def whole(self, file: File, t: StoredTensor, path: Path) -> TensorEntry:
-        """A tensor that lies in one file."""
-        self.seen(file, t)
-        strides = None if t.contiguous else t.strides
-        return TensorEntry(t.dtype, t.shape, path, Chunks.whole(t.shape, file.number, *t.extent, strides))
+    def whole_tensor(self, file: File, t: StoredTensor, path: Path) -> TensorEntry:
+        """Return the entry of a tensor that lies in one file."""
+        return self.files.entry(file.number, t, path)
 
-    def take(self, path: Path, value: Any, file: File) -> None:
-        """Add everything below a key, at `path`."""
-        found, crcs = stored_tensors.leaves(value, path, file.number, file.read_at, file.what)
-        (self.optim if path[0] == "optim" else self.rest).update(found)
-        for r in crcs:
-            self.records[r.extent.file, r.extent.offset] = r
+    def add_leaves(self, path: Path, value: object, file: File) -> None:
+        """Add everything below a key to the optimizer or to the rest, at `path`."""
+        (self.optim if path[0] == "optim" else self.rest).update(self.files.leaves(file.number, value, path))
 
-    def ranks(self, pattern: re.Pattern[str], group: int, world: int, what: str) -> list[str]:
-        """The one file of every rank 0 .. world-1.
+    def files_of_ranks(self, pattern: re.Pattern[str], group: int, world: int, what: str) -> list[str]:
+        """Return the one file of every rank 0 .. world-1; `group` of the pattern is the rank.
 
         Raises:
             Corrupt: with the rank that has no file or two, or that should not exist.
@@ -178,52 +183,61 @@ class Reading:
             )
         return [found[r][0] for r in range(world)]
 
-    def models3(self) -> list[File]:
-        """The model files of stage 3, one a rank, of one save."""
+    def load_models_of_stage3(self) -> list[File]:
+        """Load the model files of stage 3, one a rank, of one save.
+
+        Raises:
+            Corrupt: one is missing, or from another save.
+        """
         found = self.save.files(MODEL3, 1)
         if not found:
-            self.ranks(MODEL3, 1, len(self.save.files(OPTIM, 2)), "model")
-        first = self.file(next(iter(found.values()))[0])
+            self.files_of_ranks(MODEL3, 1, len(self.save.files(OPTIM, 2)), "model")
+        first = self.load(next(iter(found.values()))[0])
         world = first.get("dp_world_size", int)
         if not 0 < world <= 1 << 20:
             raise Corrupt(f"{first.what}: dp_world_size is {world}.")
-        names = self.ranks(MODEL3, 1, world, "model")
-        out = [first, *map(self.file, names[1:])]
-        refuse_mixed(out)
+        names = self.files_of_ranks(MODEL3, 1, world, "model")
+        out = [first, *map(self.load, names[1:])]
+        refuse_mixed_saves(out)
         return out
 
-    def take_module(self, models: list[File]) -> None:
-        """The weights, in the order of `module`: masters, frozen parameters, buffers, tied ones; and everything else in
-        the file.
+    def add_model_state(self, models: list[File]) -> None:
+        """Add the weights, in the order of `module`: masters, frozen parameters, buffers, tied ones; and everything
+        else in the model files.
 
         Raises:
-            Corrupt: a placeholder belongs to no parameter.
+            Corrupt: a placeholder belongs to no parameter, or the files of ranks contradict one another.
+            Unsupported: an entry is neither a tensor nor the extra state of a module.
         """
         first = models[0]
-        refuse_parallel(first)
-        if "buffer_names" not in first.tree:
-            raise Corrupt(
-                f'{first.what} has no "buffer_names", which DeepSpeed writes into every file of model states, and by '
-                "which it knows one. The file is damaged, or another program changed it; fetch it again."
-            )
-        for other in models[1:]:
-            if odd := sorted(_OF_MODEL & (first.tree.keys() ^ other.tree.keys())):
-                has, lacks = (first, other) if odd[0] in first.tree else (other, first)
-                raise Corrupt(
-                    f'{lacks.what} has no "{odd[0]}", and {has.what} has one. Every rank writes it, so the file is '
-                    "damaged or of another version; fetch it again."
-                )
-            if other.tree.get("buffer_names") != first.tree["buffer_names"]:
-                raise Corrupt(
-                    f"{other.what}: buffer_names is {short(other.tree.get('buffer_names'))}, and "
-                    f"{short(first.tree['buffer_names'])} in {first.what}. Every rank writes the same, so one of the "
-                    "files is damaged or of another model."
-                )
-        module = first.get("module", dict)
-        aliases = tied(models)
+        refuse_model_parallel(first)
+        _check_same_keys(models)
+        listed = self._listed_names(models)
+        for name, t in listed.module.items():
+            self._add_module_entry(name, t, listed, models)
+        # `module` need not have what has its weights in other files
+        self.model.update({n: t for n, t in self.masters.items() if n not in self.model})
+        for name, shape in listed.frozen.items():
+            if name not in self.model:
+                self.model[name] = self._frozen_parameter(name, shape, models)
+        for alias, owner in listed.aliases.items():
+            if owner not in self.model:
+                raise Corrupt(f'{first.what}: "{alias}" is tied to "{owner}", which is not there.')
+            self.model[alias] = replace(self.model[owner], path=("model", alias))
+        self.model = {n: self.model[n] for n in [*(n for n in listed.module if n in self.model), *self.model]}
+        self._note_what_is_left_out(first, listed.module)
+        self.add_other_state(models)
+
+    def _listed_names(self, models: list[File]) -> _ModelNames:
+        """Read the lists of names in the model files.
+
+        Raises:
+            Corrupt: they have other forms than DeepSpeed's, or contradict one another.
+        """
+        first = models[0]
+        module, aliases = first.get("module", dict), tied_names(models)
         frozen = first.tree.get("frozen_param_shapes") or {}
         buffers = first.tree.get("buffer_names") or []
-        low: set[str] = set()
         if not isinstance(buffers, list) or not all(isinstance(n, str) for n in buffers):
             raise Corrupt(f"{first.what}: buffer_names is {short(buffers)}.")
         if not isinstance(frozen, dict) or not all(is_shape(s) for s in frozen.values()):
@@ -231,81 +245,81 @@ class Reading:
         for alias in aliases:
             if alias in self.masters or alias in frozen or alias in buffers:
                 raise Corrupt(f'{first.what}: "{alias}" is in shared_params, but has weights of its own as well.')
-        for name, t in module.items():
-            if isinstance(name, str) and name.rpartition(".")[2] == EXTRA_STATE and name not in buffers:
-                self._take_extra_state(name, t, models)
-                continue
-            if not isinstance(name, str) or not isinstance(t, StoredTensor):
-                raise Unsupported(
-                    f"{first.what}: module holds {short(t)} under {short(name)}, which is neither a tensor nor the "
-                    "extra state of a module."
-                )
-            if name in self.masters:
-                self.model[name] = self.masters[name]
-                if not placeholder(t) and t.shape != self.masters[name].shape:
-                    raise Corrupt(
-                        f'{first.what}: "{name}" is {t.shape} in module and {self.masters[name].shape} in param_shapes.'
-                    )
-                if t.dtype != self.masters[name].dtype:
-                    low.add(t.dtype)
-                    if t.numel and t.contiguous:
-                        chunks = Chunks.whole(t.shape, first.number, *t.extent)
-                        self.rounded[name] = TensorEntry(t.dtype, t.shape, ("model", name), chunks)
-            elif name in aliases:
-                continue
-            elif name in frozen:
-                self.model[name] = self._frozen(name, frozen[name], models)
-            elif placeholder(t) and name not in buffers:
-                raise Corrupt(
-                    f'{first.what}: "{name}" is a placeholder in module, but neither param_shapes nor '
-                    "frozen_param_shapes names it."
-                )
-            else:
-                if self.masters and name not in buffers and "shared_params" not in first.tree:
-                    raise Corrupt(
-                        f'{first.what}: "{name}" is in module, but not in param_shapes, and "shared_params" is '
-                        "missing, which would say whether it is tied to a weight that is. The file is damaged, or of "
-                        "DeepSpeed before 0.9: resume it with a later release and save it again."
-                    )
-                self.model[name] = self.whole(first, t, ("model", name))
-                if t.numel:
-                    self._compare_copies(name, t, models)
-        self.model.update({n: t for n, t in self.masters.items() if n not in self.model})
-        for name, shape in frozen.items():
-            if name not in self.model:
-                self.model[name] = self._frozen(name, shape, models)
-        for alias, owner in aliases.items():
-            if owner not in self.model:
-                raise Corrupt(f'{first.what}: "{alias}" is tied to "{owner}", which is not there.')
-            self.model[alias] = replace(self.model[owner], path=("model", alias))
-        self.model = {n: self.model[n] for n in [*(n for n in module if n in self.model), *self.model]}
-        if low:
+        return _ModelNames(module, frozen, buffers, aliases)
+
+    def _add_module_entry(self, name: object, t: object, listed: _ModelNames, models: list[File]) -> None:
+        """Add one entry of `module`: a weight from wherever it lies, a buffer, or the extra state of a module."""
+        first = models[0]
+        if isinstance(name, str) and name.rpartition(".")[2] == EXTRA_STATE and name not in listed.buffers:
+            self.add_leaves(("model", name), t, first)
+            self._compare_copies(name, t, models)
+            return
+        if not isinstance(name, str) or not isinstance(t, StoredTensor):
+            raise Unsupported(
+                f"{first.what}: module holds {short(t)} under {short(name)}, which is neither a tensor nor the "
+                "extra state of a module."
+            )
+        if name in self.masters:
+            self._add_master(name, t, first)
+        elif name in listed.aliases:
+            return  # with its owner
+        elif name in listed.frozen:
+            self.model[name] = self._frozen_parameter(name, listed.frozen[name], models)
+        elif is_placeholder(t) and name not in listed.buffers:
+            raise Corrupt(
+                f'{first.what}: "{name}" is a placeholder in module, but neither param_shapes nor '
+                "frozen_param_shapes names it."
+            )
+        elif self.masters and name not in listed.buffers and "shared_params" not in first.tree:
+            raise Corrupt(
+                f'{first.what}: "{name}" is in module, but not in param_shapes, and "shared_params" is '
+                "missing, which would say whether it is tied to a weight that is. The file is damaged, or of "
+                "DeepSpeed before 0.9: resume it with a later release and save it again."
+            )
+        else:
+            self.model[name] = self.whole_tensor(first, t, ("model", name))
+            if t.numel:
+                self._compare_copies(name, t, models)
+
+    def _add_master(self, name: str, t: StoredTensor, first: File) -> None:
+        """Add the master of a weight; `t` is what `module` has of it, a placeholder or the rounded weight.
+
+        Raises:
+            Corrupt: the two have different shapes.
+        """
+        master = self.model[name] = self.masters[name]
+        if not is_placeholder(t) and t.shape != master.shape:
+            raise Corrupt(f'{first.what}: "{name}" is {t.shape} in module and {master.shape} in param_shapes.')
+        if t.dtype != master.dtype and t.numel and t.contiguous:
+            chunks = Chunks.whole(t.shape, first.number, *t.extent)
+            self.rounded[name] = TensorEntry(t.dtype, t.shape, ("model", name), chunks)
+
+    def _note_what_is_left_out(self, first: File, module: dict[Any, Any]) -> None:
+        """Add notes on rounded weights, which are not state, and on frozen parameters that were not saved."""
+        if any(
+            n in self.masters and isinstance(t, StoredTensor) and t.dtype != self.masters[n].dtype
+            for n, t in module.items()
+        ):
             self.notes.append(DERIVED)
         lists_frozen = (
-            any(map(placeholder, module.values())) or setting(first.tree.get("ds_config"), "stage") == 2
+            any(map(is_placeholder, module.values())) or zero_setting(first.tree.get("ds_config"), "stage") == 2
         )  # stages 0 and 1 have no such list
         if lists_frozen and first.tree.get("frozen_param_shapes", {}) is None:
             self.notes.append(
                 "frozen parameters, if the model has any, were left out when this was saved "
                 "(exclude_frozen_parameters); they must come from elsewhere"
             )
-        self.take_beside(models)
 
-    def _take_extra_state(self, name: str, value: Any, models: list[File]) -> None:
-        """What `get_extra_state()` of a module gave."""
-        self.take(("model", name), value, models[0])
-        self._compare_copies(name, value, models)
-
-    def _compare_copies(self, name: str, value: Any, models: list[File]) -> None:
+    def _compare_copies(self, name: str, value: object, models: list[File]) -> None:
         """Note which ranks have something else in `module` under a name of which rank 0's is read."""
         for rank, f in enumerate(models[1:], 1):
             module = f.tree.get("module")
-            if isinstance(module, dict) and not alike(value, module.get(name), models[0], f):
+            if isinstance(module, dict) and not equal_values(value, module.get(name), models[0], f):
                 nbytes = prod(value.shape) * ITEMSIZE[value.dtype] if isinstance(value, StoredTensor) else 0
                 self.others.append((name, rank, nbytes))
 
-    def take_beside(self, files: list[File]) -> None:
-        """Everything except module and optimizer; values on which ranks agree are kept once."""
+    def add_other_state(self, files: list[File]) -> None:
+        """Add everything except module and optimizer; values on which ranks agree are kept once."""
         first = files[0]
         differing: list[str] = []
         for key in dict.fromkeys(k for f in files for k in f.tree):
@@ -316,7 +330,7 @@ class Reading:
             if key not in first.tree:
                 for r, f in enumerate(files):
                     if key in f.tree:
-                        self.take(("per_rank", str(r), key), f.tree[key], f)
+                        self.add_leaves(("per_rank", str(r), key), f.tree[key], f)
                 differing.append(key)
                 continue
             value = first.tree[key]
@@ -324,22 +338,24 @@ class Reading:
                 continue
             # the user's own "model" or "optim" is neither
             path: Path = ("extra", key) if key in ("model", "optim") else (key,)
-            self.take(path, value, first)
+            self.add_leaves(path, value, first)
             others = [
-                (r, f) for r, f in enumerate(files) if r and key in f.tree and not alike(value, f.tree[key], first, f)
+                (r, f)
+                for r, f in enumerate(files)
+                if r and key in f.tree and not equal_values(value, f.tree[key], first, f)
             ]
             if others:
                 differing.append(key)
             for rank, f in others:
-                self.take(("per_rank", str(rank), key), f.tree[key], f)
+                self.add_leaves(("per_rank", str(rank), key), f.tree[key], f)
         if differing:
             self.notes.append(
                 f"ranks differ in {', '.join(sorted(differing))}: rank 0's is kept under its name, the others' as "
                 "extra.per_rank.<rank>"
             )
 
-    def take_groups(self, file: File, groups: list[Any], members: list[list[str]]) -> None:
-        """The param groups, whose `params` number flat tensors: those of `members` names, in order, each once.
+    def add_param_groups(self, file: File, groups: list[Any], members: list[list[str]]) -> None:
+        """Add the param groups, whose `params` number flat tensors: all of `members`, the names in each, in order.
 
         Raises:
             Corrupt: they list others.
@@ -354,12 +370,16 @@ class Reading:
             listed += ids
             for key, value in group.items():
                 data = [n for k in ids for n in members[k]] if key == "params" else value
-                self.take(("optim", "param_groups", i, str(key)), data, file)
+                self.add_leaves(("optim", "param_groups", i, str(key)), data, file)
         if listed != list(range(len(members))):
             raise Corrupt(f"{file.what}: the param groups list the flat tensors {listed} of {len(members)}.")
 
-    def _frozen(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
-        """A frozen parameter: whole in a file of stage 2, else one padded part per rank."""
+    def _frozen_parameter(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
+        """Return a frozen parameter, which is whole in a file of stage 2, else one padded part per rank.
+
+        Raises:
+            Corrupt: a rank has another part than follows from the shape.
+        """
         n = prod(shape)
         part = -(-n // len(models))
         cuts, dtype = [], None
@@ -367,36 +387,35 @@ class Reading:
             t = f.get(name, StoredTensor, f.get("frozen_param_fragments", dict))
             dtype = dtype or t.dtype
             if len(models) == 1 and t.shape == shape:
-                return self.whole(f, t, ("model", name))
+                return self.whole_tensor(f, t, ("model", name))
             if t.shape != (part,) or t.dtype != dtype or not t.contiguous:
                 raise Corrupt(
                     f'{f.what}: the part of the frozen parameter "{name}" is {t.dtype} {t.shape}; {shape} on '
                     f"{len(models)} ranks has {part} elements each."
                 )
             if r * part < n:
-                cuts.append(Cut(r * part, min(n, (r + 1) * part), f.number, self.seen(f, t).extent[0]))
+                cuts.append(FlatRange(r * part, min(n, (r + 1) * part), f.number, self.keep_crc(f, t).extent[0]))
         assert dtype is not None
-        return from_cuts(shape, dtype, ("model", name), cuts)
+        return tensor_of_ranges(shape, dtype, ("model", name), cuts)
 
-    def take_side_files(self) -> None:
-        """Read what HF Trainer and Accelerate write next to the save: scheduler and counters; unread_files.py names the
+    def add_trainer_files(self) -> None:
+        """Add what HF Trainer and Accelerate write next to the save: scheduler and counters; unread_files.py names the
         rest."""
         if not self.save.folder or not self.options.beside:
             return  # the tag's own folder was given: what lies above it is not asked for
         for name in self.source.list():
             if name in ("scheduler.bin", "scheduler.pt") and not any(p[0] == "lr_scheduler" for p in self.rest):
-                self.names.append(name)
-                file = File(self.source, name, len(self.names) - 1)
-                self.take(("lr_scheduler",), file.tree, file)
+                file = self._load(name)
+                self.add_leaves(("lr_scheduler",), file.tree, file)
         if self.source.exists("trainer_state.json"):
-            parsed = _json(self.source, "trainer_state.json")
+            parsed = _read_json(self.source, "trainer_state.json")
             self.rest.update({("trainer", k): parsed[k] for k in _TRAINER if isinstance(parsed.get(k), (int, float))})
             if parsed.get("log_history"):
                 self.notes.append("the counters of trainer_state.json are kept, its log_history is not")
 
-    def done(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:
-        """The checkpoint of what was read. `like` names numbered parameters, if there are any."""
-        self.take_side_files()
+    def build_checkpoint(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:
+        """Build the index of what was read. `like` are the names of parameters that have numbers, in their order."""
+        self.add_trainer_files()
         clean = strip_wrappers(self.model)
         listed = self.rest.get(("buffer_names",))
         if isinstance(listed, list):
@@ -405,11 +424,38 @@ class Reading:
         leaves.update(self.optim)
         leaves.update(self.rest)
         named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, self.options.only))
-        out = checkpoint_of(named, layout, self.source.root, world, self.names, self.source)
-        out.records = list(self.records.values())
-        out.ranks = {i: r for i, n in enumerate(self.names) if (r := rank_of(n.rpartition("/")[2])) is not None}
+        out = checkpoint_of(named, layout, self.source.root, world, self.files.names, self.source)
+        out.records = list(self.files.records.values())
+        out.ranks = {i: r for i, n in enumerate(self.files.names) if (r := rank_of(n.rpartition("/")[2])) is not None}
         out.notes = self.notes + out.notes
         out.trainer = out.trainer or "DeepSpeed"
         out.others = [OtherCopy(f"model.{clean.get(n, n)}", rank, nbytes) for n, rank, nbytes in self.others]
         out.rounded = {f"model.{clean.get(n, n)}": t for n, t in self.rounded.items()}
         return out
+
+
+def _check_same_keys(models: list[File]) -> None:
+    """Check that the model files of all ranks have the same keys about the model, and the same buffers.
+
+    Raises:
+        Corrupt: with a file that lacks one, or has other buffers.
+    """
+    first = models[0]
+    if "buffer_names" not in first.tree:
+        raise Corrupt(
+            f'{first.what} has no "buffer_names", which DeepSpeed writes into every file of model states, and by '
+            "which it knows one. The file is damaged, or another program changed it; fetch it again."
+        )
+    for other in models[1:]:
+        if odd := sorted(_OF_MODEL & (first.tree.keys() ^ other.tree.keys())):
+            has, lacks = (first, other) if odd[0] in first.tree else (other, first)
+            raise Corrupt(
+                f'{lacks.what} has no "{odd[0]}", and {has.what} has one. Every rank writes it, so the file is '
+                "damaged or of another version; fetch it again."
+            )
+        if other.tree.get("buffer_names") != first.tree["buffer_names"]:
+            raise Corrupt(
+                f"{other.what}: buffer_names is {short(other.tree.get('buffer_names'))}, and "
+                f"{short(first.tree['buffer_names'])} in {first.what}. Every rank writes the same, so one of the "
+                "files is damaged or of another model."
+            )

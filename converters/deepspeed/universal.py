@@ -34,8 +34,8 @@ from ckpttool.layouts import Layout, Place, ReadOptions, late
 
 from ..options import UniversalOptions
 from . import files as ds
-from .files import Cut
-from .module_state import Reading
+from .files import FlatRange
+from .module_state import SaveReader
 
 __all__ = ["LAYOUTS"]
 
@@ -43,7 +43,8 @@ _BY_GROUP = "max_exp_avg_sq"
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """A folder with zero/optimizer_state.pt beside model files, or one whose `latest_universal` names such a folder."""
+    """Tell whether a place is a folder with zero/optimizer_state.pt beside model files, or one whose `latest_universal`
+    names such a folder, and why."""
     source, file = where
     if file is not None:
         yes = file == "latest_universal"
@@ -54,42 +55,42 @@ def detect(where: Place) -> tuple[bool, str]:
     if "latest_universal" in names and "latest" not in names:
         return True, "has latest_universal"
     if "latest" not in names:
-        for tag, inside in ds.saves(source).items():
+        for tag, inside in ds.saves_in(source).items():
             if "zero" in inside:
                 return True, f"has {tag}/{ds.UNIVERSAL}"
     return False, "no latest_universal" + (" without a latest" if "latest_universal" in names else "")
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a universal checkpoint.
+    """Return the index of a universal checkpoint.
 
     Raises:
         Corrupt: a parameter that param_shapes names has no folder, or files of the wrong size.
     """
-    reading = Reading(where, options, "latest_universal")
+    reading = SaveReader(where, options, "latest_universal")
     if reading.save.files(ds.MODEL, 1):
-        models = [reading.file(reading.ranks(ds.MODEL, 1, 1, "model")[0])]
+        models = [reading.load(reading.files_of_ranks(ds.MODEL, 1, 1, "model")[0])]
     else:
-        models = reading.models3()
-    shapes = ds.shapes_of(models[0])
-    if reading.save.files(ds.MODEL, 1) and ds.setting(models[0].tree.get("ds_config"), "round_robin_gradients"):
+        models = reading.load_models_of_stage3()
+    shapes = ds.param_shapes(models[0])
+    if reading.save.files(ds.MODEL, 1) and ds.zero_setting(models[0].tree.get("ds_config"), "round_robin_gradients"):
         raise Corrupt(
             f"{reading.where}: made from a save with round_robin_gradients, of which ds_to_universal.py puts the wrong "
             "bytes under most names and does not report it. Convert that save itself."
         )
-    state = reading.file(ds.UNIVERSAL)
+    state = reading.load(ds.UNIVERSAL)
     slots: dict[str, dict[str, Any]] = {}
     for group in shapes:
         for name, shape in group.items():
-            slots[name] = _parameter(reading, name, shape)
+            slots[name] = _read_parameter(reading, name, shape)
             if not isinstance(slots[name].get("fp32"), TensorEntry):
                 raise Corrupt(f'{reading.where}zero/{name}: fp32.pt is missing, the weights of "{name}". Fetch it.')
             reading.masters[name] = replace(slots[name].pop("fp32"), path=("model", name))
-    _refuse_others(reading, models[0], slots.keys())
-    reading.take_module(models)
-    reading.rest.update(ds.scaler(state.tree))
+    _refuse_unknown_folders(reading, models[0], slots.keys())
+    reading.add_model_state(models)
+    reading.rest.update(ds.loss_scaler_leaves(state.tree))
     members = [list(g) for g in shapes]
-    _refuse_missing(reading, members, slots)
+    _refuse_missing_slots(reading, members, slots)
     base = state.tree.get("optimizer_state_dict")
     steps = base.get("state") if isinstance(base, dict) else None
     for g, names in enumerate(members):
@@ -104,12 +105,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
                 path = ("optim", "state", name, str(slot))
                 if path in reading.optim or (isinstance(x, StoredTensor) and x.shape):
                     continue  # rank 0's part of what lies in the parameter's folder
-                reading.optim[path] = reading.whole(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
-    reading.take_groups(state, state.get("param_groups", list), members)
-    return reading.done("universal", None)
+                reading.optim[path] = (
+                    reading.whole_tensor(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
+                )
+    reading.add_param_groups(state, state.get("param_groups", list), members)
+    return reading.build_checkpoint("universal", None)
 
 
-def _refuse_missing(reading: Reading, members: list[list[str]], slots: dict[str, dict[str, Any]]) -> None:
+def _refuse_missing_slots(reading: SaveReader, members: list[list[str]], slots: dict[str, dict[str, Any]]) -> None:
     """Refuse parameters that lack what others have. Only the maximum of AMSGrad, an option of a param group, may differ
     between groups.
 
@@ -128,7 +131,7 @@ def _refuse_missing(reading: Reading, members: list[list[str]], slots: dict[str,
                 )
 
 
-def _refuse_others(reading: Reading, model: ds.File, params: Iterable[str]) -> None:
+def _refuse_unknown_folders(reading: SaveReader, model: ds.File, params: Iterable[str]) -> None:
     """Refuse folders of parameters that the model does not have. DeepSpeed writes them for buffers and frozen
     parameters too.
 
@@ -144,8 +147,12 @@ def _refuse_others(reading: Reading, model: ds.File, params: Iterable[str]) -> N
             )
 
 
-def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """{"fp32": entry, "exp_avg": entry, "step": entry or number} of one parameter's folder."""
+def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Read one parameter's folder: {"fp32": entry, "exp_avg": entry, "step": entry or number}.
+
+    Raises:
+        Corrupt: a file holds another tensor than `shape` says.
+    """
     folder = f"zero/{name}"
     if "/" in name or name in (".", ".."):
         raise Unsupported(f'{reading.where}: a parameter named "{name}".')
@@ -153,7 +160,7 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
     files = [n for n in reading.source.list(reading.save.folder + folder) if n.endswith(".pt")]
     reading.source.prefetch_ends(f"{reading.save.folder}{folder}/{n}" for n in files)
     for file in files:
-        f = reading.file(f"{folder}/{file}", dict_only=False)
+        f = reading.load(f"{folder}/{file}", dict_only=False)
         x = f.tree.get("param") if isinstance(f.tree, dict) else f.tree
         slot = file.removesuffix(".pt")
         if not isinstance(x, StoredTensor):
@@ -164,10 +171,10 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
         if slot != "step" and "float" not in x.dtype:
             raise Corrupt(f"{f.what}: a tensor of {x.dtype}; weights and slots are floating-point.")
         if (slot == "step" and not x.shape) or x.shape == shape:
-            out[slot] = reading.whole(f, x, ())
+            out[slot] = reading.whole_tensor(f, x, ())
         elif x.shape == (x.numel,) and x.contiguous and x.numel == prod(shape):
-            reading.seen(f, x)
-            out[slot] = ds.from_cuts(shape, x.dtype, (), [Cut(0, x.numel, f.number, x.extent[0])])
+            reading.keep_crc(f, x)
+            out[slot] = ds.tensor_of_ranges(shape, x.dtype, (), [FlatRange(0, x.numel, f.number, x.extent[0])])
         else:
             raise Corrupt(f'{f.what}: a tensor of shape {x.shape}; param_shapes says that "{name}" has {shape}.')
     return out

@@ -1,11 +1,11 @@
 """Writes what all DeepSpeed saves have in common: the plan of all files, the model files, pickled classes.
 
     state = split_training_state(ckpt, source)
-    plan = Plan(state, tensors, stage, options, ckpt)      tag, precision, counters, configuration, notes
-    models = Models(plan, groups, world)                   *_model_states.pt, into a TorchFiles
+    plan = SavePlan(state, tensors, stage, options, ckpt)  tag, precision, counters, configuration, notes
+    models = ModelFiles(plan, groups, world)               *_model_states.pt, into a TorchFiles
 
-Classes of DeepSpeed and torch are pickled by name (`stage_enum`, `size`, `fragment`) and never imported. The formats
-are described in deepspeed/module_state.py, zero.py and universal.py.
+Classes of DeepSpeed and torch are pickled by name (`pickled_stage`, `pickled_size`, `pickled_fragment`) and never
+imported. The formats are described in deepspeed/module_state.py, zero.py and universal.py.
 """
 
 from __future__ import annotations
@@ -27,9 +27,17 @@ from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry,
 from ckpttool.layouts import WriteOptions
 
 from ..options import ZeroOptions
-from .files import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, setting
+from .files import MAYBE, OWN, SCALERS, STAGE, FlatRange, tensor_of_ranges, zero_setting
 
-__all__ = ["DS_VERSION", "Models", "Plan", "Tree", "fragment", "size", "stage_enum"]
+__all__ = [
+    "DS_VERSION",
+    "FileTree",
+    "ModelFiles",
+    "SavePlan",
+    "pickled_fragment",
+    "pickled_size",
+    "pickled_stage",
+]
 
 #: The release whose files these are; the engine refuses files without one.
 DS_VERSION = "0.19.8"
@@ -50,7 +58,7 @@ _FRESH_SCALER = {
 }
 
 
-class Tree:
+class FileTree:
     """Tensors of one file while its tree is built: their storages, and which of the draft's tensors fill them."""
 
     def __init__(self, rank: int) -> None:
@@ -89,7 +97,7 @@ class Tree:
         return x
 
 
-class Plan:
+class SavePlan:
     """What all files of the planned save have in common."""
 
     def __init__(
@@ -209,7 +217,7 @@ class Plan:
         return found
 
     def _sub_group_size(self) -> float:
-        found = setting(self.ds_config, "sub_group_size")
+        found = zero_setting(self.ds_config, "sub_group_size")
         return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
 
     def _adjust_config(self, sub_group_size: int | None, precision: str | None) -> None:
@@ -335,7 +343,7 @@ class Plan:
                 )
         return found or []
 
-    def beside(self, tree: Tree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
+    def beside(self, tree: FileTree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
         """Everything in a model file except weights and their shapes."""
         rest = dict(self.rest)
         each = rest.get("per_rank")
@@ -366,10 +374,10 @@ class Plan:
         return bool(ranks) and min(ranks) >= 0 and max(ranks) < world and world in (self.source_world, max(ranks) + 1)
 
 
-class Models:
+class ModelFiles:
     """The model files: one per rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
 
-    def __init__(self, plan: Plan, groups: list[dict[str, tuple[int, ...]]], world: int) -> None:
+    def __init__(self, plan: SavePlan, groups: list[dict[str, tuple[int, ...]]], world: int) -> None:
         self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
         self.tensors: dict[str, TensorEntry] = {}
         self.sources: dict[str, TensorEntry] = {}
@@ -380,7 +388,7 @@ class Models:
         plan, state = self.plan, self.plan.state
         numbers, trees = [], []
         for rank in range(self.world if self.stage == 3 else 1):
-            tree = Tree(rank)
+            tree = FileTree(rank)
             content = self._tree(tree, rank, each_rank)
             name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
             numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
@@ -396,14 +404,16 @@ class Models:
             t = plan.tensors[n]
             part = -(-t.numel // self.world)
             cuts = [
-                Cut(r * part, min((r + 1) * part, t.numel), number, files.offset(number, tree.holes[f"frozen {n}"]))
+                FlatRange(
+                    r * part, min((r + 1) * part, t.numel), number, files.offset(number, tree.holes[f"frozen {n}"])
+                )
                 for r, (number, tree) in enumerate(zip(numbers, trees, strict=True))
                 if r * part < t.numel
             ]
-            self.tensors[f"model.{n}"] = from_cuts(t.shape, t.dtype, t.path, cuts)
+            self.tensors[f"model.{n}"] = tensor_of_ranges(t.shape, t.dtype, t.path, cuts)
             self.sources[f"model.{n}"] = state.tensors[n]
 
-    def _tree(self, tree: Tree, rank: int, each_rank: bool) -> dict[str, Any]:
+    def _tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, Any]:
         plan, state, stage = self.plan, self.plan.state, self.stage
         trained = {n for g in self.groups for n in g}
         module: dict[str, Any] = {}
@@ -418,13 +428,13 @@ class Models:
                 low = replace(t, dtype=plan.precision, path=("module", n))
                 module[n] = tree.tensor(f"module.{n}", low, state.tensors[n])
         module.update({a: module[o] for a, o in state.tied.items()})
-        frozen = {n: size(plan.tensors[n].shape) for n in state.frozen}
+        frozen = {n: pickled_size(plan.tensors[n].shape) for n in state.frozen}
         fragments: Any = {n: module[n] for n in frozen}
         out = {
             "module": {**{n: module[n] for n in plan.tensors}, **tree.value(state.extra_states)},
             "buffer_names": list(state.buffers),
             "optimizer": None,
-            "param_shapes": [{n: size(s) for n, s in g.items()} for g in self.groups],
+            "param_shapes": [{n: pickled_size(s) for n, s in g.items()} for g in self.groups],
             "frozen_param_shapes": frozen if stage > 1 else None,
             "shared_params": dict(state.tied) if rank == 0 else {},
             "frozen_param_fragments": fragments if stage > 1 else None,
@@ -442,17 +452,17 @@ def _as_number(x: Any) -> float | int | None:
     return number_in(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
 
 
-def stage_enum(stage: int) -> Opaque:
+def pickled_stage(stage: int) -> Opaque:
     """ZeroStageEnum(stage), to be pickled by name."""
     return Opaque(STAGE, (stage,), call=True)
 
 
-def size(shape: tuple[int, ...]) -> Opaque:
+def pickled_size(shape: tuple[int, ...]) -> Opaque:
     """torch.Size(shape), to be pickled by name: zero_to_fp32 asks it for its numel()."""
     return Opaque(Global("torch", "Size"), (shape,), call=True)
 
 
-def fragment(numel: int, start: int) -> Opaque:
+def pickled_fragment(numel: int, start: int) -> Opaque:
     """fragment_address(numel, start), to be pickled by name."""
     out = Opaque(Global("deepspeed.utils.tensor_fragment", "fragment_address"), ())
     out.state = {"numel": numel, "start": start}

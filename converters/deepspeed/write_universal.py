@@ -40,13 +40,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     asked = options.of(UniversalOptions)
     stage = asked.stage or _stage_of(ckpt)
-    plan = dw.Plan(state, tensors, stage, options, asked, ckpt)
+    plan = dw.SavePlan(state, tensors, stage, options, asked, ckpt)
     plan.tag += "" if asked.write_tag else "_universal"
     groups = [{n: tensors[n].shape for n in g.params} for g in state.groups]
     ids = [[k] if g else [] for k, g in zip(_numbered(groups), groups, strict=True)]
     groups = [g for g in groups if g]
     files = TorchFiles()
-    models = dw.Models(plan, groups, 1)
+    models = dw.ModelFiles(plan, groups, 1)
     models.add(files, each_rank=False)
     placed, sources = dict(models.tensors), dict(models.sources)
     dropped: list[Dropped] = list(state.dropped)
@@ -83,7 +83,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             for slot, x in own.items() if stage < 3 else ():
                 files.add(f"{plan.tag}/zero/{n}/{slot}.pt", x, {})
     found = plan.scaler_keys()
-    found["zero_stage"] = dw.stage_enum(stage)
+    found["zero_stage"] = dw.pickled_stage(stage)
     param_groups = [{**g.options, "params": own} for g, own in zip(state.groups, ids, strict=True)]
     if stage == 3:
         found["partition_count"] = 1
@@ -124,7 +124,7 @@ def _numbered(groups: list[dict[str, Any]]) -> list[int]:
     return out
 
 
-def _lost(plan: dw.Plan) -> list[str]:
+def _lost(plan: dw.SavePlan) -> list[str]:
     """What DeepSpeed's own loader will not restore from the files."""
     state, stage, out = plan.state, plan.stage, []
     names = [*state.buffers, *state.frozen, *state.extra_states]

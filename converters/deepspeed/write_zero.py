@@ -20,8 +20,8 @@ from ckpttool.storage.source import Source
 from ..options import ZeroOptions
 from . import files as ds
 from . import write_common as dw
-from .files import Cut
-from .geometry import Groups, concatenated, part_of, partitioned, subgroups
+from .files import FlatRange
+from .geometry import Groups, concatenate_parameters, elements_per_rank, partition_parameters, split_into_subgroups
 
 __all__ = ["prepare", "write_stage"]
 
@@ -44,10 +44,10 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     world = options.ranks(ckpt)
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
-    plan = dw.Plan(state, tensors, stage, options, options.of(ZeroOptions), ckpt)
+    plan = dw.SavePlan(state, tensors, stage, options, options.of(ZeroOptions), ckpt)
     named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
     if stage == 3:
-        split = [subgroups(g, world, plan.sub_group_size) for g in named]
+        split = [split_into_subgroups(g, world, plan.sub_group_size) for g in named]
     else:
         split = [[g] for g in named]
     groups = [g for parts in split for g in parts]
@@ -55,7 +55,7 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     ids = [[next(numbers) for _ in parts] for parts in split]
     files = TorchFiles()
     out = _Optimizers(plan, groups, world)
-    models = dw.Models(plan, groups, world)
+    models = dw.ModelFiles(plan, groups, world)
     models.add(files, each_rank=stage == 3)
     out.add(files, ids)
     placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
@@ -79,17 +79,17 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
 class _Optimizers:
     """The optimizer files: flat tensors of masters, then of every slot, the same record by record on all ranks."""
 
-    def __init__(self, plan: dw.Plan, groups: Groups, world: int) -> None:
+    def __init__(self, plan: dw.SavePlan, groups: Groups, world: int) -> None:
         self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
         stage = plan.stage
         self.dropped: list[Dropped] = []
         self.tensors: dict[str, TensorEntry] = {}
         self.sources: dict[str, TensorEntry] = {}
         if stage == 3:
-            self.flats, self.parts = partitioned(groups, world)
+            self.flats, self.parts = partition_parameters(groups, world)
         else:
-            self.parts = [part_of(sum(map(prod, g.values())), world) for g in groups]
-            self.flats = concatenated(groups, self.parts)
+            self.parts = [elements_per_rank(sum(map(prod, g.values())), world) for g in groups]
+            self.flats = concatenate_parameters(groups, self.parts)
         # (group, slot or None for the masters, dtype); the order of the records in every file
         self.columns: list[tuple[int, str | None, str]] = [
             (g, None, plan.common([plan.tensors[n].dtype for n in group])) for g, group in enumerate(groups)
@@ -132,10 +132,10 @@ class _Optimizers:
                 path: Path = ("model", n) if slot is None else ("optim", "state", n, slot)
                 name = joined(path)
                 cuts = [
-                    Cut(first, last, numbers[r], at[r] + inside * ITEMSIZE[dtype])
+                    FlatRange(first, last, numbers[r], at[r] + inside * ITEMSIZE[dtype])
                     for r, first, last, inside in self.flats[n].parts
                 ]
-                self.tensors[name] = ds.from_cuts(self.flats[n].shape, dtype, path, cuts)
+                self.tensors[name] = ds.tensor_of_ranges(self.flats[n].shape, dtype, path, cuts)
                 self.sources[name] = self.plan.state.tensors[n] if slot is None else self.plan.state.slots[n][slot]
 
     def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class _Optimizers:
         groups = [{**g.options, "params": own} for g, own in zip(self.plan.state.groups, ids, strict=True)]
         base = {"state": state, "param_groups": groups}
         out = self.plan.scaler_keys()
-        out["zero_stage"] = dw.stage_enum(self.stage)
+        out["zero_stage"] = dw.pickled_stage(self.stage)
         if self.stage == 3:
             out.update(partition_count=self.world, optimizer_state_dict=base, fp32_flat_groups=masters)
         else:
@@ -168,5 +168,8 @@ class _Optimizers:
 
     def _slices(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         return {
-            n: dw.fragment(last - first, at) for n in group for r, first, last, at in self.flats[n].parts if r == rank
+            n: dw.pickled_fragment(last - first, at)
+            for n in group
+            for r, first, last, at in self.flats[n].parts
+            if r == rank
         }

@@ -33,7 +33,7 @@ _load_legacy_checkpoint), runtime/bf16_optimizer.py, runtime/fp16/unfused_optimi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -47,21 +47,22 @@ from ckpttool.layouts import Layout, Place, ReadOptions, late
 
 from ..options import ZeroOptions
 from . import files as ds
-from .files import Cut, File
-from .geometry import Flat, Groups, concatenated, part_of, partitioned
-from .module_state import DERIVED, Reading
+from .files import File, FlatRange
+from .geometry import FlatPlace, Groups, concatenate_parameters, elements_per_rank, partition_parameters
+from .module_state import DERIVED, SaveReader
 
 __all__ = ["LAYOUTS"]
 
 
 def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
+    """Tell whether a place is a save of stage 3, or of the others, and why."""
     source, file = where
     if file not in (None, "latest"):
         return False, "a folder, or its latest; this is another file"
     names = source.list()
     found = {"": names} if ds.is_save(names) else {}
     if not found and ("latest" in names or "latest_universal" not in names):
-        found = ds.saves(source)
+        found = ds.saves_in(source)
     pattern = ds.MODEL3 if stage3 else ds.MODEL
     for tag, inside in found.items():
         if "zero" in inside:
@@ -78,16 +79,16 @@ def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
 
 
 def _read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a save of any stage.
+    """Return the index of a save of any stage.
 
     Raises:
         Corrupt: files of ranks are missing, duplicated, or of different saves. Unsupported: see
-        _deepspeed.refuse_foreign.
+        files.refuse_unsupported_files.
     """
-    reading = Reading(where, options)
+    reading = SaveReader(where, options)
     if not reading.save.files(ds.MODEL, 1):
         return _read_stage3(reading)
-    model = reading.file(reading.ranks(ds.MODEL, 1, 1, "model")[0])
+    model = reading.load(reading.files_of_ranks(ds.MODEL, 1, 1, "model")[0])
     if reading.save.files(ds.OPTIM, 2) or model.tree.get("param_shapes") is not None:  # at stage 0 there are none
         return _read_stage12(reading, model)
     return _read_stage0(reading, model)
@@ -104,11 +105,20 @@ class _Optim(NamedTuple):
     groups: list[dict[str, Any]] | None
 
 
-def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> list[_Optim]:
-    """The optimizer files, each checked by itself and against that of rank 0."""
+def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str, count: int) -> list[_Optim]:
+    """Load the optimizer files, each checked by itself and against that of rank 0.
+
+    Args:
+        flats: the key of the masters.
+        base: the key of the state of the base optimizer.
+        count: the number of flat tensors that param_shapes says.
+
+    Raises:
+        Corrupt: a file contradicts the others or param_shapes. Unsupported: experts are partitioned by themselves.
+    """
     out: list[_Optim] = []
-    for name in reading.ranks(ds.OPTIM, 2, world, "optimizer"):
-        f = reading.file(name)
+    for name in reading.files_of_ranks(ds.OPTIM, 2, world, "optimizer"):
+        f = reading.load(name)
         whole = f.get("optimizer_state_dict", dict)
         if "ds_zero_partition_groups" in whole:
             raise Unsupported(f"{f.what}: experts are partitioned over other ranks than the rest (AutoEP).")
@@ -137,44 +147,46 @@ def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> 
         if any(k not in range(count) for k in state):
             raise Corrupt(f"{f.what}: optimizer state for {short(list(state))}, but there are {count} flat tensors.")
         out.append(_Optim(f, whole, masters, state, groups))
-        if not ds.alike(out[0].groups, groups) or _slots(out[0].state) != _slots(state):
+        if not ds.equal_values(out[0].groups, groups) or _slots(out[0].state) != _slots(state):
             what = "param_groups" if _slots(out[0].state) == _slots(state) else "the slots of the optimizer"
             raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are from different saves.")
-    reading.rest.update(ds.scaler(out[0].whole))
+    reading.rest.update(ds.loss_scaler_leaves(out[0].whole))
     return out
 
 
-def _is_flat(x: Any) -> bool:
+def _is_flat(x: object) -> bool:
+    """Whether data from a pickle is a contiguous 1-D tensor of floats."""
     return isinstance(x, StoredTensor) and len(x.shape) == 1 and x.contiguous and "float" in x.dtype
 
 
 def _slots(state: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
+    """Return {flat tensor: names of its slots}."""
     return {g: set(slots) for g, slots in state.items()}
 
 
-def _sliced(reading: Reading, files: Iterable[File], flats: Sequence[Any], p: Flat, path: Path) -> TensorEntry:
-    """A parameter, or a slot of one, from its parts in the flat tensors of all ranks."""
-    by_rank = list(zip(files, flats, strict=True))
+def _join_parts(
+    reading: SaveReader, files: Sequence[File], flats: Sequence[Any], p: FlatPlace, path: Path
+) -> TensorEntry:
+    """Build the entry of a parameter, or of a slot of one, from its parts in the flat tensors of all ranks."""
     dtype = flats[0].dtype
-    item = ITEMSIZE[dtype]
-    cuts = []
+    ranges = []
     for rank, first, last, at in p.parts:
-        f, t = by_rank[rank]
-        cuts.append(Cut(first, last, f.number, reading.seen(f, t).extent[0] + at * item))
-    return ds.from_cuts(p.shape, dtype, path, cuts)
+        begin = reading.keep_crc(files[rank], flats[rank]).extent[0]
+        ranges.append(FlatRange(first, last, files[rank].number, begin + at * ITEMSIZE[dtype]))
+    return ds.tensor_of_ranges(p.shape, dtype, path, ranges)
 
 
-def _masters(reading: Reading, optims: list[_Optim], flats: dict[str, Flat]) -> None:
-    """The weights of all parameters that are trained."""
+def _add_masters(reading: SaveReader, optims: list[_Optim], flats: dict[str, FlatPlace]) -> None:
+    """Add the masters, which are the weights of all parameters that are trained."""
     files = [o.file for o in optims]
     for name, p in flats.items():
-        reading.masters[name] = _sliced(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
+        reading.masters[name] = _join_parts(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
 
 
-def _optimizer(
-    reading: Reading, optims: list[_Optim], flats: dict[str, Flat], members: list[list[str]], lengths: Any
+def _add_optimizer(
+    reading: SaveReader, optims: list[_Optim], flats: dict[str, FlatPlace], members: list[list[str]], lengths: Any
 ) -> None:
-    """Leaves of the optimizer: a flat slot is cut like the masters, a step is shared by the parameters of its group.
+    """Add the optimizer: a flat slot is cut like the masters, a step is shared by the parameters of its group.
 
     `members` are the parameters of each flat tensor, in the order of the optimizer; `lengths(rank, group)` the lengths
     that a flat slot may have.
@@ -188,7 +200,7 @@ def _optimizer(
                 )
             everyone = [o.state[g].get(slot) for o in optims]
             if not isinstance(found, StoredTensor) or not found.shape:
-                entry = _shared(reading, files, everyone, f"{slot} of flat tensor {g}")
+                entry = _shared_counter(reading, files, everyone, f"{slot} of flat tensor {g}")
                 for name in members[g]:
                     path: Path = ("optim", "state", name, slot)
                     reading.optim[path] = (
@@ -205,9 +217,11 @@ def _optimizer(
                     )
             for name in members[g]:
                 path = ("optim", "state", name, slot)
-                reading.optim[path] = _sliced(reading, files, everyone, flats[name], path)
+                reading.optim[path] = _join_parts(reading, files, everyone, flats[name], path)
     groups = optims[0].groups
-    reading.take_groups(files[0], [{"params": [g]} for g in range(len(members))] if groups is None else groups, members)
+    reading.add_param_groups(
+        files[0], [{"params": [g]} for g in range(len(members))] if groups is None else groups, members
+    )
     if groups is None:
         reading.notes.append(
             "elastic_checkpoint keeps no hyperparameters: learning rate, betas and so on come from the next job's own "
@@ -215,8 +229,12 @@ def _optimizer(
         )
 
 
-def _shared(reading: Reading, files: list[File], values: list[Any], what: str) -> Any:
-    """A counter on which all ranks must agree: rank 0's entry if it is a 0-dim tensor, or a number."""
+def _shared_counter(reading: SaveReader, files: list[File], values: list[Any], what: str) -> Any:
+    """Return a counter on which all ranks must agree: rank 0's entry if it is a 0-dim tensor, or a number.
+
+    Raises:
+        Corrupt: ranks have different ones, or it is neither.
+    """
     first = values[0]
     if not isinstance(first, (StoredTensor, int, float, str, type(None))):
         raise Corrupt(f"{files[0].what}: {what} is {short(first)}, neither a tensor nor a number.")
@@ -229,15 +247,16 @@ def _shared(reading: Reading, files: list[File], values: list[Any], what: str) -
                 f"{f.what}: {what} is {short(value)}, rank 0 has {short(seen[0])}. The files are from different saves; "
                 "fetch all of one save again."
             )
-    return reading.whole(files[0], first, ()) if isinstance(first, StoredTensor) else first
+    return reading.whole_tensor(files[0], first, ()) if isinstance(first, StoredTensor) else first
 
 
-def _read_stage3(reading: Reading) -> Checkpoint:
-    models = reading.models3()
+def _read_stage3(reading: SaveReader) -> Checkpoint:
+    """Read a save of stage 3, whose ranks have a part of every parameter."""
+    models = reading.load_models_of_stage3()
     world = len(models)
-    shapes = ds.shapes_of(models[0])
-    flats, lengths = partitioned(shapes, world)
-    optims = _optims(reading, world, "fp32_flat_groups", "optimizer_state_dict", len(shapes))
+    shapes = ds.param_shapes(models[0])
+    flats, lengths = partition_parameters(shapes, world)
+    optims = _load_optimizer_files(reading, world, "fp32_flat_groups", "optimizer_state_dict", len(shapes))
     for o in optims:
         for g, t in enumerate(o.masters):
             if t.shape[0] == 0 and lengths[g]:
@@ -251,23 +270,26 @@ def _read_stage3(reading: Reading) -> Checkpoint:
                     f"param_shapes puts into it have {lengths[g]} on each of {world} ranks. The files are of different "
                     "saves."
                 )
-    _masters(reading, optims, flats)
-    reading.take_module(models)
-    _optimizer(reading, optims, flats, [list(g) for g in shapes], lambda rank, g: {lengths[g]})
-    return reading.done("zero3", world)
+    _add_masters(reading, optims, flats)
+    reading.add_model_state(models)
+    _add_optimizer(reading, optims, flats, [list(g) for g in shapes], lambda rank, g: {lengths[g]})
+    return reading.build_checkpoint("zero3", world)
 
 
-def _read_stage12(reading: Reading, model: File) -> Checkpoint:
+def _read_stage12(reading: SaveReader, model: File) -> Checkpoint:
+    """Read a save of stage 1 or 2, whose ranks have a range of every param group."""
     world = model.get("dp_world_size", int)
     if world < 1 or world > 1 << 20:
         raise Corrupt(f"{model.what}: dp_world_size is {world}.")
-    shapes = ds.shapes_of(model)
+    shapes = ds.param_shapes(model)
     lost = world - len(reading.save.files(ds.OPTIM, 2))
     if lost > 0 and reading.options.salvage:
         return _without_optimizer(reading, model, world, lost)
-    optims = _optims(reading, world, "single_partition_of_fp32_groups", "base_optimizer_state", len(shapes))
-    parts, paddings = _parts(optims, shapes)
-    flats = concatenated(shapes, parts, paddings)
+    optims = _load_optimizer_files(
+        reading, world, "single_partition_of_fp32_groups", "base_optimizer_state", len(shapes)
+    )
+    parts, paddings = _part_sizes(optims, shapes)
+    flats = concatenate_parameters(shapes, parts, paddings)
     raw = [sum(map(prod, s.values())) + sum(paddings[g]) for g, s in enumerate(shapes)]
 
     def lengths(rank: int, g: int) -> set[int]:
@@ -281,31 +303,36 @@ def _read_stage12(reading: Reading, model: File) -> Checkpoint:
                     f"param_shapes puts into it leave {' or '.join(map(str, sorted(lengths(rank, g))))} for rank "
                     f"{rank} of {world}. The files are from different saves."
                 )
-    _masters(reading, optims, flats)
-    reading.take_module([model])
-    _optimizer(reading, optims, flats, [_members(reading, optims, g, list(s)) for g, s in enumerate(shapes)], lengths)
+    _add_masters(reading, optims, flats)
+    reading.add_model_state([model])
+    _add_optimizer(
+        reading, optims, flats, [_members_in_order(reading, optims, g, list(s)) for g, s in enumerate(shapes)], lengths
+    )
     # BF16_Optimizer states no stage; it is what stage 1 is with fp32 gradients
     stage = optims[0].whole.get("zero_stage", 1)
-    return reading.done(f"zero{stage if stage in (1, 2) else 1}", world)
+    return reading.build_checkpoint(f"zero{stage if stage in (1, 2) else 1}", world)
 
 
-def _without_optimizer(reading: Reading, model: File, world: int, lost: int) -> Checkpoint:
-    """The weights that the engine computes with, which every rank has whole at stages 1 and 2. Masters and state of the
-    optimizer are in the files of all ranks together, so none of a tensor is left where one of them is lost."""
-    reading.take_module([model])
-    out = reading.done("zero1", world)
+def _without_optimizer(reading: SaveReader, model: File, world: int, lost: int) -> Checkpoint:
+    """Salvage the weights that the engine computes with, which every rank has whole at stages 1 and 2.
+
+    Masters and state of the optimizer are in the files of all ranks together, so none of a tensor is left where `lost`
+    of the `world` files are missing.
+    """
+    reading.add_model_state([model])
+    out = reading.build_checkpoint("zero1", world)
     why = f"{lost} of the {world} optimizer files are lost, and each has a part of everything in it"
     out.salvage = Salvage([why], {"optim": why})
-    trained = {n for group in ds.shapes_of(model) for n in group}
-    trained |= {alias for alias, owner in ds.tied([model]).items() if owner in trained}
+    trained = {n for group in ds.param_shapes(model) for n in group}
+    trained |= {alias for alias, owner in ds.tied_names([model]).items() if owner in trained}
     for name, t in out.tensors.items():
         if t.path[0] == "model" and t.path[1] in trained and t.dtype in ("bfloat16", "float16"):
             out.salvage.rebuilt[name] = f"the {t.dtype} weight that the engine computes with; its fp32 master is lost"
     return out
 
 
-def _members(reading: Reading, optims: list[_Optim], g: int, shapes: list[str]) -> list[str]:
-    """The parameters of a group in the order of the optimizer.
+def _members_in_order(reading: SaveReader, optims: list[_Optim], g: int, shapes: list[str]) -> list[str]:
+    """Return the parameters of a group in the order of the optimizer.
 
     round_robin_gradients shuffles them in the flat tensor, and param_shapes with them; param_slice_mappings keep the
     order the optimizer was given, which is what the next engine will have.
@@ -317,7 +344,7 @@ def _members(reading: Reading, optims: list[_Optim], g: int, shapes: list[str]) 
         listed.update(dict.fromkeys(own if isinstance(own, dict) else ()))
     known = listed.keys() == set(shapes)
     if list(listed) == shapes or not (
-        known or ds.setting(optims[0].file.tree.get("ds_config"), "round_robin_gradients")
+        known or ds.zero_setting(optims[0].file.tree.get("ds_config"), "round_robin_gradients")
     ):
         return shapes
     reading.notes.append(
@@ -327,8 +354,8 @@ def _members(reading: Reading, optims: list[_Optim], g: int, shapes: list[str]) 
     return list(listed) if known else [n for n in reading.model if n in set(shapes)]
 
 
-def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[int]]]:
-    """Elements of a rank's part by group, and the padding after each parameter.
+def _part_sizes(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[int]]]:
+    """Return (elements of a rank's part by group, [paddings after each parameter] by group).
 
     Raises:
         Corrupt: they are too short for the parameters, or too long.
@@ -346,7 +373,7 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
     parts = []
     for g, group in enumerate(shapes):
         raw = sum(map(prod, group.values())) + sum(stated[g])
-        part = part_of(raw, world)
+        part = elements_per_rank(raw, world)
         have = max(o.masters[g].shape[0] for o in optims)
         if have > part:
             raise Corrupt(
@@ -358,20 +385,21 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
     return parts, stated
 
 
-def _read_stage0(reading: Reading, model: File) -> Checkpoint:
+def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
+    """Read a save without ZeRO: everything is in one model file, the optimizer with numbers for parameters."""
     if "optimizer" not in model.tree:
         raise Corrupt(
             f'{model.what} has no "optimizer", which DeepSpeed writes into every file of model states and its engine '
             "asks for. The file is damaged, or another program changed it; fetch it again."
         )
     found = model.tree["optimizer"]
-    reading.take_module([model])
+    reading.add_model_state([model])
     if found is None:
-        return reading.done("zero0", None)
+        return reading.build_checkpoint("zero0", None)
     state = model.get("optimizer", dict)
     inner = model.get("optimizer_state_dict", dict, state) if "optimizer_state_dict" in state else state
     model.get("state", dict, inner)  # there, or the file is damaged
-    reading.take(("optim",), inner, model)
+    reading.add_leaves(("optim",), inner, model)
     masters = state.get("fp32_groups")
     if masters is None and "fp32_groups_flat" in state:
         raise Unsupported(f"{model.what}: flat masters of a fused fp16 optimizer, whose order the file does not hold.")
@@ -380,7 +408,7 @@ def _read_stage0(reading: Reading, model: File) -> Checkpoint:
             f"{model.what}: the optimizer has no fp32_groups, the masters that DeepSpeed writes beside its "
             "optimizer_state_dict. The file is damaged, or another program changed it; fetch it again."
         )
-    aliases = ds.tied([model])
+    aliases = ds.tied_names([model])
     own = [n for n in reading.model if n not in set(model.tree.get("buffer_names") or ()) | aliases.keys()]
     groups = model.get("param_groups", list, inner)
     if not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups) or any(
@@ -392,15 +420,20 @@ def _read_stage0(reading: Reading, model: File) -> Checkpoint:
     like = tuple(own) if len(groups) == 1 and len(numbered) == len(own) else None
     if state.get("dynamic_loss_scale") or state.get("cur_scale", 1) != 1:
         for key in set(state) - {"optimizer_state_dict", "fp32_groups"}:
-            reading.take(("scaler", key), state[key], model)
-    out = reading.done("zero0", model.get("dp_world_size", int), like)
+            reading.add_leaves(("scaler", key), state[key], model)
+    out = reading.build_checkpoint("zero0", model.get("dp_world_size", int), like)
     if masters is not None:
         _replace_masters(out, reading, model, masters)
     return out
 
 
-def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: Any) -> None:
-    """The weights of a stage 0 bf16 engine are those in its optimizer, [[tensor]] in the order of its groups."""
+def _replace_masters(out: Checkpoint, reading: SaveReader, model: File, masters: Any) -> None:
+    """Take the weights of a stage 0 bf16 engine from the masters in its optimizer: [[tensor]] in the order of its param
+    groups.
+
+    Raises:
+        Corrupt: they do not fit the param groups or the shapes of the weights.
+    """
     params = [
         v.data for v in out.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
     ]
@@ -412,16 +445,17 @@ def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: An
             old = out.tensors.get(f"model.{name}")
             if old is None or not isinstance(t, StoredTensor) or t.shape != old.shape:
                 raise Corrupt(f'{model.what}: the master of "{name}" in fp32_groups has another shape than its weight.')
-            out.tensors[f"model.{name}"] = reading.whole(model, t, old.path)
+            out.tensors[f"model.{name}"] = reading.whole_tensor(model, t, old.path)
             out.rounded[f"model.{name}"] = old
-    for alias, owner in ds.tied([model]).items():
+    for alias, owner in ds.tied_names([model]).items():
         if f"model.{owner}" in out.tensors:
             out.tensors[f"model.{alias}"] = replace(out.tensors[f"model.{owner}"], path=("model", alias))
-    out.records = list(reading.records.values())
+    out.records = list(reading.files.records.values())
     out.notes.append(DERIVED)
 
 
-def _layout(stage: int, title: str, detect: Any) -> Layout:
+def _layout(stage: int, title: str, detect: Callable[[Place], tuple[bool, str]]) -> Layout:
+    """Make the layout of a stage."""
     aliases = ("deepspeed", "zero") if stage == 3 else ()
     return Layout(
         name=f"zero{stage}",

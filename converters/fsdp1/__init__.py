@@ -34,7 +34,6 @@ from typing import Any
 from ckpttool.bounded_json import parse
 from ckpttool.engine.flat.flat_layout import FLAT
 from ckpttool.errors import Corrupt, UsageError
-from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
@@ -151,11 +150,7 @@ def _extra_states(files: Files, rank: Rank) -> dict[Path, Any]:
     for key, x in rank.tree.items():
         name = clean[str(key)]
         if name.rpartition(".")[2] == EXTRA_STATE and not isinstance(x, StoredTensor):
-            found, records = stored_tensors.leaves(
-                x, ("model", name), rank.file, files.reader(rank.file), files.path(rank.file)
-            )
-            out |= found
-            files.records.update(((rank.file, r.extent.offset), r) for r in records)
+            out |= files.leaves(rank.file, x, ("model", name))
     return out
 
 

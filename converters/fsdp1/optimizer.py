@@ -104,13 +104,9 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
 
 
 def _with_tensors(files: Files, r: Rank, path: Path, x: Any) -> dict[Path, Any]:
-    """The leaves of an option of a param group that holds tensors, such as a learning rate or Prodigy's `d_numerator`;
-    none of another."""
-    if next(stored_tensors.tensors_in(x), None) is None:
-        return {}
-    leaves, records = stored_tensors.leaves(x, path, r.file, files.reader(r.file), files.path(r.file))
-    files.records.update(((r.file, found.extent.offset), found) for found in records)
-    return leaves
+    """Return the leaves of an option of a param group that holds tensors, such as a learning rate or Prodigy's
+    `d_numerator`; none of another."""
+    return {} if next(stored_tensors.tensors_in(x), None) is None else files.leaves(r.file, x, path)
 
 
 def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:

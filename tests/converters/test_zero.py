@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckpttool.converters.deepspeed.geometry import concatenated, partitioned, subgroups
+from ckpttool.converters.deepspeed.geometry import concatenate_parameters, partition_parameters, split_into_subgroups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import FIXTURES, difference, load_full, ranks_for, same_value, tensors_of
@@ -52,7 +52,7 @@ def parts_of(flats: Any) -> Parts:
 
 
 def test_stage_3_cuts_every_parameter_into_equal_parts_and_pads_the_last_ones() -> None:
-    flats, lengths = partitioned([{"w": (131, 6), "one": (1,), "none": (0, 3), "two": (2,)}], 3)
+    flats, lengths = partition_parameters([{"w": (131, 6), "one": (1,), "none": (0, 3), "two": (2,)}], 3)
     assert parts_of(flats) == {
         "w": [(0, 0, 262, 0), (1, 262, 524, 0), (2, 524, 786, 0)],
         "one": [(0, 0, 1, 262)],
@@ -63,7 +63,7 @@ def test_stage_3_cuts_every_parameter_into_equal_parts_and_pads_the_last_ones() 
 
 
 def test_a_parameter_of_five_on_four_ranks_leaves_the_last_without_elements() -> None:
-    flats, lengths = partitioned([{"a": (5,)}, {"b": (7, 1), "c": (4,)}], 4)
+    flats, lengths = partition_parameters([{"a": (5,)}, {"b": (7, 1), "c": (4,)}], 4)
     assert parts_of(flats)["a"] == [(0, 0, 2, 0), (1, 2, 4, 0), (2, 4, 5, 0)]
     assert parts_of(flats)["b"] == [(0, 0, 2, 0), (1, 2, 4, 0), (2, 4, 6, 0), (3, 6, 7, 0)]
     assert parts_of(flats)["c"] == [(r, r, r + 1, 2) for r in range(4)]
@@ -73,18 +73,18 @@ def test_a_parameter_of_five_on_four_ranks_leaves_the_last_without_elements() ->
 
 def test_one_rank_has_everything_and_a_hundred_ranks_have_an_element_each() -> None:
     shapes = [{"w": (3, 2), "b": (1,)}]
-    assert parts_of(partitioned(shapes, 1)[0]) == {"w": [(0, 0, 6, 0)], "b": [(0, 0, 1, 6)]}
-    flats, lengths = partitioned(shapes, 100)
+    assert parts_of(partition_parameters(shapes, 1)[0]) == {"w": [(0, 0, 6, 0)], "b": [(0, 0, 1, 6)]}
+    flats, lengths = partition_parameters(shapes, 100)
     assert parts_of(flats) == {"w": [(r, r, r + 1, 0) for r in range(6)], "b": [(0, 0, 1, 1)]}
     assert lengths == [2]
 
 
 def test_stages_1_and_2_let_parameters_straddle_ranks() -> None:
-    assert parts_of(concatenated([{"w": (5,), "b": (1,)}], [4])) == {
+    assert parts_of(concatenate_parameters([{"w": (5,), "b": (1,)}], [4])) == {
         "w": [(0, 0, 4, 0), (1, 4, 5, 0)],
         "b": [(1, 0, 1, 1)],
     }
-    assert parts_of(concatenated([{"a": (1,)}, {"w": (9,), "none": (0,), "b": (2,)}], [2, 4])) == {
+    assert parts_of(concatenate_parameters([{"a": (1,)}, {"w": (9,), "none": (0,), "b": (2,)}], [2, 4])) == {
         "a": [(0, 0, 1, 0)],
         "w": [(0, 0, 4, 0), (1, 4, 8, 0), (2, 8, 9, 0)],
         "none": [],
@@ -93,7 +93,7 @@ def test_stages_1_and_2_let_parameters_straddle_ranks() -> None:
 
 
 def test_padding_after_a_parameter_moves_those_behind_it() -> None:
-    assert parts_of(concatenated([{"w": (3,), "v": (1,), "b": (2,)}], [4], [[1, 3, 0]])) == {
+    assert parts_of(concatenate_parameters([{"w": (3,), "v": (1,), "b": (2,)}], [4], [[1, 3, 0]])) == {
         "w": [(0, 0, 3, 0)],
         "v": [(1, 0, 1, 0)],
         "b": [(2, 0, 2, 0)],
@@ -118,12 +118,12 @@ def test_padding_after_a_parameter_moves_those_behind_it() -> None:
 )
 def test_borders_of_sub_groups_depend_on_the_number_of_ranks(world: int, most: float, wanted: list[list[str]]) -> None:
     group = {"a": (131,), "b": (9,), "c": (37,), "d": (1,)}
-    assert [list(g) for g in subgroups(group, world, most)] == wanted
+    assert [list(g) for g in split_into_subgroups(group, world, most)] == wanted
 
 
 def test_a_group_whose_parameters_are_all_frozen_has_no_sub_group() -> None:
-    assert subgroups({}, 3, 1e9) == []
-    assert subgroups({}, 3, 1) == []
+    assert split_into_subgroups({}, 3, 1e9) == []
+    assert split_into_subgroups({}, 3, 1) == []
 
 
 shapes_strategy = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -132,7 +132,7 @@ shapes_strategy = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), m
 @given(groups=st.lists(shapes_strategy, min_size=1, max_size=3), world=st.integers(1, 9))
 def test_every_element_of_every_parameter_lies_in_one_place_of_stage_3(groups: Any, world: int) -> None:
     named = [{f"{g}.{k}": s for k, s in enumerate(shapes)} for g, shapes in enumerate(groups)]
-    flats, lengths = partitioned(named, world)
+    flats, lengths = partition_parameters(named, world)
     taken = set()
     for f in flats.values():
         assert [a for _, a, _, _ in f.parts] == [0, *(b for _, _, b, _ in f.parts)][: len(f.parts)]
@@ -153,7 +153,7 @@ def test_every_element_of_every_parameter_lies_in_one_place_of_stages_1_and_2(
     group = {str(k): s for k, s in enumerate(shapes)}
     total = sum(torch.Size(s).numel() for s in shapes) + sum(paddings[: len(shapes)])
     part = -(-total // (2 * world)) * 2
-    flats = concatenated([group], [part], [paddings[: len(shapes)]])
+    flats = concatenate_parameters([group], [part], [paddings[: len(shapes)]])
     places = [r * part + at + k for f in flats.values() for r, a, b, at in f.parts for k in range(b - a)]
     wanted, start = [], 0
     for s, pad in zip(shapes, paddings, strict=False):

@@ -32,7 +32,7 @@ from ckpttool.formats import stored_tensors
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, Record, TensorEntry
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry
 from ckpttool.index.names import CanonicalState
 from ckpttool.layouts import checkpoint_of
 from ckpttool.storage.source import Source
@@ -113,11 +113,6 @@ class RankedSave:
     objects: dict[Path, Any] = field(default_factory=dict)  # states that modules of Transformer Engine keep
     older_names: bool = False
 
-    @property
-    def records(self) -> list[Record]:
-        """Return the CRC32s of what is used."""
-        return list(self.files.records.values())
-
     def weights(self) -> dict[str, TensorEntry]:
         """Return {name: tensor} of the whole model.
 
@@ -152,30 +147,22 @@ class RankedSave:
         out: dict[Path, Any] = dict(self.objects)
         handled = ("rng_state", "optimizer", "args", *_RNG)
         tree = {k: x for k, x in first.tree.items() if not _CHUNK.fullmatch(k) and k != "rng_state" and k not in _RNG}
-        self.add_leaves(out, common_tree(tree, self.files.path(first.number)), (), first)
+        out |= self.files.leaves(first.number, common_tree(tree, self.files.path(first.number)))
         seen: set[tuple[int, int]] = set()
         for r in self.ranks:
             if r is not first:
                 rest = {k: x for k, x in r.tree.items() if k not in handled and not _CHUNK.fullmatch(k)}
                 rest = {k: x for k, x in rest.items() if k not in tree or tree[k] != x}
                 if rest:
-                    self.add_leaves(out, rest, ("extra", r.folder), r)
+                    out |= self.files.leaves(r.number, rest, ("extra", r.folder))
             if (r.tensor, r.pipeline) in seen:  # dist_checkpointing, too, takes one of these
                 continue
             seen.add((r.tensor, r.pipeline))
             states = r.tree.get("rng_state", [{k: r.tree[k] for k in _RNG if k in r.tree}])
             if states and states != [{}]:
                 place = f"shard_{r.pipeline}.{r.tensor}_{self.geometry.pipeline}.{self.geometry.tensor}"
-                self.add_leaves(out, [states], ("rng", place), r)
+                out |= self.files.leaves(r.number, [states], ("rng", place))
         return out
-
-    def add_leaves(self, out: dict[Path, Any], tree: object, path: Path, rank: RankFile) -> None:
-        """Add the leaves of a tree in a rank's file to `out`, at a path, and note their CRC32s."""
-        found, records = stored_tensors.leaves(
-            tree, path, rank.number, self.files.reader(rank.number), self.files.path(rank.number)
-        )
-        out |= found
-        self.files.records |= {(rank.number, r.extent.offset): r for r in records}
 
 
 def add_boxes(out: Chunks, local: LocalBoxes, entry: TensorEntry) -> None:
@@ -260,7 +247,7 @@ def checkpoint_of_ranks(ranks: RankedSave, optimizer: Mapping[Path, TensorEntry]
     world = world if isinstance(world, int) else len(ranks.ranks)
     named = CanonicalState(leaves, {}, TRAINER, notes)
     out = checkpoint_of(named, "megatron", source.root, world, ranks.files.names, source)
-    out.records, out.ranks = ranks.records, {r.number: k for k, r in enumerate(ranks.ranks)}
+    out.records, out.ranks = list(ranks.files.records.values()), {r.number: k for k, r in enumerate(ranks.ranks)}
     return out
 
 
@@ -470,7 +457,7 @@ def _add_object(out: RankedSave, r: RankFile, name: str, x: Any, expert: int | N
     at: Path = ("extra", f"{name}/shard_{expert or 0}_{experts or 1}")
     if any(p[:2] == at for p in out.objects) or (x is None and name == "output_layer._extra_state"):
         return
-    out.add_leaves(out.objects, [x], at, r)
+    out.objects |= out.files.leaves(r.number, [x], at)
 
 
 # ---------------------------------------------------------------------------------------------------------- proofs
