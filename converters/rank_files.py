@@ -1,12 +1,13 @@
 """Files of ranks: one torch.save file a rank, told apart by what is in them and put together into whole tensors.
 
-    groups_of(names)              files that differ in the number behind "rank" or "shard" alone
-    parts_of(files, groups)       which of them are the model, the optimizer, the rest; all ranks there, none exchanged
-    assembled(files, ranks, ...)  a ShardedTensor or DTensor of which every rank has a part, or a tensor that all have
-    slot_of(...), rest_of(...)       the same for a slot of the optimizer, and for what is neither
+    group_rank_files(names)         files that differ in the number behind "rank" or "shard" alone
+    read_rank_files(files, groups)  which of them are the model, the optimizer, the rest; none missing, none exchanged
+    assemble_tensor(files, ...)     a ShardedTensor or DTensor of which every rank has a part, or a tensor that all have
+    assemble_slot(...), merge_other_state(...)  the same for a slot of the optimizer, and for what is neither
 
 Where ranks have the same part (replicas of HYBRID_SHARD, buffers) that of the first is kept, and those that differ from
-it are listed (`keep_first`); engine/mixups.py judges them. Numbers that all ranks must share (the step) are compared.
+it are listed (`record_other_copies`); engine/mixups.py judges them. Numbers that all ranks must share (the step) are
+compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.sharded import Shards, is_sharded, shards_of, stand_ins
@@ -28,7 +29,6 @@ from ckpttool.index.checkpoint import (
     Checkpoint,
     Chunks,
     Extent,
-    MixupNote,
     OtherCopy,
     Path,
     Record,
@@ -40,23 +40,25 @@ from ckpttool.storage.source import ReadAt, Source
 
 __all__ = [
     "SIDE",
+    "DifferentCopy",
     "Files",
-    "Group",
     "Rank",
-    "Unlike",
-    "assembled",
-    "column_of",
+    "RankFileGroup",
+    "RankParts",
+    "assemble_slot",
+    "assemble_tensor",
+    "column_of_ranks",
     "compare_replicas",
-    "groups_of",
-    "hold_a_state",
-    "keep_first",
+    "first_difference",
+    "first_replica",
+    "format_step",
+    "group_rank_files",
+    "hold_state",
+    "inline_scalar",
     "load",
-    "parts_of",
-    "replicated",
-    "rest_of",
-    "scalar",
-    "shown",
-    "slot_of",
+    "merge_other_state",
+    "read_rank_files",
+    "record_other_copies",
 ]
 
 _RANKED = re.compile(
@@ -73,14 +75,14 @@ _COMPARED = 64 << 10  # first bytes of two copies without CRC32s
 _COUNTERS = ("step", "global_step", "iteration", "epoch")
 
 
-class Group(NamedTuple):
+class RankFileGroup(NamedTuple):
     """Files that differ in the number of the rank: `ranks` {rank: file name}."""
 
     pattern: str
     ranks: dict[int, str]
 
 
-class Unlike(NamedTuple):
+class DifferentCopy(NamedTuple):
     """A copy in `file` that differs from the kept one, which is a value of this name, or at (file, offset, bytes)
     `kept`."""
 
@@ -97,7 +99,7 @@ class Files:
     names: list[str] = field(default_factory=list)
     records: dict[tuple[int, int], Record] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    unlike: list[Unlike] = field(default_factory=list)  # copies that differ from the one that is kept
+    unlike: list[DifferentCopy] = field(default_factory=list)  # copies that differ from the one that is kept
     known: dict[int, tuple[Opaque, Shards]] = field(default_factory=dict)  # by identity
 
     def number(self, name: str) -> int:
@@ -146,19 +148,19 @@ class Rank(NamedTuple):
     tree: Any
 
 
-def groups_of(names: Iterable[str]) -> list[Group]:
+def group_rank_files(names: Iterable[str]) -> list[RankFileGroup]:
     """The groups of files of ranks among some names.
 
     Raises:
         Corrupt: one rank has two files.
     """
-    found: dict[tuple[str, str], Group] = {}
+    found: dict[tuple[str, str], RankFileGroup] = {}
     for name in names:
         m = _RANKED.fullmatch(name)
         if m is None or "mp_rank" in name or "pp_rank" in name:  # DeepSpeed's
             continue
         head, tail = f"{m['head']}{m['word']}", m["tail"]
-        group = found.setdefault((head, tail), Group(f"{head}{m['mark']}*{tail}", {}))
+        group = found.setdefault((head, tail), RankFileGroup(f"{head}{m['mark']}*{tail}", {}))
         rank = int(m["rank"])
         if rank in group.ranks:
             raise Corrupt(
@@ -166,7 +168,7 @@ def groups_of(names: Iterable[str]) -> list[Group]:
                 "save."
             )
         group.ranks[rank] = name
-    return [Group(g.pattern, dict(sorted(g.ranks.items()))) for g in found.values()]
+    return [RankFileGroup(g.pattern, dict(sorted(g.ranks.items()))) for g in found.values()]
 
 
 def load(files: Files, name: str) -> Any:
@@ -175,70 +177,112 @@ def load(files: Files, name: str) -> Any:
     return torch_zip.read(files.source.reader_of(name), 0, files.source.size(name), what, stand_ins(what))
 
 
-def parts_of(
-    files: Files, source: Source, groups: list[Group], lost: list[str] | None = None, allow_equal_ranks: bool = False
-) -> tuple[dict[str, Any], int]:
-    """{"model": [Rank], "optim": [[Rank]], "rest": {group: [Rank]}, "notes": [text]}, and the world size.
+@dataclass
+class RankParts:
+    """What the files of the ranks hold: the model, optimizers (one may be saved twice), and the rest by the pattern of
+    the files' names; `world` is the number of ranks that wrote them."""
 
-    Files of ranks that are missing are added to `lost`, and the others taken; `assembled` refuses what they do not
-    have.
+    world: int
+    model: list[Rank] = field(default_factory=list)
+    optimizers: list[list[Rank]] = field(default_factory=list)
+    rest: dict[str, list[Rank]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class _LoadedGroup(NamedTuple):
+    """The files of a group, unpickled: what each rank has of the model, of an optimizer, and of the rest."""
+
+    group: RankFileGroup
+    model: list[Rank]
+    optim: list[Rank]
+    rest: list[Rank]
+
+
+def read_rank_files(
+    files: Files, groups: list[RankFileGroup], lost: list[str] | None = None, allow_equal_ranks: bool = False
+) -> RankParts:
+    """Unpickle files of ranks, and tell model, optimizers and the rest apart by what is in them.
+
+    Files of ranks that are missing are added to `lost`, and the others taken; `assemble_tensor` refuses what they do
+    not have.
 
     Raises:
-        Corrupt: ranks are missing, and `lost` is None. Unsupported: there are two models.
+        Corrupt: files are exchanged, or ranks are missing and `lost` is None. Unsupported: there are two models.
     """
-    found: list[tuple[Group, dict[str, list[Rank]]]] = []
-    source.prefetch_ends(name for group in groups for name in group.ranks.values())
-    for group in groups:
-        by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
-        for rank, name in group.ranks.items():
-            tree, number = load(files, name), files.number(name)
-            side = SIDE.match(group.pattern)
-            if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
-                tree = {side[1].lower() if side else group.pattern.partition("rank")[0].strip("_-.") or "rank": tree}
-            elif side and side[1].lower() != "extra" and not tree.keys() & _KNOWN:
-                tree = {side[1].lower(): tree}  # rng_rank0.pt is {"cpu": ..., "cuda": ...}
-            for role, part in _roles(tree, bool(side)).items():
-                by[role].append(Rank(number, rank, part))
-        found.append((group, by))
-    models = [(g, by) for g, by in found if by["model"]]
-    sure = [(g, by) for g, by in models if any(_flat_or_sharded(r.tree) for r in by["model"])]
-    models = sure or models
-    if len(models) > 1:
-        stated = " and ".join(g.pattern for g, _ in models)
-        raise Unsupported(
-            f"{source.root} holds more than one model: {stated}. Move one of them to a folder of its own."
-        )
-    world = _world(files, models[0][1]["model"] if models else [], [g for g, by in found if by["model"] or by["optim"]])
-    out: dict[str, Any] = {"model": [], "optim": [], "rest": {}, "notes": []}
-    for group, by in found:
-        out["notes"] += _refuse_exchanged(files, group, allow_equal_ranks)
-        for role in ("model", "optim"):
-            if not by[role]:
-                continue
-            missing = [r for r in range(world) if r not in {x.rank for x in by[role]}]
+    files.source.prefetch_ends(name for group in groups for name in group.ranks.values())
+    found = [_load_group(files, group) for group in groups]
+    model = _model_group(files, found)
+    with_state = [g.group for g in found if g.model or g.optim]
+    out = RankParts(_world_size(files, model.model if model else [], with_state))
+    for loaded in found:
+        group = loaded.group
+        out.notes += _refuse_exchanged_files(files, group, allow_equal_ranks)
+        for ranks in (loaded.model, loaded.optim):
+            missing = [r for r in range(out.world) if r not in {x.rank for x in ranks}] if ranks else []
             if missing and lost is not None:
                 lost.extend(group.pattern.replace("*", str(r)) for r in missing)
             elif missing:
                 text = ", ".join(group.pattern.replace("*", str(r)) for r in missing[:4])
                 raise Corrupt(
-                    f"{source.root}: of {world} ranks {len(missing)} have no file {group.pattern}, first {text}. The "
-                    "copy is incomplete; fetch the files of all ranks."
+                    f"{files.source.root}: of {out.world} ranks {len(missing)} have no file {group.pattern}, first "
+                    f"{text}. The copy is incomplete; fetch the files of all ranks."
                 )
-        if by["model"] and (group, by) in models:
-            out["model"] = by["model"]
-        elif by["model"]:
-            by["rest"].extend(by["model"])
-        if by["optim"]:
-            out["optim"].append(by["optim"])
-        if by["rest"]:
-            out["rest"][group.pattern] = by["rest"]
-    if not out["model"] and not out["optim"]:
-        raise Unsupported(f"{source.root}: the files of ranks hold neither a model nor an optimizer.")
-    return out, world
+        if loaded is model:
+            out.model = loaded.model
+        else:  # another group of whole tensors is no second model
+            loaded.rest.extend(loaded.model)
+        if loaded.optim:
+            out.optimizers.append(loaded.optim)
+        if loaded.rest:
+            out.rest[group.pattern] = loaded.rest
+    return out
 
 
-def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> list[str]:
-    """The notes on files of a group that are in others' places, which are none unless such files are allowed.
+def _load_group(files: Files, group: RankFileGroup) -> _LoadedGroup:
+    """Unpickle the files of a group; those of random states and the like become {name of the state: what it holds}."""
+    by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
+    side = SIDE.match(group.pattern)
+    for rank, name in group.ranks.items():
+        tree, number = load(files, name), files.number(name)
+        if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
+            tree = {side[1].lower() if side else group.pattern.partition("rank")[0].strip("_-.") or "rank": tree}
+        elif side and side[1].lower() != "extra" and not tree.keys() & _KNOWN:
+            tree = {side[1].lower(): tree}  # rng_rank0.pt is {"cpu": ..., "cuda": ...}
+        for role, part in _roles(tree, bool(side)).items():
+            by[role].append(Rank(number, rank, part))
+    return _LoadedGroup(group, by["model"], by["optim"], by["rest"])
+
+
+def _model_group(files: Files, found: list[_LoadedGroup]) -> _LoadedGroup | None:
+    """Return the group that is the model: the only one with flat or sharded tensors, else the only one with weights.
+
+    Raises:
+        Unsupported: there are two.
+    """
+    models = [g for g in found if g.model]
+    models = [g for g in models if any(_flat_or_sharded(r.tree) for r in g.model)] or models
+    if len(models) > 1:
+        stated = " and ".join(g.group.pattern for g in models)
+        raise Unsupported(
+            f"{files.source.root} holds more than one model: {stated}. Move one of them to a folder of its own."
+        )
+    return models[0] if models else None
+
+
+def first_difference(facts: Iterable[Mapping[str, object]]) -> tuple[int, str] | None:
+    """Find the first file that says something else than file 0: (its position, what); None where all agree."""
+    every = iter(facts)
+    first = next(every)
+    for position, here in enumerate(every, 1):
+        for what, fact in first.items():
+            if here.get(what) != fact:
+                return position, what
+    return None
+
+
+def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_ranks: bool) -> list[str]:
+    """Refuse files of a group that lie under the names of other ranks; return notes on those that are allowed.
+
     torch.save writes a file's name into it. Where the ranks in those names are these ranks in another order, files were
     exchanged; where some are, or two files are equal byte by byte, one was copied over another; else the job saved
     under other names, and that tells nothing.
@@ -249,7 +293,7 @@ def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> li
     stated: dict[int, int] = {}
     for rank, name in group.ranks.items():
         first = torch_zip.saved_as(files.source.reader_of(name), files.source.size(name))
-        found = groups_of([f"{first}.pt"]) if first is not None else []
+        found = group_rank_files([f"{first}.pt"]) if first is not None else []
         if not found:
             return []
         stated[rank] = next(iter(found[0].ranks))
@@ -264,14 +308,14 @@ def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> li
     one, two = group.ranks[stated[wrong]], group.ranks[wrong]
     size = files.source.size(one)
     small = size == files.source.size(two) and size <= _MOST_COMPARED  # larger ones by their CRC32s, engine/mixups.py
-    if len(set(stated.values())) > 1 or (small and files.source.read(one, 0, size) == files.source.read(two, 0, size)):
-        odd = f"{files.source.root}/{two} was saved as the file of rank {stated[wrong]}: {one} was copied over it"
-        if allow_equal_ranks:
-            return [MixupNote(odd)]
-        raise Corrupt(
-            f"{odd}. Fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."
-        )
-    return []
+    if len(set(stated.values())) == 1 and not (
+        small and files.source.read(one, 0, size) == files.source.read(two, 0, size)
+    ):
+        return []
+    return torch_zip.refuse_copied(
+        f"{files.source.root}/{two} was saved as the file of rank {stated[wrong]}: {one} was copied over it",
+        allow_equal_ranks,
+    )
 
 
 def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
@@ -293,7 +337,7 @@ def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
     return {"rest": tree}
 
 
-def hold_a_state(source: Source, groups: list[Group]) -> bool:
+def hold_state(source: Source, groups: list[RankFileGroup]) -> bool:
     """Whether files of ranks hold a model or an optimizer, judging by the lowest rank's of each group: any program may
     write rank_0.pt."""
     for group in groups:
@@ -311,7 +355,7 @@ def _flat_or_sharded(tree: dict[Any, Any]) -> bool:
     return any(is_sharded(v) for v in tree.values()) or "shard_metadata" in tree
 
 
-def _world(files: Files, model: list[Rank], groups: list[Group]) -> int:
+def _world_size(files: Files, model: list[Rank], groups: list[RankFileGroup]) -> int:
     """How many ranks wrote the checkpoint, as the files say; each sharded tensor must be of the rank that its file
     names.
 
@@ -327,12 +371,7 @@ def _world(files: Files, model: list[Rank], groups: list[Group]) -> int:
         for key, x in r.tree.items():
             if not is_sharded(x):
                 continue
-            s = files.shards(r.file, key, x)
-            if s.rank is not None and s.rank != r.rank:
-                raise Corrupt(
-                    f'{files.path(r.file)}: "{key}" was written by rank {s.rank}, the file is named after rank '
-                    f"{r.rank}. Files of ranks were exchanged or renamed; put them back."
-                )
+            s = _shards_of_rank(files, r, key, x)
             if s.world is not None:
                 stated.setdefault(s.world, f'"{key}" in {files.names[r.file]}')
             break
@@ -348,7 +387,22 @@ def _world(files: Files, model: list[Rank], groups: list[Group]) -> int:
     return world
 
 
-def column_of(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
+def _shards_of_rank(files: Files, r: Rank, key: object, x: Opaque) -> Shards:
+    """Return what a rank's file has of a sharded tensor.
+
+    Raises:
+        Corrupt: another rank wrote the tensor.
+    """
+    out = files.shards(r.file, key, x)
+    if out.rank not in (None, r.rank):
+        raise Corrupt(
+            f'{files.path(r.file)}: "{key}" was written by rank {out.rank}, the file is named after rank '
+            f"{r.rank}. Files of ranks were exchanged or renamed; put them back."
+        )
+    return out
+
+
+def column_of_ranks(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
     """What every rank has under a key.
 
     Raises:
@@ -363,14 +417,14 @@ def column_of(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
     return [r.tree[key] for r in ranks]
 
 
-def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
+def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
     """One tensor from what each rank has of it; a plain value where it is one.
 
     Raises:
         Corrupt: the ranks contradict one another.
     """
     if not any(is_sharded(x) for x in column):
-        return replicated(files, ranks, name, column)
+        return first_replica(files, ranks, name, column)
     first: Rank | None = None
     shape: tuple[int, ...] = ()
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, StoredTensor]] = {}
@@ -378,12 +432,7 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
     for r, x in zip(ranks, column, strict=True):
         if not is_sharded(x):
             raise Corrupt(f'{files.path(r.file)}: "{name}" is whole here and sharded in {files.names[ranks[0].file]}.')
-        s = files.shards(r.file, name, x)
-        if s.rank is not None and s.rank != r.rank:
-            raise Corrupt(
-                f'{files.path(r.file)}: "{name}" was written by rank {s.rank}, the file is named after rank {r.rank}. '
-                "Files of ranks were exchanged or renamed; put them back."
-            )
+        s = _shards_of_rank(files, r, name, x)
         if first is None:
             first, shape, dtype = r, s.shape, s.dtype
         elif (s.shape, s.dtype) != (shape, dtype):
@@ -422,13 +471,13 @@ def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tu
         return
     if name.endswith(".step") and a[1].numel == b[1].numel == 1:
         raise Corrupt(
-            f'{files.path(b[0])}: "{name}" is {shown(scalar(files, *b))}, in {files.names[a[0]]} it is '
-            f"{shown(scalar(files, *a))}. The files are of different steps; fetch the files of one save."
+            f'{files.path(b[0])}: "{name}" is {format_step(inline_scalar(files, *b))}, in {files.names[a[0]]} it is '
+            f"{format_step(inline_scalar(files, *a))}. The files are of different steps; fetch the files of one save."
         )
-    files.unlike.append(Unlike(name, b[0], Extent(a[0], *a[1].extent)))
+    files.unlike.append(DifferentCopy(name, b[0], Extent(a[0], *a[1].extent)))
 
 
-def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
+def first_replica(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
     """A tensor, or plain value, that all ranks have whole; that of the first is kept."""
     first = column[0]
     if not isinstance(first, StoredTensor):
@@ -436,7 +485,7 @@ def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) ->
             stored_tensors.inlined(x, files.reader(r.file), name) for r, x in zip(ranks, column, strict=True)
         )
         unlike = (r for r, x in zip(ranks[1:], others, strict=True) if not same_value(x, kept))
-        files.unlike += [Unlike(name, r.file, None) for r in unlike]
+        files.unlike += [DifferentCopy(name, r.file, None) for r in unlike]
         return kept
     for r, x in zip(ranks[1:], column[1:], strict=True):
         if not isinstance(x, StoredTensor) or (x.dtype, x.shape) != (first.dtype, first.shape):
@@ -449,7 +498,7 @@ def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) ->
     return files.entry(ranks[0].file, first)
 
 
-def keep_first(unlike: Sequence[Unlike], ckpt: Checkpoint) -> None:
+def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> None:
     """Put copies into an index, under the names that it has for those that it keeps; one of what it lacks is no loss of
     its own."""
     places: dict[int, list[tuple[int, str]]] = {}
@@ -472,7 +521,7 @@ def keep_first(unlike: Sequence[Unlike], ckpt: Checkpoint) -> None:
     ckpt.others = list(found)
 
 
-def slot_of(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> Any:
+def assemble_slot(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> Any:
     """A slot with the shape of its parameter, or one value for all of it (`step`)."""
     if any(is_sharded(x) for x in column):
         for r, x in zip(ranks, column, strict=True):
@@ -480,27 +529,27 @@ def slot_of(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> An
                 raise Corrupt(
                     f'{files.path(r.file)} has no "{name}", which other ranks have. Fetch the files of one save.'
                 )
-        return assembled(files, ranks, name, column)
+        return assemble_tensor(files, ranks, name, column)
     there = [(r, x) for r, x in zip(ranks, column, strict=True) if x is not None]
     first = there[0][1]
     if isinstance(first, StoredTensor) and prod(first.shape) > 1:
-        return replicated(files, [r for r, _ in there], name, [x for _, x in there])
-    stated = [scalar(files, r.file, x) for r, x in there]
+        return first_replica(files, [r for r, _ in there], name, [x for _, x in there])
+    stated = [inline_scalar(files, r.file, x) for r, x in there]
     for (r, _), value in zip(there, stated, strict=True):
         if not same_value(value, stated[0]):
             raise Corrupt(
-                f'{files.path(r.file)}: "{name}" is {shown(value)}, in {files.names[there[0][0].file]} it is '
-                f"{shown(stated[0])}. The files are from different steps; fetch the files of one save."
+                f'{files.path(r.file)}: "{name}" is {format_step(value)}, in {files.names[there[0][0].file]} it is '
+                f"{format_step(stated[0])}. The files are from different steps; fetch the files of one save."
             )
     return files.entry(there[0][0].file, first) if isinstance(first, StoredTensor) else first
 
 
-def scalar(files: Files, file: int, x: Any) -> Any:
+def inline_scalar(files: Files, file: int, x: Any) -> Any:
     """A number, or the bytes of a tensor that is one."""
     return stored_tensors.inlined(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
 
 
-def shown(x: Any) -> str:
+def format_step(x: Any) -> str:
     """A step as a number."""
     if isinstance(x, stored_tensors.Inline):
         n = stored_tensors.number_in(x.dtype, x.data)
@@ -508,7 +557,7 @@ def shown(x: Any) -> str:
     return short(x)
 
 
-def rest_of(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, Any]) -> dict[Path, Any]:
+def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, Any]) -> dict[Path, Any]:
     """Scheduler, counters, random states: once where all ranks have the same, else by rank.
 
     Raises:
@@ -525,39 +574,40 @@ def rest_of(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, An
             head: Path = (
                 (top,) if (top,) not in taken and not any(p[0] == top for p in out) else ("extra", pattern, top)
             )
-            if len(ranks) == 1 or all(_alike(files, parts[0], p) for p in parts[1:]):
+            if len(ranks) == 1 or all(_equal_leaves(files, parts[0], p) for p in parts[1:]):
                 out.update({(*head, *p[1:]): x for p, x in parts[0].items()})
                 continue
             if top in _COUNTERS:
-                k = next(i for i, p in enumerate(parts) if not _alike(files, parts[0], p))
+                k = next(i for i, p in enumerate(parts) if not _equal_leaves(files, parts[0], p))
                 raise Corrupt(
-                    f'{files.path(ranks[k].file)}: "{top}" is {_only(parts[k])}, in {files.names[ranks[0].file]} it is '
-                    f"{_only(parts[0])}. The files are from different steps; fetch the files of one save."
+                    f'{files.path(ranks[k].file)}: "{top}" is {_short_value(parts[k])}, in '
+                    f"{files.names[ranks[0].file]} it is "
+                    f"{_short_value(parts[0])}. The files are from different steps; fetch the files of one save."
                 )
             for r, part in zip(ranks, parts, strict=True):
                 out.update({(*head, str(r.rank), *p[1:]): x for p, x in part.items()})
     return out
 
 
-def _only(leaves: dict[Path, Any]) -> str:
+def _short_value(leaves: dict[Path, Any]) -> str:
     return short(next(iter(leaves.values()), None))
 
 
-def _alike(files: Files, a: dict[Path, Any], b: dict[Path, Any]) -> bool:
+def _equal_leaves(files: Files, a: dict[Path, Any], b: dict[Path, Any]) -> bool:
     """Whether two ranks have the same under a key: values by value, tensors by their CRC32."""
     if a.keys() != b.keys():
         return False
     for path, x in a.items():
         y = b[path]
         if isinstance(x, TensorEntry) and isinstance(y, TensorEntry):
-            if (x.dtype, x.shape) != (y.dtype, y.shape) or _bytes(files, x) != _bytes(files, y):
+            if (x.dtype, x.shape) != (y.dtype, y.shape) or _crc_or_bytes(files, x) != _crc_or_bytes(files, y):
                 return False
         elif isinstance(x, TensorEntry) or isinstance(y, TensorEntry) or not same_value(x, y):
             return False
     return True
 
 
-def _bytes(files: Files, t: TensorEntry) -> Any:
+def _crc_or_bytes(files: Files, t: TensorEntry) -> Any:
     e = t.chunks[0].extent
     record = files.records.get((e.file, e.offset))
     if record is not None and record.extent.length == e.length:

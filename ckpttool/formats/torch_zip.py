@@ -33,6 +33,7 @@ __all__ = [
     "STORAGE_NAMES",
     "from_type",
     "read",
+    "refuse_copied",
     "refuse_other_rank",
     "saved_as",
     "size_as_tuple",
@@ -90,16 +91,25 @@ def refuse_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks
     first, stem = saved_as(read_at, length), what.rpartition("/")[2].rpartition(".")[0]
     if first is None or first == stem or re.sub(r"\d+", "0", first) != re.sub(r"\d+", "0", stem):
         return []
-    found = (
+    return refuse_copied(
         f"{what} was saved under the name {short(first)}, by another rank, and copied over the file of this rank or "
-        "exchanged with it"
+        "exchanged with it",
+        allow_equal_ranks,
     )
-    if not allow_equal_ranks:
-        raise Corrupt(
-            f"{found}; fetch the files again. If files are renamed on purpose, use "
-            f"{argument('allow_equal_ranks', True)}."
-        )
-    return [MixupNote(found)]
+
+
+def refuse_copied(found: str, allow_equal_ranks: bool) -> list[str]:
+    """Refuse a rank's file that was copied over another's, as `found` says; where such files are allowed, return that
+    as a note.
+
+    Raises:
+        Corrupt: they are not allowed.
+    """
+    if allow_equal_ranks:
+        return [MixupNote(found)]
+    raise Corrupt(
+        f"{found}. Fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."
+    )
 
 
 def read(

@@ -51,7 +51,7 @@ from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_or
 from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
 
-from ..rank_files import Unlike, keep_first
+from ..rank_files import DifferentCopy, record_other_copies
 from .items import Items, SubclassFound
 from .metadata import Index, read_index
 from .subclasses import are_short, ends, joined_parts
@@ -154,7 +154,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         out.tails, notes = _uncovered(source, index, sizes)
         out.notes = [*out.notes, *notes]
     ends_of = {item: _end(source, index, item) for pair in index.copies for item in pair}
-    keep_first([Unlike("", b.file, a) for a, b in index.copies if ends_of[a] != ends_of[b]], out)
+    record_other_copies([DifferentCopy("", b.file, a) for a, b in index.copies if ends_of[a] != ends_of[b]], out)
     _count_milestones(out)
     return out
 

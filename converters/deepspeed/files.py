@@ -25,6 +25,8 @@ from ckpttool.index.checkpoint import (
 from ckpttool.layouts import Saves
 from ckpttool.storage.source import Source
 
+from ..rank_files import first_difference
+
 __all__ = [
     "MAYBE",
     "MODEL",
@@ -319,14 +321,14 @@ def refuse_mixed_saves(files: Sequence[File]) -> None:
     Raises:
         Corrupt: with the rank that differs from rank 0.
     """
-    for f in files[1:]:
-        for key in _SAME:
-            a, b = files[0].tree.get(key), f.tree.get(key)
-            if a != b:
-                shown = f"{short(b)}, rank 0 says {short(a)}" if key != "param_shapes" else "other than rank 0's"
-                raise Corrupt(
-                    f"{f.what}: {key} is {shown}. The files are from different saves; fetch all of one save again."
-                )
+    odd = first_difference({key: f.tree.get(key) for key in _SAME} for f in files)
+    if odd is not None:
+        rank, key = odd
+        a, b = files[0].tree.get(key), files[rank].tree.get(key)
+        shown = f"{short(b)}, rank 0 says {short(a)}" if key != "param_shapes" else "other than rank 0's"
+        raise Corrupt(
+            f"{files[rank].what}: {key} is {shown}. The files are from different saves; fetch all of one save again."
+        )
 
 
 def is_placeholder(x: Any) -> bool:

@@ -50,14 +50,14 @@ from ..rank_files import (
     SIDE,
     Files,
     Rank,
-    assembled,
-    column_of,
-    groups_of,
-    hold_a_state,
-    keep_first,
-    parts_of,
-    replicated,
-    rest_of,
+    assemble_tensor,
+    column_of_ranks,
+    first_replica,
+    group_rank_files,
+    hold_state,
+    merge_other_state,
+    read_rank_files,
+    record_other_copies,
 )
 from . import fairscale
 from .flat_params import ModelInfo, RankSlices, Spans, layout_of, model_names_of
@@ -75,12 +75,12 @@ def detect(where: Place) -> tuple[bool, str]:
     if ".metadata" in names:
         return False, "has .metadata, so that files of ranks are not all of it"
     try:
-        groups = [g for g in groups_of(names) if not SIDE.match(g.pattern)]
+        groups = [g for g in group_rank_files(names) if not SIDE.match(g.pattern)]
     except Corrupt:
         return True, "has files of ranks"
     if not groups:
         return False, "no torch.save files of ranks (local_rank0.pt, model_world_size_2_rank_0.pt, ...)"
-    if not hold_a_state(source, groups):
+    if not hold_state(source, groups):
         return False, f"has {groups[0].pattern}, which hold neither weights nor an optimizer"
     return True, f"has {groups[0].pattern} of {len(groups[0].ranks)} ranks"
 
@@ -109,37 +109,37 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 def _read(source: Source, options: ReadOptions) -> Checkpoint:
     files = Files(source)
     lost: list[str] = []
-    parts, world = parts_of(
-        files, source, groups_of(source.list()), lost if options.salvage else None, options.allow_equal_ranks
+    parts = read_rank_files(
+        files, group_rank_files(source.list()), lost if options.salvage else None, options.allow_equal_ranks
     )
     config = model_names.load_config(options.config) if options.config is not None else _own_config(source)
     model: dict[str, Any] = {}
     known = ModelInfo(None, {}, {}, RankSlices([], {}))
-    if parts["model"] and "shard_metadata" in parts["model"][0].tree:
-        model, known = fairscale.read_model(files, parts["model"])
-    elif parts["model"]:
+    if parts.model and "shard_metadata" in parts.model[0].tree:
+        model, known = fairscale.read_model(files, parts.model)
+    elif parts.model:
         model, known = _model(
-            files, parts["model"], lambda: model_names_of(files, options, config, parts["optim"]), options
+            files, parts.model, lambda: model_names_of(files, options, config, parts.optimizers), options
         )
     leaves: dict[Path, Any] = {("model", name): leaf for name, leaf in model.items()}
-    if parts["model"]:
-        extra_states = _extra_states(files, parts["model"][0])
+    if parts.model:
+        extra_states = _extra_states(files, parts.model[0])
         leaves = {p: leaf for p, leaf in leaves.items() if p not in {q[:2] for q in extra_states}} | extra_states
-    if parts["optim"] and (options.only is None or "optim" in options.only):
-        leaves.update(read_optimizer(files, parts["optim"], known, options, config))
-    leaves.update(rest_of(files, parts["rest"], leaves))
+    if parts.optimizers and (options.only is None or "optim" in options.only):
+        leaves.update(read_optimizer(files, parts.optimizers, known, options, config))
+    leaves.update(merge_other_state(files, parts.rest, leaves))
     like = options.like.optimizer if options.like else None
     named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, options.only))
-    out = checkpoint_of(named, "fsdp1", source.root, world, files.names, source)
-    out.notes = [*parts["notes"], *out.notes]
+    out = checkpoint_of(named, "fsdp1", source.root, parts.world, files.names, source)
+    out.notes = [*parts.notes, *out.notes]
     out.records, out.config = list(files.records.values()), config
-    out.ranks = {r.file: r.rank for ranks in (parts["model"], *parts["optim"]) for r in ranks}
+    out.ranks = {r.file: r.rank for ranks in (parts.model, *parts.optimizers) for r in ranks}
     if out.trainer is None and any(n.startswith("model_world_size_") for n in files.names):
         out.trainer = "verl"
     out.notes = [*out.notes, *dict.fromkeys(files.notes)]
     if lost:
         out.salvage = Salvage([f"{name} is missing; other ranks have copies of all its parts" for name in lost])
-    keep_first(files.unlike, out)
+    record_other_copies(files.unlike, out)
     return out
 
 
@@ -175,11 +175,11 @@ def _model(
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
     keys = list(dict.fromkeys(k for r in ranks for k in r.tree))
     clean = strip_wrappers(str(k) for k in keys)
-    columns = {clean[str(k)]: column_of(files, ranks, k) for k in keys}
+    columns = {clean[str(k)]: column_of_ranks(files, ranks, k) for k in keys}
     places = _places(files, ranks)
     if any(n.rpartition(".")[2] == FLAT for n in columns):
         return _local(files, ranks, columns, places, names, options)
-    out = {n: assembled(files, ranks, n, column) for n, column in columns.items()}
+    out = {n: assemble_tensor(files, ranks, n, column) for n, column in columns.items()}
     tensors = {n: t for n, t in out.items() if isinstance(t, TensorEntry)}
     sharded = {n for n, column in columns.items() if is_sharded(column[0])}
     params = {n: t.shape for n, t in tensors.items() if n in sharded or (not sharded and "float" in t.dtype)}
@@ -211,7 +211,7 @@ def _local(
     for name, column in columns.items():
         if name in plain:
             continue
-        module, t = name.rpartition(".")[0], assembled(files, ranks, name, column)
+        module, t = name.rpartition(".")[0], assemble_tensor(files, ranks, name, column)
         if not isinstance(t, TensorEntry) or len(t.shape) != 1 or "float" not in t.dtype:
             raise Corrupt(
                 f'{files.source.root}: the flat parameter of module "{module}" is not a 1-D tensor of floats.'
@@ -239,7 +239,7 @@ def _local(
         )
     for name, column in plain.items():
         if name not in out:
-            out[name] = replicated(files, ranks, name, column)
+            out[name] = first_replica(files, ranks, name, column)
     listed = [n for n in layout.names or () if n in out]
     out = {n: out[n] for n in dict.fromkeys((*listed, *out))}
     params = {p.name: p.shape for f in layout.flats for p in f.parts}

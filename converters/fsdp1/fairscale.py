@@ -13,7 +13,7 @@ from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index.checkpoint import TensorEntry
 
-from ..rank_files import Files, Rank, replicated
+from ..rank_files import Files, Rank, first_replica
 from .flat_params import ModelInfo, RankSlices, Spans
 
 __all__ = ["read_model"]
@@ -78,7 +78,7 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], Mod
                     out.setdefault(b, out[a])
     for name in metas[0].get("buffer_names") or ():
         if name not in out and all(name in t for t in trees):
-            out[name] = replicated(files, ranks, name, [t[name] for t in trees])
+            out[name] = first_replica(files, ranks, name, [t[name] for t in trees])
     shapes = {p.name: p.shape for f in flats for p in f.parts}
     own = RankSlices([(i, len(ranks)) for i in range(len(ranks))], {})
     return out, ModelInfo(FlatLayout(False, len(ranks), tuple(flats), tuple(out)), shapes, {}, own)

@@ -20,7 +20,7 @@ from ckpttool.index.checkpoint import Path, TensorEntry
 from ckpttool.index.optimizer_names import assign_names
 from ckpttool.layouts import ReadOptions
 
-from ..rank_files import Files, Rank, compare_replicas, scalar, shown, slot_of
+from ..rank_files import Files, Rank, assemble_slot, compare_replicas, format_step, inline_scalar
 from .flat_params import ModelInfo, RankSlices, Spans, given_layout
 
 __all__ = ["read_optimizer"]
@@ -146,9 +146,12 @@ def _same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
             {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in _param_groups(files, ranks)
         ]
         steps = [
-            scalar(files, ranks[0].file, x) for (_, slot), c in _slots(ranks[:1]).items() if slot == "step" for x in c
+            inline_scalar(files, ranks[0].file, x)
+            for (_, slot), c in _slots(ranks[:1]).items()
+            if slot == "step"
+            for x in c
         ]
-        return groups, {shown(x) for x in steps}
+        return groups, {format_step(x) for x in steps}
 
     one, two = summary(a), summary(b)
     if one[1] and two[1] and one[1].isdisjoint(two[1]):
@@ -222,7 +225,7 @@ def _whole_slots(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any],
     """Slots of parameters by name or number, whole or as ShardedTensor or DTensor."""
     out: dict[Path, Any] = {}
     for (x, slot), column in columns.items():
-        out["optim", "state", str(x), str(slot)] = slot_of(files, ranks, f"{x}.{slot}", column)
+        out["optim", "state", str(x), str(slot)] = assemble_slot(files, ranks, f"{x}.{slot}", column)
     return out
 
 
@@ -393,7 +396,7 @@ def _parted(
 ) -> dict[Path, Any]:
     """One slot of one numbered parameter, cut into what it is for each FQN in it, or `whole` the same for all."""
     if whole:
-        leaf = slot_of(files, ranks, name, column)
+        leaf = assemble_slot(files, ranks, name, column)
         return {("optim", "state", p.name, slot): leaf for _, p in parts}
     kept = {own.places[i][0]: i for i in own.firsts()}
     for i, t in enumerate(column):

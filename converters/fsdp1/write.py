@@ -138,8 +138,8 @@ def _write_model(out: _Writing, state: Training) -> None:
     flattened = {n for f in layout.flats for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
     # tensors that every rank has whole: buffers, and those inside extra states of modules
     whole = {n: t for n, t in state.tensors.items() if n not in flattened}
-    replicated = {**whole, **{joined(t.path[1:]): t for t in tensors_of(state.extra_states)}}
-    buffers = list(replicated)
+    first_replica = {**whole, **{joined(t.path[1:]): t for t in tensors_of(state.extra_states)}}
+    buffers = list(first_replica)
     numbers: list[int] = []
     places: list[list[int]] = []  # by flat parameter, where each rank's slice begins in its file
     cut = [out.slices(f) for f in layout.flats]
@@ -167,7 +167,7 @@ def _write_model(out: _Writing, state: Training) -> None:
                 tree[flat.key] = sharded_tensor(out.table, tuple(bounds), r, own, dtype)
             views.update((alias, views[owner]) for alias, owner in flat.shared)
         for n in buffers:
-            key, t, dtype = str(len(sizes)), replicated[n], out.dtype(f"model.{n}")
+            key, t, dtype = str(len(sizes)), first_replica[n], out.dtype(f"model.{n}")
             views[n] = TensorRef(dtype, t.shape, key, t.numel)
             sizes[key] = t.numel * ITEMSIZE[dtype]
         listed = state.tensors if layout.use_orig_params or world == 1 else whole

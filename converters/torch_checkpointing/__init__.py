@@ -54,7 +54,7 @@ from ckpttool.index.names import ROLES, canonical
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
 from ckpttool.storage.source import Source
 
-from ..rank_files import Files, Rank, assembled, compare_replicas, keep_first, load, rest_of
+from ..rank_files import Files, Rank, assemble_tensor, compare_replicas, load, merge_other_state, record_other_copies
 from .metadata import METADATA, Item, Placed, read_metadata
 
 __all__ = ["LAYOUTS"]
@@ -120,7 +120,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(named, "torch_checkpointing", source.root, world, files.names, source)
     out.records, out.ranks = list(files.records.values()), reading.ranks
     out.notes += files.notes
-    keep_first(files.unlike, out)
+    record_other_copies(files.unlike, out)
     return out
 
 
@@ -199,7 +199,7 @@ class _Reading:
         in_one = any(kind == "safetensors" for _, kind in item.files.values())  # paths are joined by dots
         sharded = any(is_sharded(x) for leaves in flat for x in leaves.values())
         if not item.tensors and not sharded and ROLES.get(name) not in ("model", "optim"):
-            return rest_of(self.files, {name: [r._replace(tree={name: r.tree}) for r in ranks]}, taken)
+            return merge_other_state(self.files, {name: [r._replace(tree={name: r.tree}) for r in ranks]}, taken)
         by_text = [{self._key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
         out: dict[Path, Any] = {}
         for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
@@ -208,7 +208,9 @@ class _Reading:
             if key in item.tensors:
                 out[path] = self._placed(path, item.tensors[key], {r.rank: (r, x) for r, _, x in column})
             elif any(is_sharded(x) for _, _, x in column):
-                out[path] = assembled(self.files, [r for r, _, _ in column], joined(path), [x for _, _, x in column])
+                out[path] = assemble_tensor(
+                    self.files, [r for r, _, _ in column], joined(path), [x for _, _, x in column]
+                )
             elif any(isinstance(x, StoredTensor) for _, _, x in column):
                 out[path] = self._copies(path, [(r, x) for r, _, x in column])
             else:

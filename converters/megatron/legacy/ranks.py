@@ -37,7 +37,7 @@ from ckpttool.index.names import CanonicalState
 from ckpttool.layouts import checkpoint_of
 from ckpttool.storage.source import Source
 
-from ...rank_files import Files, load, shown
+from ...rank_files import Files, first_difference, format_step, load
 from ..buckets import LocalBoxes, Segment, add_segment
 from ..keys import TRAINER, common_tree, data_of_args, model_file
 from .folders import geometry_of, parse_rank_folder, refuse_exchanged, refuse_missing_ranks
@@ -213,14 +213,14 @@ def read_ranks(source: Source, optimizer: bool = True) -> RankedSave:
 
     # and of one save
     arguments = {name: data_of_args(tree.get("args")) for name, (_, tree) in trees.items()}
-    same = _facts_of_save(files, ranks[0], arguments)
-    for r in ranks[1:]:
-        for what, here in _facts_of_save(files, r, arguments).items():
-            if here != same[what]:
-                raise Corrupt(
-                    f"{files.path(r.number)}: the {what} here: {shown(here)}; in {ranks[0].folder}: "
-                    f"{shown(same[what])}. The files are from different saves; fetch the files of one save."
-                )
+    odd = first_difference(_facts_of_save(files, r, arguments) for r in ranks)
+    if odd is not None:
+        r, what = ranks[odd[0]], odd[1]
+        here, there = (format_step(_facts_of_save(files, x, arguments)[what]) for x in (r, ranks[0]))
+        raise Corrupt(
+            f"{files.path(r.number)}: the {what} here: {here}; in {ranks[0].folder}: "
+            f"{there}. The files are from different saves; fetch the files of one save."
+        )
     refuse_exchanged(folders, arguments, geometry, source.root)
 
     for r in ranks:
