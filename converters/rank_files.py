@@ -103,20 +103,20 @@ class Files:
     known: dict[int, tuple[Opaque, Shards]] = field(default_factory=dict)  # by identity
 
     def number(self, name: str) -> int:
-        """The number of a file in the index."""
+        """Add a file, and return its number in the index."""
         self.names.append(name)
         return len(self.names) - 1
 
     def path(self, file: int) -> str:
-        """A file as errors name it."""
+        """Return a file as errors name it."""
         return f"{self.source.root}/{self.names[file]}"
 
     def reader(self, file: int) -> ReadAt:
-        """Reads one file."""
+        """Return a function that reads one file."""
         return self.source.reader_of(self.names[file])
 
     def shards(self, file: int, key: Any, x: Opaque) -> Shards:
-        """What a file has of a sharded tensor."""
+        """Return what a file has of a sharded tensor, parsed once."""
         if id(x) not in self.known:
             self.known[id(x)] = x, shards_of(x, str(key), self.reader(file), self.path(file))
         return self.known[id(x)][1]
@@ -149,7 +149,7 @@ class Rank(NamedTuple):
 
 
 def group_rank_files(names: Iterable[str]) -> list[RankFileGroup]:
-    """The groups of files of ranks among some names.
+    """Group those of some names that differ in the number of the rank alone.
 
     Raises:
         Corrupt: one rank has two files.
@@ -172,7 +172,7 @@ def group_rank_files(names: Iterable[str]) -> list[RankFileGroup]:
 
 
 def load(files: Files, name: str) -> Any:
-    """The tree of one file; sharded tensors in it are data (formats/sharded.py)."""
+    """Unpickle one file; sharded tensors in it are data (formats/sharded.py)."""
     what = f"{files.source.root}/{name}"
     return torch_zip.read(files.source.reader_of(name), 0, files.source.size(name), what, stand_ins(what))
 
@@ -319,7 +319,10 @@ def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_rank
 
 
 def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
-    """{"model" | "optim" | "rest": part of the tree}."""
+    """Split the tree of a rank into {"model" | "optim" | "rest": part of it}.
+
+    `side` says that the file's name is that of random states or the like.
+    """
     if "state" in tree and "param_groups" in tree:
         return {"optim": tree}
     whole = {k: v for k, v in tree.items() if k in (*_MODEL_KEYS, *_OPTIM_KEYS) and isinstance(v, dict)}
@@ -338,8 +341,8 @@ def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
 
 
 def hold_state(source: Source, groups: list[RankFileGroup]) -> bool:
-    """Whether files of ranks hold a model or an optimizer, judging by the lowest rank's of each group: any program may
-    write rank_0.pt."""
+    """Whether files of ranks hold a model or an optimizer, judging by the lowest rank's of each group: any program
+    may write rank_0.pt."""
     for group in groups:
         files, name = Files(source), next(iter(group.ranks.values()))
         try:
@@ -352,12 +355,12 @@ def hold_state(source: Source, groups: list[RankFileGroup]) -> bool:
 
 
 def _flat_or_sharded(tree: dict[Any, Any]) -> bool:
+    """Whether a model is in flat parameters or sharded tensors."""
     return any(is_sharded(v) for v in tree.values()) or "shard_metadata" in tree
 
 
 def _world_size(files: Files, model: list[Rank], groups: list[RankFileGroup]) -> int:
-    """How many ranks wrote the checkpoint, as the files say; each sharded tensor must be of the rank that its file
-    names.
+    """Return how many ranks wrote the checkpoint, as the files say.
 
     Raises:
         Corrupt: files are exchanged, or of jobs of different size.
@@ -403,7 +406,7 @@ def _shards_of_rank(files: Files, r: Rank, key: object, x: Opaque) -> Shards:
 
 
 def column_of_ranks(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
-    """What every rank has under a key.
+    """Return what every rank has under a key.
 
     Raises:
         Corrupt: a rank has nothing there.
@@ -418,7 +421,7 @@ def column_of_ranks(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
 
 
 def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
-    """One tensor from what each rank has of it; a plain value where it is one.
+    """Put one tensor together from what each rank has of it; a plain value where it is one.
 
     Raises:
         Corrupt: the ranks contradict one another.
@@ -478,7 +481,11 @@ def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tu
 
 
 def first_replica(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
-    """A tensor, or plain value, that all ranks have whole; that of the first is kept."""
+    """Return a tensor, or plain value, that all ranks have whole: that of the first, after comparing the others.
+
+    Raises:
+        Corrupt: a rank has another kind, dtype or shape.
+    """
     first = column[0]
     if not isinstance(first, StoredTensor):
         kept, *others = (
@@ -499,8 +506,8 @@ def first_replica(files: Files, ranks: list[Rank], name: str, column: list[Any])
 
 
 def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> None:
-    """Put copies into an index, under the names that it has for those that it keeps; one of what it lacks is no loss of
-    its own."""
+    """Put copies that differ into an index, under the names that it has for those that it keeps. A copy of what the
+    index lacks is no loss of its own."""
     places: dict[int, list[tuple[int, str]]] = {}
     for name, t in ckpt.tensors.items() if unlike else ():
         for file, offset in zip(t.chunks.file, t.chunks.offset, strict=True):
@@ -522,7 +529,11 @@ def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> No
 
 
 def assemble_slot(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> Any:
-    """A slot with the shape of its parameter, or one value for all of it (`step`)."""
+    """Put a slot together: of the shape of its parameter, or one value for all of it (`step`).
+
+    Raises:
+        Corrupt: a rank has another step, or lacks its part.
+    """
     if any(is_sharded(x) for x in column):
         for r, x in zip(ranks, column, strict=True):
             if x is None:
@@ -545,12 +556,12 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: list[Any])
 
 
 def inline_scalar(files: Files, file: int, x: Any) -> Any:
-    """A number, or the bytes of a tensor that is one."""
+    """Return a number, or the bytes of a tensor that is one."""
     return stored_tensors.inlined(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
 
 
 def format_step(x: Any) -> str:
-    """A step as a number."""
+    """Format a step as a number."""
     if isinstance(x, stored_tensors.Inline):
         n = stored_tensors.number_in(x.dtype, x.data)
         return x.data.hex() if n is None else f"{n:g}"
@@ -558,7 +569,7 @@ def format_step(x: Any) -> str:
 
 
 def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Scheduler, counters, random states: once where all ranks have the same, else by rank.
+    """Merge scheduler, counters, random states: once where all ranks have the same, else by rank.
 
     Raises:
         Corrupt: the ranks are at different steps.
@@ -590,6 +601,7 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
 
 
 def _short_value(leaves: dict[Path, Any]) -> str:
+    """Format the first of some leaves for an error."""
     return short(next(iter(leaves.values()), None))
 
 
@@ -608,6 +620,7 @@ def _equal_leaves(files: Files, a: dict[Path, Any], b: dict[Path, Any]) -> bool:
 
 
 def _crc_or_bytes(files: Files, t: TensorEntry) -> Any:
+    """Return what tells the bytes of two tensors apart: a CRC32, or the first 64 MiB."""
     e = t.chunks[0].extent
     record = files.records.get((e.file, e.offset))
     if record is not None and record.extent.length == e.length:

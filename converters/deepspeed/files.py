@@ -236,6 +236,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
     errors."""
 
     def stage(n: Any = 0) -> int:
+        """Return the number of a ZeroStageEnum."""
         if type(n) is not int or not 0 <= n <= 3:
             raise Corrupt(f"{what}: ZeRO stage {short(n)}.")
         return n

@@ -68,7 +68,8 @@ class FileTree:
         self.whole: dict[str, tuple[str, TensorEntry, TensorEntry]] = {}  # name: key, entry to be, source
 
     def tensor(self, name: str, entry: TensorEntry, source: TensorEntry) -> TensorRef:
-        """A whole tensor in this file. On ranks other than 0 it is an extra copy."""
+        """Add a whole tensor to this file, and return the reference to pickle. On ranks other than 0 it is an extra
+        copy."""
         if self.rank:
             name, entry = f"replica.{self.rank}.{name}", replace(entry, path=("replica", self.rank, *entry.path))
         key = str(len(self.sizes))
@@ -77,17 +78,18 @@ class FileTree:
         return TensorRef(entry.dtype, entry.shape, key, entry.numel)
 
     def hole(self, name: str, dtype: str, n: int) -> TensorRef:
-        """A flat tensor of n elements, to be filled from parts; the same one for the same name."""
+        """Add a flat tensor of n elements, to be filled from parts, and return the reference; the same one for the
+        same name."""
         key = self.holes.setdefault(name, str(len(self.sizes)))
         self.sizes[key] = n * ITEMSIZE[dtype]
         return TensorRef(dtype, (n,), key, n)
 
     def placeholder(self, dtype: str) -> TensorRef:
-        """A tensor without elements; those of one dtype share a storage."""
+        """Return the reference of a tensor without elements; those of one dtype share a storage."""
         return self.hole(f"empty {dtype}", dtype, 0)
 
     def value(self, x: Any) -> Any:
-        """A tree of plain data and entries, whose tensors are written to this file."""
+        """Return a tree of plain data and entries with references to tensors, which are written to this file."""
         if isinstance(x, TensorEntry):
             return self.tensor(joined(x.path), x, x)
         if isinstance(x, dict):
@@ -167,7 +169,7 @@ class SavePlan:
             )
 
     def made(self) -> dict[str, Any]:
-        """{name: data} of values that every DeepSpeed save has but the source does not."""
+        """Return {name: data} of values that every DeepSpeed save has but the source does not."""
         ours = {
             "trainer.global_steps": self.steps,
             "trainer.skipped_steps": 0,
@@ -183,7 +185,7 @@ class SavePlan:
         return made
 
     def values(self) -> tuple[dict[str, Value], dict[str, str]]:
-        """(the values that a reader of the files finds, {those that are not as in the source: how})."""
+        """Return (the values that a reader of the files will find, {those that differ from the source: how})."""
         config = {joined(p): Value(p, x) for p, x in flattened(self.ds_config, ("extra", "ds_config")).items()}
         changed: dict[str, str] = {}
         out = dict(self.ckpt.values)
@@ -198,6 +200,8 @@ class SavePlan:
         return out | self.state.inlined, changed
 
     def _precision(self) -> str:
+        """Return the dtype in which the engine computes: that of ds_config, else that of most bytes of trained
+        weights."""
         for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
             section = self.ds_config.get(name)
             if isinstance(section, dict) and section.get("enabled") is True:
@@ -217,11 +221,12 @@ class SavePlan:
         return found
 
     def _sub_group_size(self) -> float:
+        """Return sub_group_size of ds_config, or DeepSpeed's default."""
         found = zero_setting(self.ds_config, "sub_group_size")
         return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
 
     def _adjust_config(self, sub_group_size: int | None, precision: str | None) -> None:
-        """The source's DeepSpeed configuration, changed where it contradicts the files."""
+        """Change the source's DeepSpeed configuration where it contradicts the files."""
         if not self.ds_config:
             return
         config = dict(self.ds_config)
@@ -242,8 +247,9 @@ class SavePlan:
         self.ds_config = config
 
     def _note_scheduler(self, *, from_deepspeed: bool) -> None:
-        """A note where the state of the scheduler is not that of one of DeepSpeed's own (runtime/lr_schedules.py), all
-        of which look for `last_batch_iteration`, and the job that loads it may have one."""
+        """Add a note where the state of the scheduler is not that of one of DeepSpeed's own
+        (runtime/lr_schedules.py), all of which look for `last_batch_iteration`, and the job that loads it may have
+        one."""
         found, section = self.state.scheduler, self.ds_config.get("scheduler")
         if found is None or (isinstance(found, dict) and "last_batch_iteration" in found):
             return
@@ -258,6 +264,7 @@ class SavePlan:
         )
 
     def _steps(self) -> int:
+        """Return global_steps: a counter of the trainer, else the largest step of the optimizer."""
         found = self.state.counter("global_steps", "global_step", "step", "iteration", "steps")
         inner = self.rest.get("trainer")
         if found is None and isinstance(inner, dict):
@@ -271,6 +278,8 @@ class SavePlan:
         return found
 
     def _scaler(self) -> dict[str, Any]:
+        """Return the state of the loss scaler for an fp16 engine, a fresh one if the source has none; {} for other
+        engines."""
         if self.precision == "float16":
             if not self.state.scaler:
                 self.notes.append(
@@ -282,7 +291,8 @@ class SavePlan:
         return {}
 
     def added(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
-        """Names of the state that is added for parameters without any: zeros, and the step of their group."""
+        """Return the names of the state that is added for parameters without any: zeros, and the step of their
+        group."""
         out = []
         for group in groups:
             slots = dict.fromkeys([*self.slots_of(group), *(s for n in group for s in self.state.scalars.get(n, {}))])
@@ -295,7 +305,7 @@ class SavePlan:
         return out
 
     def scaler_keys(self) -> dict[str, Any]:
-        """The loss scaler, for every optimizer file."""
+        """Return the keys of the loss scaler, which every optimizer file has."""
         dynamic = bool(self.scaler.get("dynamic"))
         state = {k: v for k, v in self.scaler.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
         found = Opaque(Global(SCALERS, "DynamicLossScaler" if dynamic else "LossScaler"), ())
@@ -303,7 +313,11 @@ class SavePlan:
         return {"loss_scaler": found, "dynamic_loss_scale": dynamic, "overflow": bool(self.scaler.get("overflow"))}
 
     def common(self, dtypes: list[str]) -> str:
-        """The dtype of a flat tensor: that of its parts, or one that can hold them all."""
+        """Return the dtype of a flat tensor: that of its parts, or one that can hold them all.
+
+        Raises:
+            Unsupported: some are no floats.
+        """
         kinds = set(dtypes)
         if len(kinds) < 2:
             return kinds.pop() if kinds else "float32"
@@ -318,12 +332,12 @@ class SavePlan:
         return out
 
     def slot(self, fqn: str, slot: str) -> TensorEntry:
-        """A slot of a parameter, in the dtype to be written."""
+        """Return a slot of a parameter, in the dtype to be written."""
         t = self.state.slots[fqn][slot]
         return replace(t, dtype=self.cast(joined(t.path), t.dtype))
 
     def slots_of(self, group: Iterable[str]) -> list[str]:
-        """Names of the slots that every parameter of a group has.
+        """Return the names of the slots that every parameter of a group has.
 
         Raises:
             Unsupported: parameters have different slots.
@@ -344,7 +358,10 @@ class SavePlan:
         return found or []
 
     def beside(self, tree: FileTree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
-        """Everything in a model file except weights and their shapes."""
+        """Return everything in a rank's model file except weights and their shapes.
+
+        With `each_rank`, every rank has a file, and its own values of `per_rank` in it.
+        """
         rest = dict(self.rest)
         each = rest.get("per_rank")
         if each_rank and isinstance(each, dict) and self._are_ranks(each, world):
@@ -414,6 +431,7 @@ class ModelFiles:
             self.sources[f"model.{n}"] = state.tensors[n]
 
     def _tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, Any]:
+        """Return the content of a rank's model file."""
         plan, state, stage = self.plan, self.plan.state, self.stage
         trained = {n for g in self.groups for n in g}
         module: dict[str, Any] = {}
@@ -448,7 +466,7 @@ class ModelFiles:
 
 
 def _as_number(x: Any) -> float | int | None:
-    """A step as a number, whether it is one or a 0-dim tensor."""
+    """Return a step as a number, whether it is one or a 0-dim tensor; None where it is neither."""
     return number_in(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
 
 

@@ -26,7 +26,7 @@ _RESTORED = {"exp_avg", "exp_avg_sq"}  # by DeepSpeed at stage 3
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """The state with fp32 masters as the weights, where the source has both.
+    """Return the state with fp32 masters as the weights, where the source has both.
 
     Raises:
         Unsupported: a master does not round to its weight.
@@ -35,7 +35,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """A folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}."""
+    """Plan a folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}."""
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     asked = options.of(UniversalOptions)
@@ -108,7 +108,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _stage_of(ckpt: Checkpoint) -> int:
-    """The stage of the engine that wrote the source; 3 if it was not DeepSpeed."""
+    """Return the stage of the engine that wrote the source; 3 if it was not DeepSpeed."""
     if ckpt.layout in ("zero1", "zero2", "zero3"):
         return int(ckpt.layout[-1])
     found = ckpt.values.get("extra.ds_config.zero_optimization.stage")
@@ -116,7 +116,7 @@ def _stage_of(ckpt: Checkpoint) -> int:
 
 
 def _numbered(groups: list[dict[str, Any]]) -> list[int]:
-    """The number of every group among those that have parameters."""
+    """Number the groups that have parameters; an empty one gets the number of the next."""
     out, k = [], 0
     for g in groups:
         out.append(k)
@@ -125,7 +125,7 @@ def _numbered(groups: list[dict[str, Any]]) -> list[int]:
 
 
 def _lost(plan: dw.SavePlan) -> list[str]:
-    """What DeepSpeed's own loader will not restore from the files."""
+    """Return notes on what DeepSpeed's own loader will not restore from the files."""
     state, stage, out = plan.state, plan.stage, []
     names = [*state.buffers, *state.frozen, *state.extra_states]
     if names:

@@ -27,7 +27,7 @@ __all__ = ["prepare", "write_stage"]
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """The state with fp32 masters as the weights, where the source has both.
+    """Return the state with fp32 masters as the weights, where the source has both.
 
     Raises:
         Unsupported: a master does not round to its weight.
@@ -36,7 +36,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) -> Draft:
-    """A save for an engine of `world_size` ranks.
+    """Plan a save of a stage for an engine of `world_size` ranks.
 
     Raises:
         UsageError: no world size was given and the source has none. Unsupported: see training.split_training_state.
@@ -108,17 +108,21 @@ class _Optimizers:
             self.dropped += lost
 
     def elements(self, rank: int, column: tuple[int, str | None, str]) -> int:
-        """Elements of a flat tensor of a rank. Stages 1 and 2 strip the padding off the masters alone."""
+        """Count the elements of a rank's flat tensor. Stages 1 and 2 strip the padding off the masters alone."""
         g, slot, _ = column
         if self.stage == 3 or slot is not None:
             return self.parts[g]
         return max(0, min(self.parts[g], self._raw(g) - rank * self.parts[g]))
 
     def _raw(self, g: int) -> int:
+        """Count the elements of a group's parameters, without padding."""
         return sum(map(prod, self.groups[g].values()))
 
     def add(self, files: TorchFiles, ids: list[list[int]]) -> None:
-        """All files, and the places of the tensors in them."""
+        """Add all files, and the places of the tensors in them.
+
+        `ids` are the flat tensors of each param group.
+        """
         numbers = []
         for rank in range(self.world):
             sizes = {str(k): self.elements(rank, c) * ITEMSIZE[c[2]] for k, c in enumerate(self.columns)}
@@ -139,6 +143,7 @@ class _Optimizers:
                 self.sources[name] = self.plan.state.tensors[n] if slot is None else self.plan.state.slots[n][slot]
 
     def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, Any]:
+        """Return the content of a rank's optimizer file."""
         masters: list[Any] = []
         state: dict[int, dict[str, Any]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
         for k, column in enumerate(self.columns):
@@ -167,6 +172,7 @@ class _Optimizers:
         return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
 
     def _slices(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+        """Return param_slice_mappings of a group: where a rank's flat tensor has its parts of the parameters."""
         return {
             n: dw.pickled_fragment(last - first, at)
             for n in group

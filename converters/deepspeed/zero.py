@@ -293,6 +293,8 @@ def _read_stage12(reading: SaveReader, model: File) -> Checkpoint:
     raw = [sum(map(prod, s.values())) + sum(paddings[g]) for g, s in enumerate(shapes)]
 
     def lengths(rank: int, g: int) -> set[int]:
+        """Return the lengths that a flat tensor of a rank may have: with the padding at the end of the group, and
+        without."""
         return {parts[g], max(0, min(parts[g], raw[g] - rank * parts[g]))}
 
     for rank, o in enumerate(optims):

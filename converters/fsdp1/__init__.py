@@ -67,7 +67,7 @@ __all__ = ["LAYOUTS"]
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """A folder with files of ranks and without `.metadata`."""
+    """Tell whether a place is a folder with files of ranks and without `.metadata`, and why."""
     source, name = where
     if name is not None:
         return False, "a folder with one torch.save file a rank; this is a file"
@@ -89,7 +89,7 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a folder of per-rank files.
+    """Return the index of a folder of per-rank files.
 
     Raises:
         Corrupt: a rank is missing, exchanged, or of another step. Unsupported: the files do not tell, and neither do
@@ -107,6 +107,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _read(source: Source, options: ReadOptions) -> Checkpoint:
+    """Read model, optimizer and the rest from the files of ranks, and name them."""
     files = Files(source)
     lost: list[str] = []
     parts = read_rank_files(
@@ -144,7 +145,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
 
 
 def _extra_states(files: Files, rank: Rank) -> dict[Path, Any]:
-    """What `get_extra_state()` of modules gave, taken apart; one that is a tensor is read like a buffer."""
+    """Return what `get_extra_state()` of modules gave, taken apart; one that is a tensor is read like a buffer."""
     out: dict[Path, Any] = {}
     clean = strip_wrappers(str(k) for k in rank.tree)
     for key, x in rank.tree.items():
@@ -155,7 +156,7 @@ def _extra_states(files: Files, rank: Rank) -> dict[Path, Any]:
 
 
 def _own_config(source: Source) -> dict[str, Any] | None:
-    """The model's config.json in the folder."""
+    """Return the model's config.json in the folder; None where there is none."""
     for name in ("config.json", "huggingface/config.json"):
         if source.exists(name):
             found = parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
@@ -173,6 +174,10 @@ def _model(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
+    """Read the model: {FQN: tensor or value}, and what reading the optimizer needs to know of it.
+
+    `names` is asked for the names of parameters where the files do not give them.
+    """
     keys = list(dict.fromkeys(k for r in ranks for k in r.tree))
     clean = strip_wrappers(str(k) for k in keys)
     columns = {clean[str(k)]: column_of_ranks(files, ranks, k) for k in keys}
@@ -188,7 +193,7 @@ def _model(
 
 
 def _places(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:
-    """Which slice of a flat parameter each rank holds: its place in the sharding group, if tensors tell it."""
+    """Return {rank: (its place in the sharding group, size of the group)}, as tensors tell it, else (rank, ranks)."""
     out = {}
     for r in ranks:
         place = next((files.shards(r.file, str(k), x).place for k, x in r.tree.items() if is_sharded(x)), None)
@@ -204,7 +209,7 @@ def _local(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
-    """The parameters of a LOCAL_STATE_DICT, cut out of its flat parameters."""
+    """Cut the parameters of a LOCAL_STATE_DICT out of its flat parameters."""
     plain = {n: c for n, c in columns.items() if n.rpartition(".")[2] != FLAT}
     flats: dict[str, TensorEntry] = {}
     pieces: dict[str, list[tuple[int, StoredTensor] | None]] = {}

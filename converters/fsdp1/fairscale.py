@@ -20,7 +20,7 @@ __all__ = ["read_model"]
 
 
 def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], ModelInfo]:
-    """The model of FairScale's shards, which describe their own content (`local_metadata_dict`).
+    """Read the model of FairScale's shards, which describe their own content (`local_metadata_dict`).
 
     Raises:
         Unsupported: experts that ranks do not share. Corrupt: the metadata contradicts the tensors.
@@ -35,6 +35,12 @@ def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], ModelIn
 
 
 def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], ModelInfo]:
+    """Cut the parameters out of the flat parameters as `shard_metadata` says.
+
+    Raises:
+        KeyError, TypeError, ValueError, ...: the metadata does not fit the tensors.
+        Unsupported: experts that ranks do not share.
+    """
     trees = [
         {k.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): x for k, x in r.tree.items()}
         for r in ranks

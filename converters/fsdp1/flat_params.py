@@ -53,7 +53,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, t: TensorEntry) -> Spans:
-        """The spans of a 1-D tensor."""
+        """Return the spans of a 1-D tensor."""
         c = t.chunks
         rows = sorted(r for r in zip(c.start, c.shape, c.file, c.offset, strict=True) if r[1])
         return cls(
@@ -62,7 +62,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def joined(cls, files: Files, first: int, slices: Iterable[tuple[Rank, StoredTensor]]) -> Spans:
-        """The spans of slices that follow one another from element `first` on."""
+        """Return the spans of slices that follow one another from element `first` on."""
         out = cls([], [], [], [], "")
         for r, t in slices:
             out = out._replace(dtype=t.dtype)
@@ -76,7 +76,7 @@ class Spans(NamedTuple):
         return out
 
     def chunks(self, part: Part) -> Chunks:
-        """The boxes of a parameter."""
+        """Return the boxes of a parameter."""
         out, item = Chunks(len(part.shape)), ITEMSIZE[self.dtype]
         k = bisect_right(self.end, part.first)
         while k < len(self.first) and self.first[k] < part.first + part.numel:
@@ -97,7 +97,7 @@ def layout_of(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[FlatLayout, set[str]]:
-    """(the layout of the flat parameters, names whose slices the files have).
+    """Return (the layout of the flat parameters, names whose slices the files have).
 
     Raises:
         Unsupported: the layout is unknown, or does not fit the files.
@@ -145,6 +145,7 @@ def layout_of(
         aligns = flat_layout.aligned(whole.dtype) if uop else (0,)
 
         def fits(flat: Flat, size: int = whole.shape[0]) -> bool:
+            """Whether a flat parameter has the length, and its parts the slices, that the files have."""
             return flat.numel == size and all(
                 own.agrees(flat, p, plain[p.name]) for p in flat.parts if p.name in slices
             )
@@ -169,7 +170,7 @@ class RankSlices(NamedTuple):
         return max((n for _, n in self.places), default=1)
 
     def firsts(self) -> list[int]:
-        """The first rank, by its position, of each slice."""
+        """Return the first rank, by its position, of each slice."""
         seen: dict[int, int] = {}
         for i, (k, _) in enumerate(self.places):
             seen.setdefault(k, i)
@@ -191,8 +192,8 @@ class RankSlices(NamedTuple):
 
 
 def _slices(plain: dict[str, list[Any]], own: RankSlices, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Names that stand for the 1-D slices of a parameter (use_orig_params), not for buffers, which every rank has
-    whole: views of the flat parameter, or as long together as the parameter."""
+    """Return the names that stand for the 1-D slices of a parameter (use_orig_params), not for buffers, which every
+    rank has whole: views of the flat parameter, or as long together as the parameter."""
     out = set()
     firsts = own.firsts()
     storages = [{x[1].storage for p in own.pieces.values() if (x := p[i])} for i in range(len(own.places))]
@@ -208,7 +209,7 @@ def _slices(plain: dict[str, list[Any]], own: RankSlices, shapes: Mapping[str, t
 
 
 def _tied_slices(plain: dict[str, list[Any]], slices: set[str]) -> dict[str, str]:
-    """{name: the one before whose slices are the same bytes on every rank}."""
+    """Return {name: the one before whose slices are the same bytes on every rank}."""
     first: dict[Any, str] = {}
     out = {}
     for name in plain:
@@ -220,7 +221,8 @@ def _tied_slices(plain: dict[str, list[Any]], slices: set[str]) -> dict[str, str
 
 
 def given_layout(files: Files, options: ModelHints) -> tuple[FlatLayout, str] | None:
-    """The flat layout next to the files, or that of --flat-layout."""
+    """Read the flat layout next to the files, or that of --flat-layout; return it and its origin, None where there
+    is none."""
     if files.source.exists(flat_layout.RECORD):
         what = f"{files.source.root}/{flat_layout.RECORD}"
         return flat_layout.from_json(files.source.read_all(flat_layout.RECORD, 256 << 20), what), flat_layout.RECORD
@@ -268,7 +270,8 @@ _OPTIMIZER = "the optimizer's state"
 def model_names_of(
     files: Files, options: ModelHints, config: dict[str, Any] | None, optim: list[list[Rank]]
 ) -> tuple[ModelNames, str] | None:
-    """Names and shapes of the model in its order, and their source."""
+    """Return names and shapes of the model in its order, and their source: --like, the config, or sharded tensors in
+    the optimizer; None where none of these tells."""
     if options.like is not None and options.like.shapes:
         like = options.like
         buffers = frozenset(n for n, (_, dtype) in like.shapes.items() if "float" not in dtype)
@@ -288,6 +291,7 @@ def model_names_of(
 
 
 def _undescribed(files: Files, flats: Iterable[str]) -> Unsupported:
+    """Make the error for flat parameters of which nothing tells the content, with the ways to describe them."""
     name = printable(os.path.basename(files.source.root))
     return Unsupported(
         f"{files.source.root} holds flat parameters of {flat_layout.listed(flats)}, but does not say which parameters "
@@ -309,6 +313,7 @@ def _no_fit(
     shards: int,
     uop: bool,
 ) -> str:
+    """Say that the parameters of a module are not as long as its flat parameter."""
     sizes = [flat_layout.lay_out(module, members, a, shards).numel for a in aligns]
     text = f"{sizes[0]}" if not uop else ", ".join(f"{n} aligned to {a}" for a, n in zip(aligns, sizes, strict=True))
     return (

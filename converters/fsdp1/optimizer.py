@@ -29,7 +29,7 @@ __all__ = ["read_optimizer"]
 def read_optimizer(
     files: Files, saved: list[list[Rank]], known: ModelInfo, options: ReadOptions, config: dict[str, Any] | None
 ) -> dict[Path, Any]:
-    """{("optim", ...): leaf} of the optimizer, which may be saved twice: with FQNs and as numbered slices."""
+    """Read the optimizer, {("optim", ...): leaf}, which may be saved twice: with FQNs and as numbered slices."""
     named = [r for r in saved if not _numbered(r[0].tree)]
     raw = [r for r in saved if _numbered(r[0].tree)]
     for kind in (named, raw):
@@ -70,12 +70,13 @@ def read_optimizer(
 
 
 def _numbered(tree: dict[Any, Any]) -> bool:
+    """Whether an optimizer has numbers for parameters, and not names."""
     ids = [x for g in tree.get("param_groups") or () if isinstance(g, dict) for x in g.get("params") or ()]
     return any(type(x) is int for x in ids or tree.get("state") or ())
 
 
 def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
-    """The param groups, which must be equal on all ranks.
+    """Return the param groups, which must be equal on all ranks.
 
     Raises:
         Corrupt: they differ.
@@ -110,8 +111,8 @@ def _with_tensors(files: Files, r: Rank, path: Path, x: Any) -> dict[Path, Any]:
 
 
 def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
-    """{(parameter, slot): what each rank has, None where nothing}. A rank without elements of a parameter has no slot
-    of it.
+    """Return {(parameter, slot): what each rank has, None where nothing}. A rank without elements of a parameter has
+    no slot of it.
 
     Raises:
         Corrupt: a rank has only some of the slots of a parameter.
@@ -142,6 +143,7 @@ def _same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
     """
 
     def summary(ranks: list[Rank]) -> tuple[Any, Any]:
+        """Return (hyperparameters, {steps}) of an optimizer."""
         groups = [
             {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in _param_groups(files, ranks)
         ]
@@ -181,7 +183,7 @@ def _unflattened(
     options: ReadOptions,
     config: dict[str, Any] | None,
 ) -> dict[Path, Any]:
-    """State and groups by FQN of an optimizer whose slots are 1-D slices.
+    """Return state and groups by FQN of an optimizer whose slots are 1-D slices.
 
     Raises:
         Unsupported: the numbers cannot be named with certainty. Corrupt: slots of one parameter are not equally long.
@@ -222,7 +224,7 @@ def _unflattened(
 
 
 def _whole_slots(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], list[Any]]) -> dict[Path, Any]:
-    """Slots of parameters by name or number, whole or as ShardedTensor or DTensor."""
+    """Return slots of parameters by name or number, which are whole or ShardedTensor or DTensor."""
     out: dict[Path, Any] = {}
     for (x, slot), column in columns.items():
         out["optim", "state", str(x), str(slot)] = assemble_slot(files, ranks, f"{x}.{slot}", column)
@@ -230,7 +232,7 @@ def _whole_slots(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any],
 
 
 def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], list[Any]]) -> dict[Any, tuple[int, ...]]:
-    """{number of a parameter: elements that each rank has of it}. If a slot has one element on every rank and
+    """Return {number of a parameter: elements that each rank has of it}. If a slot has one element on every rank and
     other slots have more, it is one number for the whole parameter.
 
     Raises:
@@ -266,7 +268,7 @@ def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], lis
 
 
 def _elements(column: list[Any]) -> tuple[int, ...]:
-    """How many elements each rank has; 0 if it is missing, or a number."""
+    """Count the elements that each rank has of a slot; 0 if it is missing, or a number."""
     return tuple(prod(t.shape) if isinstance(t, StoredTensor) and t.shape else 0 for t in column)
 
 
@@ -276,7 +278,8 @@ def _is_number(column: list[Any]) -> bool:
 
 
 def _expected(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, elements that each rank has) of everything that the optimizer numbers."""
+    """Return (name, elements that each rank has) of everything that the optimizer numbers, in the order of the
+    model."""
     out = []
     for flat in layout.flats:
         if not layout.use_orig_params:
@@ -293,7 +296,7 @@ def _expected(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int,
 
 
 def _resolved(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) -> list[list[str]] | None:
-    """The name of every number, group by group, if the lengths leave exactly one way."""
+    """Return the name of every number, group by group; None unless the lengths leave exactly one way."""
     names = _expected(layout, own)
     if layout.optimizer is not None and [len(g) for g in layout.optimizer] == [len(g) for g in expected]:
         lengths = dict(names)
@@ -314,7 +317,7 @@ def _guesses(
     options: ReadOptions,
     config: dict[str, Any] | None,
 ) -> Iterable[FlatLayout]:
-    """Flat layouts to try, if the model's own files give names and shapes."""
+    """Yield flat layouts to try, if the model's own files give names and shapes."""
     given = given_layout(files, options)
     if given is not None:
         yield given[0]
@@ -363,6 +366,7 @@ def _unresolved(
     layout: FlatLayout | None,
     known: ModelInfo,
 ) -> str:
+    """Say why numbers cannot be named, and what the user can give."""
     count = sum(map(len, ids))
     first = next(iter(lengths.items()), (0, ()))
     text = (
@@ -394,7 +398,7 @@ def _parted(
     column: list[Any],
     whole: bool,
 ) -> dict[Path, Any]:
-    """One slot of one numbered parameter, cut into what it is for each FQN in it, or `whole` the same for all."""
+    """Cut one slot of one numbered parameter into what it is for each FQN in it; a `whole` one is the same for all."""
     if whole:
         leaf = assemble_slot(files, ranks, name, column)
         return {("optim", "state", p.name, slot): leaf for _, p in parts}

@@ -30,7 +30,7 @@ class Plan:
 
 
 def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> Plan:
-    """The flat parameters to write, and what the optimizer lists."""
+    """Plan the flat parameters to write, and what the optimizer lists."""
     notes: list[str] = []
     own = options.of(Fsdp1Options)
     groups = _listed_by_group(ckpt, state)
@@ -99,8 +99,8 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
 
 
 def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[tuple[list[str], dict[str, Any]]]:
-    """(FQNs that the source lists, hyperparameters) of every param group, those without state too; owners of tied
-    ones."""
+    """Return (FQNs that the source lists, hyperparameters) of every param group, those without state too; of tied
+    ones, the owners."""
     out = []
     for i, g in enumerate(state.groups):
         value = ckpt.values.get(f"optim.param_groups.{i}.params")
@@ -112,7 +112,7 @@ def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[tuple[list[str],
 def _as_given(
     given: tuple[tuple[str, ...], ...], made: list[tuple[list[str], dict[str, Any]]], notes: list[str]
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """The order of the job's own optimizer, where it lists the same."""
+    """Return the groups in the order of the job's own optimizer, where it lists the same parameters."""
     if [set(g) for g in given] == [set(g) for g, _ in made]:
         return [(list(g), hyper) for g, (_, hyper) in zip(given, made, strict=True)]
     notes.append(
@@ -122,7 +122,7 @@ def _as_given(
 
 
 def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tuple[str, ...]:
-    """All names of the model in the order in which FSDP1 meets them.
+    """Return all names of the model in the order in which FSDP1 meets them.
 
     Raises:
         Unsupported: no source of names keeps that order.
@@ -147,7 +147,7 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
 
 
 def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
-    """The modules that the job wraps."""
+    """Return the modules that the job wraps: those of --wrap, of the config, or the repeated blocks of the model."""
     paths = flat_layout.module_paths(names)
     if options.wrap is not None:
         found = flat_layout.matching(paths, options.wrap)
@@ -176,7 +176,8 @@ def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: l
 
 
 def _ignored(names: list[str], modules: list[str], state: Training, options: WriteOptions) -> set[str]:
-    """Frozen parameters of another dtype than the trained ones beside them: what FSDP1 must be told to leave alone."""
+    """Return the frozen parameters of another dtype than the trained ones beside them, which FSDP1 must be told to
+    leave alone."""
     trained = {n for g in state.groups for n in g.params}
     out: set[str] = set()
     for members in flat_layout.assigned(names, modules).values():
@@ -196,7 +197,11 @@ def _flats(
     world: int,
     notes: list[str],
 ) -> list[Flat]:
-    """The flat parameters of a wrapping. `align` None is the alignment of the parameters' own dtype."""
+    """Lay out the flat parameters of a wrapping. `align` None is the alignment of the parameters' own dtype.
+
+    Raises:
+        Unsupported: FSDP1 cannot flatten the parameters of a module together.
+    """
     out = []
     for module, members in flat_layout.assigned(names, modules).items():
         owners = [n for n in members if state.tied.get(n) not in members]
@@ -226,7 +231,8 @@ def _flats(
 
 
 def _flats_given(given: FlatLayout, state: Training, params: set[str], options: WriteOptions, world: int) -> list[Flat]:
-    """Those of --flat-layout, after comparing them with the model; the pads at the end are for another world size.
+    """Return the flat parameters of --flat-layout, after comparing them with the model; the pads at the end are for
+    `world` ranks.
 
     Raises:
         Unsupported: it is of another model.
@@ -260,7 +266,7 @@ def _flats_given(given: FlatLayout, state: Training, params: set[str], options: 
 
 
 def _mixed(flats: list[Flat], state: Training, group_of: Mapping[str, int]) -> str | None:
-    """Why use_orig_params=False, one tensor for all of a module, cannot hold a state; None where it can."""
+    """Say why use_orig_params=False, one tensor for all of a module, cannot hold a state; None where it can."""
     for flat in flats:
         names = [state.tied.get(p.name, p.name) for p in flat.parts]
         first = names[0] if names else ""
@@ -286,4 +292,5 @@ def _mixed(flats: list[Flat], state: Training, group_of: Mapping[str, int]) -> s
 
 
 def _slot_names(slots: Mapping[str, TensorEntry]) -> str:
+    """List slots with their dtypes."""
     return ", ".join(f"{k} {t.dtype}" for k, t in slots.items()) or "none"

@@ -41,7 +41,7 @@ __all__ = ["prepare", "write"]
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """The state with fp32 masters as the weights, where the source has both.
+    """Return the state with fp32 masters as the weights, where the source has both.
 
     Raises:
         Unsupported: a master does not round to its weight.
@@ -50,7 +50,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Files that a job of `world_size` ranks loads with LOCAL_STATE_DICT and `optimizer.load_state_dict`.
+    """Plan files that a job of `world_size` ranks loads with LOCAL_STATE_DICT and `optimizer.load_state_dict`.
 
     Raises:
         UsageError: no world size. Unsupported: FSDP1 cannot hold the state in such flat parameters.
@@ -85,7 +85,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _groups_to_be(plan: Plan) -> dict[str, Value]:
-    """The param groups as a reader finds them: parameters instead of flat parameters."""
+    """Return the param groups as a reader finds them: parameters instead of flat parameters."""
     listed = plan.groups or ()
     return group_values([Group(tuple(flat_layout.members(plan.layout, names)), hyper) for names, hyper in listed])
 
@@ -104,23 +104,23 @@ class _Writing:
     same: dict[str, str]
 
     def dtype(self, name: str) -> str:
-        """What a tensor of the source is written as."""
+        """Return the dtype that a tensor of the source is written in."""
         return self.options.cast(name, self.ckpt.tensors[name].dtype)
 
     def put(self, name: str, of: str, chunks: Chunks) -> None:
-        """A tensor of the draft, filled from one of the source."""
+        """Add a tensor of the draft, filled from one of the source."""
         t = self.ckpt.tensors[of]
         path = t.path if name == of else (name.partition(".")[0], name.partition(".")[2])
         self.tensors[name] = TensorEntry(self.dtype(of), t.shape, path, chunks)
         self.sources[name] = t
 
     def slices(self, flat: Flat) -> list[tuple[int, int]]:
-        """What each rank has of a flat parameter."""
+        """Return what each rank has of a flat parameter."""
         return [flat_layout.slice_of(flat.numel, self.layout.shards, r) for r in range(self.layout.shards)]
 
 
 def _write_rest(out: _Writing, tensors: dict[Path, TensorEntry], values: dict[Path, Any]) -> None:
-    """All that is neither model nor optimizer, in one file, under canonical names."""
+    """Add all that is neither model nor optimizer, in one file, under canonical names."""
     leaves: dict[Path, Any] = dict(values)
     sizes: dict[str, int] = {}
     for k, (path, t) in enumerate(tensors.items()):
@@ -134,6 +134,7 @@ def _write_rest(out: _Writing, tensors: dict[Path, TensorEntry], values: dict[Pa
 
 
 def _write_model(out: _Writing, state: Training) -> None:
+    """Add `model.state_dict()` of every rank."""
     layout, world = out.layout, out.layout.shards
     flattened = {n for f in layout.flats for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
     # tensors that every rank has whole: buffers, and those inside extra states of modules
@@ -179,7 +180,7 @@ def _write_model(out: _Writing, state: Training) -> None:
 
 
 def _with_views(tree: Any, views: dict[str, Any]) -> Any:
-    """The same tree with what the file has for its tensors."""
+    """Return the same tree with what the file has for its tensors."""
     if isinstance(tree, TensorEntry):
         return views[joined(tree.path[1:])]
     if isinstance(tree, dict):
@@ -190,7 +191,11 @@ def _with_views(tree: Any, views: dict[str, Any]) -> Any:
 def _place_model(
     out: _Writing, buffers: list[str], numbers: list[int], places: list[list[int]], cut: list[list[tuple[int, int]]]
 ) -> None:
-    """The chunks of the model, in the order of the storages."""
+    """Add the chunks of the model, in the order of the storages.
+
+    `numbers` are the ranks' files, `places` where their storages begin, `cut` the slice of each flat parameter that
+    each rank has.
+    """
     world = out.layout.shards
     at = [iter(p) for p in places]
     for flat, bounds in zip(out.layout.flats, cut, strict=True):
@@ -214,6 +219,11 @@ def _place_model(
 
 
 def _cut_up(p: Part, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int) -> Chunks:
+    """Return the chunks of a parameter in the slices of all ranks.
+
+    `bounds` are the slices of the flat parameter, which begin in the files `numbers` at bytes `starts`; `item` is the
+    size of an element.
+    """
     chunks = Chunks(len(p.shape))
     for r, (a, b) in enumerate(bounds):
         for start, size, _, at in flat_layout.pieces(p, a, b):

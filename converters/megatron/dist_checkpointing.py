@@ -155,6 +155,7 @@ class _Section:
             return out
 
     def _locate_all(self, keys: set[str]) -> dict[str, TensorEntry]:
+        """Locate some tensors, all of which have to be there."""
         wanted = {f"model.{k}": self.tensors[k] for k in keys}
         found = dcp.locate(replace(self.ckpt, tensors=wanted, values={}, records=[]), self.source)
         self.ckpt.records += found.records

@@ -70,13 +70,13 @@ class Key:
     group: str | None = None
 
     def of_layer(self, i: int) -> Path:
-        """The path of layer `i`."""
+        """Return the path of layer `i`."""
         return tuple(unstacked_name(p, i) if isinstance(p, str) else p for p in self.path)
 
 
 def model_file(source: Source, folder: str) -> str | None:
-    """The file of the model in a folder of a model-parallel rank, of the format before dist_checkpointing; None where
-    it is none."""
+    """Return the name of the model's file in a folder of a model-parallel rank, of the format before
+    dist_checkpointing; None where it has none."""
     if not RANK.fullmatch(folder) or not source.glance(folder)[0]:
         return None
     inside = source.list(folder)
@@ -84,14 +84,14 @@ def model_file(source: Source, folder: str) -> str | None:
 
 
 def unstacked_name(name: str, i: int) -> str:
-    """The name of a layer's parameter, of the name that all layers share: "decoder.layers.mlp.x" is
+    """Return the name of layer `i`'s parameter: "decoder.layers.mlp.x", which all layers share, becomes
     "decoder.layers.3.mlp.x"."""
     m = _STACKED.fullmatch(name)
     return f"{m['head']}.{i}.{m['rest']}" if m else name
 
 
 def key_of(key: str) -> Key:
-    """What the key of a tensor says."""
+    """Parse the key of a tensor."""
     if m := _BUCKET.fullmatch(key):
         part = ("extra", "master") if m["slot"] in MASTERS else ("optim",)
         return Key((*part, BUCKETS, m["bucket"], m["slot"]), False, m["bucket"], m["group"])
@@ -103,8 +103,8 @@ def key_of(key: str) -> Key:
 
 
 def path_of_object(key: str) -> tuple[Path, int | None]:
-    """(canonical path of an object that ranks saved, its number among the chained optimizers): its state of the
-    optimizer, None for anything else."""
+    """Return (canonical path of an object that ranks saved, its number among the chained optimizers); the number is
+    None for what is not state of the optimizer."""
     m = _OBJECT.fullmatch(key)
     if m is None:
         return ("extra", key), None
@@ -122,7 +122,8 @@ def path_of_object(key: str) -> tuple[Path, int | None]:
 
 
 def data_of_args(x: Any) -> Any:
-    """The arguments of a job as plain data: Namespace is a dict, and a member of an enumeration {"class", "value"}."""
+    """Return the arguments of a job as plain data: Namespace is a dict, and a member of an enumeration {"class",
+    "value"}."""
     if isinstance(x, Opaque) and x.cls == Global("argparse", "Namespace") and isinstance(x.state, dict):
         return data_of_args(x.state)
     if isinstance(x, Opaque) and x.cls in MEGATRON_ENUMS and len(x.args) == 1:
@@ -135,13 +136,14 @@ def data_of_args(x: Any) -> Any:
 
 
 def args_of_data(x: Any) -> Any:
-    """What `data_of_args` was made of."""
+    """Rebuild, as pickled classes, the arguments that `data_of_args` made plain data of."""
     out = Opaque(Global("argparse", "Namespace"), ())
     out.state = _members_again(x)
     return out
 
 
 def _members_again(x: Any) -> Any:
+    """Return plain data with the members of Megatron's enumerations as pickled classes again."""
     if isinstance(x, dict) and x.keys() == {"class", "value"}:
         of = Global(*str(x["class"]).rpartition(".")[::2])
         if of in MEGATRON_ENUMS:
@@ -154,7 +156,7 @@ def _members_again(x: Any) -> Any:
 
 
 def common_tree(tree: Any, what: str) -> dict[str, Any]:
-    """The tree of common.pt under canonical keys.
+    """Return the tree of common.pt under canonical keys.
 
     What describes the files and not the training (`content_metadata`, `param_state_sharding_type`) is left out.
 
@@ -300,6 +302,7 @@ def replace_unnamed_optimizer(
 
 
 def _same(a: Any, b: Any) -> bool:
+    """Whether two steps are equal: the same bytes of a file, or equal numbers."""
     if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
         return bool(a.chunks[:] == b.chunks[:])
     return isinstance(a, (int, float)) and isinstance(b, (int, float)) and float(a) == float(b)
@@ -311,7 +314,10 @@ def is_bare(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def group_members(groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]) -> dict[int, list[str]] | None:
-    """{group: its parameters}; None where the groups do not follow from the rule."""
+    """Return {param group: its parameters} by Megatron-Core's rule; None where the groups do not follow from it.
+
+    `dims` is {parameter: number of its dimensions}, in the order of the model.
+    """
     of: dict[tuple[bool, bool], int] = {}
     for i, g in groups.items():
         mult = g.get("wd_mult", g.get("pre_wd_mult"))

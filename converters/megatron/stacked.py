@@ -25,7 +25,7 @@ def piece(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape: 
 
 
 def layer(t: TensorEntry, i: int) -> TensorEntry:
-    """Layer `i` of a located tensor whose first axis counts the layers; without path."""
+    """Return layer `i` of a located tensor whose first axis counts the layers; without path."""
     out = Chunks(len(t.shape) - 1)
     for row, (start, shape) in enumerate(t.chunks.boxes()):
         if start[0] <= i < start[0] + shape[0]:
@@ -34,7 +34,7 @@ def layer(t: TensorEntry, i: int) -> TensorEntry:
 
 
 def flat_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> TensorEntry:
-    """A located tensor of shape [X/x, Y/y, .., x*y*..] as one of shape [X, Y, ..], the shape `whole`.
+    """Return a located tensor of shape [X/x, Y/y, .., x*y*..] as one of shape [X, Y, ..], the shape `whole`.
 
     Megatron-Core before 0.14 cut it into boxes [x, y, ..], one a combination of tensor- and pipeline-parallel ranks,
     flattened each, and cut that among the data-parallel ranks (strategies/torch.py of 0.12, mcore_to_pyt_state_dict).

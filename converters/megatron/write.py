@@ -51,7 +51,8 @@ _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """The same state with every parameter's step as a number: Megatron-Core keeps it with the hyperparameters."""
+    """Return the same state with every parameter's step as a number: Megatron-Core keeps it with the
+    hyperparameters."""
     steps = [
         n
         for n, t in ckpt.tensors.items()
@@ -67,7 +68,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """A folder of dist_checkpointing; `world_size` is the number of data files.
+    """Plan a folder of dist_checkpointing; `world_size` is the number of data files.
 
     Raises:
         Unsupported: the steps of the parameters differ, or the param groups are not those that Megatron-Core has.
@@ -134,8 +135,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _values_to_be(
     ckpt: Checkpoint, common: dict[str, Any], dropped: list[Dropped]
 ) -> tuple[dict[str, Value], dict[str, str]]:
-    """(the values that a reader of the folder finds, {those that are not as in the source: how}): param groups are
-    those that Megatron-Core makes, and each has the step of its parameters."""
+    """Return (the values that a reader of the folder will find, {those that differ from the source: how}): param
+    groups are those that Megatron-Core makes, and each has the step of its parameters."""
     gone = {d.name for d in dropped}
     leaves: dict[Path, Any] = {}
     if "optimizer" in common:
@@ -149,7 +150,7 @@ def _values_to_be(
 
 
 def _key(t: TensorEntry, ckpt: Checkpoint) -> str | None:
-    """Megatron's key of a tensor; None where it is no weight and no state of the weight's shape."""
+    """Return Megatron's key of a tensor; None where it is neither a weight nor state in the weight's shape."""
     if t.path[0] == "model" and len(t.path) == 2:
         return str(t.path[1])
     if t.path[:2] == ("extra", "master") and len(t.path) == 3:
@@ -161,7 +162,7 @@ def _key(t: TensorEntry, ckpt: Checkpoint) -> str | None:
 
 
 def _object(path: Path) -> str | None:
-    """The key of the object of a rank that an entry belongs to."""
+    """Return the key of the object of a rank that an entry belongs to; None where it belongs to none."""
     if path[0] == "rng" and len(path) > 1 and str(path[1]).startswith("shard_"):
         return f"rng_state/{path[1]}"
     return str(path[1]) if path[0] == "extra" and len(path) > 1 and "/shard_" in str(path[1]) else None
@@ -174,7 +175,10 @@ def _common(
     dropped: list[Dropped],
     notes: list[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(common.pt, the values in it that are not of the source). Values of objects go to `objects`."""
+    """Return (common.pt, the values in it that the source did not have).
+
+    Values that belong to objects of ranks are added to `objects` instead, what has no place to `dropped`.
+    """
     scheduler: dict[Path, Any] = {}
     scaler: dict[Path, Any] = {}
     extra: dict[Path, Any] = {}
@@ -237,7 +241,11 @@ def _optimizer(
     scaler: Any,
     notes: list[str],
 ) -> dict[Any, Any]:
-    """The part of common.pt that is the optimizer's."""
+    """Return the optimizer's part of common.pt.
+
+    Raises:
+        Unsupported: parameters are at different steps, or in other param groups than Megatron-Core would make.
+    """
     steps = dict.fromkeys(float(x) for x in scalars.values() if isinstance(x, (int, float)))
     if len(steps) > 1:
         several = ", ".join(f"{s:g}" for s in list(steps)[:4])
@@ -284,8 +292,8 @@ def _optimizer(
 def _as_megatron_s(
     ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], notes: list[str]
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """(hyperparameters, parameters) of param groups of another trainer as those of Megatron-Core: with weight decay and
-    without.
+    """Turn the param groups of another trainer into Megatron-Core's: (hyperparameters, parameters) with weight
+    decay, then without.
 
     Raises:
         Unsupported: they differ in more than that, or there are none.

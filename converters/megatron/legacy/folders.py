@@ -22,6 +22,7 @@ def geometry_of(args: Mapping[str, Any]) -> Geometry:
     """Read the parallel sizes from the arguments of a job."""
 
     def size(key: str, otherwise: int) -> int:
+        """Return a positive number among the arguments."""
         n = args.get(key)
         return n if isinstance(n, int) and n > 0 else otherwise
 
