@@ -248,7 +248,7 @@ def _load_group(files: Files, group: RankFileGroup) -> _LoadedGroup:
             tree = {side[1].lower() if side else group.pattern.partition("rank")[0].strip("_-.") or "rank": tree}
         elif side and side[1].lower() != "extra" and not tree.keys() & _KNOWN:
             tree = {side[1].lower(): tree}  # rng_rank0.pt is {"cpu": ..., "cuda": ...}
-        for role, part in _roles(tree, bool(side)).items():
+        for role, part in _split_roles(tree, bool(side)).items():
             by[role].append(Rank(number, rank, part))
     return _LoadedGroup(group, by["model"], by["optim"], by["rest"])
 
@@ -318,7 +318,7 @@ def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_rank
     )
 
 
-def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
+def _split_roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
     """Split the tree of a rank into {"model" | "optim" | "rest": part of it}.
 
     `side` says that the file's name is that of random states or the like.
@@ -349,7 +349,7 @@ def hold_state(source: Source, groups: list[RankFileGroup]) -> bool:
             tree = load(files, name)
         except CkpttoolError:
             return True  # what is wrong with it is not for detection to say
-        if isinstance(tree, dict) and {"model", "optim"} & _roles(tree, side=False).keys():
+        if isinstance(tree, dict) and {"model", "optim"} & _split_roles(tree, side=False).keys():
             return True
     return False
 

@@ -10,7 +10,7 @@ imported. The formats are described in deepspeed/module_state.py, zero.py and un
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -24,6 +24,7 @@ from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import encodings
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, floating_dtype, joined
+from ckpttool.index.draft import Draft, Dropped
 from ckpttool.layouts import WriteOptions
 
 from ..options import ZeroOptions
@@ -67,7 +68,7 @@ class FileTree:
         self.holes: dict[str, str] = {}  # what is to be filled from parts: its key
         self.whole: dict[str, tuple[str, TensorEntry, TensorEntry]] = {}  # name: key, entry to be, source
 
-    def tensor(self, name: str, entry: TensorEntry, source: TensorEntry) -> TensorRef:
+    def add_tensor(self, name: str, entry: TensorEntry, source: TensorEntry) -> TensorRef:
         """Add a whole tensor to this file, and return the reference to pickle. On ranks other than 0 it is an extra
         copy."""
         if self.rank:
@@ -77,25 +78,25 @@ class FileTree:
         self.whole[name] = key, entry, source
         return TensorRef(entry.dtype, entry.shape, key, entry.numel)
 
-    def hole(self, name: str, dtype: str, n: int) -> TensorRef:
+    def add_flat_tensor(self, name: str, dtype: str, n: int) -> TensorRef:
         """Add a flat tensor of n elements, to be filled from parts, and return the reference; the same one for the
         same name."""
         key = self.holes.setdefault(name, str(len(self.sizes)))
         self.sizes[key] = n * ITEMSIZE[dtype]
         return TensorRef(dtype, (n,), key, n)
 
-    def placeholder(self, dtype: str) -> TensorRef:
+    def add_placeholder(self, dtype: str) -> TensorRef:
         """Return the reference of a tensor without elements; those of one dtype share a storage."""
-        return self.hole(f"empty {dtype}", dtype, 0)
+        return self.add_flat_tensor(f"empty {dtype}", dtype, 0)
 
-    def value(self, x: Any) -> Any:
+    def add_tree(self, x: Any) -> Any:
         """Return a tree of plain data and entries with references to tensors, which are written to this file."""
         if isinstance(x, TensorEntry):
-            return self.tensor(joined(x.path), x, x)
+            return self.add_tensor(joined(x.path), x, x)
         if isinstance(x, dict):
-            return type(x)((k, self.value(v)) for k, v in x.items())
+            return type(x)((k, self.add_tree(v)) for k, v in x.items())
         if isinstance(x, list):
-            return [self.value(v) for v in x]
+            return [self.add_tree(v) for v in x]
         return x
 
 
@@ -149,7 +150,7 @@ class SavePlan:
         self.sub_group_size = own.sub_group_size or self._sub_group_size()
         self._adjust_config(own.sub_group_size, asked)
         self._note_scheduler(from_deepspeed=ckpt.layout.startswith(("zero", "universal")))
-        self.steps = self._steps()
+        self.steps = self._global_steps()
         self.tag = own.write_tag or (
             "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
         )
@@ -161,14 +162,14 @@ class SavePlan:
             **({"global_samples": self.rest.pop("global_samples")} if "global_samples" in self.rest else {}),
         }
         self.rest.pop("global_steps", None)
-        self.scaler = self._scaler()
+        self.scaler = self._loss_scaler()
         for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
             raise Unsupported(
                 f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: '
                 f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}."
             )
 
-    def made(self) -> dict[str, Any]:
+    def added_values(self) -> dict[str, Any]:
         """Return {name: data} of values that every DeepSpeed save has but the source does not."""
         ours = {
             "trainer.global_steps": self.steps,
@@ -177,14 +178,14 @@ class SavePlan:
             "extra.ds_config": self.ds_config,
         }
         held = [*self.ckpt.values, *self.ckpt.tensors]
-        made = {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in held)}
+        added = {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in held)}
         if self.scaler and not self.state.scaler:
-            made |= {f"scaler.{k}": x for k, x in {**self.scaler, "overflow": False}.items()}
+            added |= {f"scaler.{k}": x for k, x in {**self.scaler, "overflow": False}.items()}
         if not any(n.startswith("optim.") for n in held):
-            made |= {n: v.data for n, v in group_values(self.state.groups).items()}
-        return made
+            added |= {n: v.data for n, v in group_values(self.state.groups).items()}
+        return added
 
-    def values(self) -> tuple[dict[str, Value], dict[str, str]]:
+    def values_to_be(self) -> tuple[dict[str, Value], dict[str, str]]:
         """Return (the values that a reader of the files will find, {those that differ from the source: how})."""
         config = {joined(p): Value(p, x) for p, x in flattened(self.ds_config, ("extra", "ds_config")).items()}
         changed: dict[str, str] = {}
@@ -263,7 +264,7 @@ class SavePlan:
             "WarmupLR and the others stop with KeyError 'last_batch_iteration'"
         )
 
-    def _steps(self) -> int:
+    def _global_steps(self) -> int:
         """Return global_steps: a counter of the trainer, else the largest step of the optimizer."""
         found = self.state.counter("global_steps", "global_step", "step", "iteration", "steps")
         inner = self.rest.get("trainer")
@@ -277,7 +278,7 @@ class SavePlan:
             )
         return found
 
-    def _scaler(self) -> dict[str, Any]:
+    def _loss_scaler(self) -> dict[str, Any]:
         """Return the state of the loss scaler for an fp16 engine, a fresh one if the source has none; {} for other
         engines."""
         if self.precision == "float16":
@@ -290,7 +291,7 @@ class SavePlan:
             self.rest["scaler"] = self.state.scaler  # an engine of this precision scales no loss, but nothing is lost
         return {}
 
-    def added(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
+    def added_state(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
         """Return the names of the state that is added for parameters without any: zeros, and the step of their
         group."""
         out = []
@@ -312,7 +313,7 @@ class SavePlan:
         found.state = state
         return {"loss_scaler": found, "dynamic_loss_scale": dynamic, "overflow": bool(self.scaler.get("overflow"))}
 
-    def common(self, dtypes: list[str]) -> str:
+    def common_dtype(self, dtypes: list[str]) -> str:
         """Return the dtype of a flat tensor: that of its parts, or one that can hold them all.
 
         Raises:
@@ -331,7 +332,7 @@ class SavePlan:
             self.notes.append(text)
         return out
 
-    def slot(self, fqn: str, slot: str) -> TensorEntry:
+    def slot_entry(self, fqn: str, slot: str) -> TensorEntry:
         """Return a slot of a parameter, in the dtype to be written."""
         t = self.state.slots[fqn][slot]
         return replace(t, dtype=self.cast(joined(t.path), t.dtype))
@@ -357,7 +358,7 @@ class SavePlan:
                 )
         return found or []
 
-    def beside(self, tree: FileTree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
+    def other_state(self, tree: FileTree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
         """Return everything in a rank's model file except weights and their shapes.
 
         With `each_rank`, every rank has a file, and its own values of `per_rank` in it.
@@ -373,7 +374,7 @@ class SavePlan:
         state = self.state
         out: dict[str, Any] = {k: None for k in MAYBE}
         if state.scheduler is not None:
-            out["lr_scheduler"] = tree.value(state.scheduler)
+            out["lr_scheduler"] = tree.add_tree(state.scheduler)
         out.update(self.counters)
         out.update(
             dp_world_size=world,
@@ -382,7 +383,7 @@ class SavePlan:
             ds_config=self.ds_config,
             ds_version=DS_VERSION,
         )
-        out.update({k: tree.value(v) for k, v in rest.items()})
+        out.update({k: tree.add_tree(v) for k, v in rest.items()})
         return out
 
     def _are_ranks(self, each: dict[Any, Any], world: int) -> bool:
@@ -430,6 +431,34 @@ class ModelFiles:
             self.tensors[f"model.{n}"] = tensor_of_ranges(t.shape, t.dtype, t.path, cuts)
             self.sources[f"model.{n}"] = state.tensors[n]
 
+    def draft(
+        self,
+        files: TorchFiles,
+        ckpt: Checkpoint,
+        sources: Mapping[str, TensorEntry],
+        dropped: list[Dropped],
+        notes: Sequence[str] = (),
+    ) -> Draft:
+        """Make the draft of a whole save.
+
+        Args:
+            ckpt: the checkpoint to be, with all tensors but those of the model files, and without values.
+            sources: what each of those tensors is filled from.
+        """
+        plan = self.plan
+        values, changed = plan.values_to_be()
+        added = plan.added_state(self.groups)
+        return files.draft(
+            replace(ckpt, tensors={**ckpt.tensors, **self.tensors}, values=values),
+            {**sources, **self.sources},
+            dropped=dropped,
+            aliases=self.same,
+            notes=[*plan.notes, *notes],
+            synthesized_tensors=added,
+            synthesized_values=plan.added_values(),
+            changed=changed,
+        )
+
     def _tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, Any]:
         """Return the content of a rank's model file."""
         plan, state, stage = self.plan, self.plan.state, self.stage
@@ -439,29 +468,29 @@ class ModelFiles:
             if n in state.tied:
                 continue
             if n in state.buffers or (stage < 3 and n in state.frozen):
-                module[n] = tree.tensor(f"model.{n}", t, state.tensors[n])
+                module[n] = tree.add_tensor(f"model.{n}", t, state.tensors[n])
             elif stage == 3:
-                module[n] = tree.placeholder(plan.precision if n in trained else t.dtype)
+                module[n] = tree.add_placeholder(plan.precision if n in trained else t.dtype)
             else:  # what the engine computes with: rounded from the masters as they pass
                 low = replace(t, dtype=plan.precision, path=("module", n))
-                module[n] = tree.tensor(f"module.{n}", low, state.tensors[n])
+                module[n] = tree.add_tensor(f"module.{n}", low, state.tensors[n])
         module.update({a: module[o] for a, o in state.tied.items()})
         frozen = {n: pickled_size(plan.tensors[n].shape) for n in state.frozen}
         fragments: Any = {n: module[n] for n in frozen}
         out = {
-            "module": {**{n: module[n] for n in plan.tensors}, **tree.value(state.extra_states)},
+            "module": {**{n: module[n] for n in plan.tensors}, **tree.add_tree(state.extra_states)},
             "buffer_names": list(state.buffers),
             "optimizer": None,
             "param_shapes": [{n: pickled_size(s) for n, s in g.items()} for g in self.groups],
             "frozen_param_shapes": frozen if stage > 1 else None,
             "shared_params": dict(state.tied) if rank == 0 else {},
             "frozen_param_fragments": fragments if stage > 1 else None,
-            **plan.beside(tree, rank, self.world, each_rank),
+            **plan.other_state(tree, rank, self.world, each_rank),
         }
         if stage == 3:  # last, so that these records lie in the same order behind those of one rank alone
             for n in state.frozen:
                 t = plan.tensors[n]
-                fragments[n] = tree.hole(f"frozen {n}", t.dtype, -(-t.numel // self.world))
+                fragments[n] = tree.add_flat_tensor(f"frozen {n}", t.dtype, -(-t.numel // self.world))
         return out
 
 

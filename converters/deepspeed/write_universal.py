@@ -43,12 +43,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     plan = dw.SavePlan(state, tensors, stage, options, asked, ckpt)
     plan.tag += "" if asked.write_tag else "_universal"
     groups = [{n: tensors[n].shape for n in g.params} for g in state.groups]
-    ids = [[k] if g else [] for k, g in zip(_numbered(groups), groups, strict=True)]
+    ids = [[k] if g else [] for k, g in zip(_number_groups(groups), groups, strict=True)]
     groups = [g for g in groups if g]
     files = TorchFiles()
     models = dw.ModelFiles(plan, groups, 1)
     models.add(files, each_rank=False)
-    placed, sources = dict(models.tensors), dict(models.sources)
     dropped: list[Dropped] = list(state.dropped)
     scalars: list[dict[str, Any]] = []
     for group in groups:
@@ -58,30 +57,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         scalars.append(shared)
         dropped += lost if stage == 3 else []
         slots = plan.slots_of(group)
-        for n, shape in group.items():
-            if set(n) & set("/\\\0") or n in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(n)) > 255:
-                raise Unsupported(
-                    f"A universal checkpoint keeps each parameter in a folder of its name, and {n[:300]!a} cannot name "
-                    "one. Write another layout, or rename the parameter in the source."
-                )
-            entries: dict[str, tuple[TensorEntry, TensorEntry | None]] = {"fp32": (tensors[n], state.tensors[n])}
-            if n in state.fresh:  # zeros
-                entries.update({s: (replace(tensors[n], dtype="float32"), None) for s in slots})
-            else:
-                entries.update({s: (plan.slot(n, s), t) for s, t in state.slots.get(n, {}).items()})
-            for slot, (t, origin) in entries.items():
-                ref = TensorRef(t.dtype, (t.numel,) if stage == 3 else shape, "0", t.numel)
-                tree = ref if stage == 3 else {"cat_dim": 0, "param": ref}
-                f = files.add(f"{plan.tag}/zero/{n}/{slot}.pt", tree, {"0": t.nbytes})
-                if origin is None:
-                    continue
-                path: Path = ("model", n) if slot == "fp32" else ("optim", "state", n, slot)
-                chunks = Chunks.whole(shape, f, files.offset(f, "0"), t.nbytes)
-                placed[joined(path)] = TensorEntry(t.dtype, shape, path, chunks)
-                sources[joined(path)] = origin
-            own = shared if n in state.fresh else state.scalars.get(n, {})
-            for slot, x in own.items() if stage < 3 else ():
-                files.add(f"{plan.tag}/zero/{n}/{slot}.pt", x, {})
+        for n in group:
+            _add_parameter(files, models, n, slots, shared)
     found = plan.scaler_keys()
     found["zero_stage"] = dw.pickled_stage(stage)
     param_groups = [{**g.options, "params": own} for g, own in zip(state.groups, ids, strict=True)]
@@ -92,19 +69,44 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         found["ds_version"] = dw.DS_VERSION
     files.add(f"{plan.tag}/{ds.UNIVERSAL}", {**found, "param_groups": param_groups}, {})
     files.literal("latest_universal", plan.tag.encode())
-    values, changed = plan.values()
-    out = Checkpoint("universal", options.target, None, [], [], placed, values)
-    added = plan.added(groups)
-    return files.draft(
-        out,
-        sources,
-        dropped=dropped,
-        aliases=models.same,
-        notes=plan.notes + _lost(plan),
-        synthesized_tensors=added,
-        synthesized_values=plan.made(),
-        changed=changed,
-    )
+    out = Checkpoint("universal", options.target, None, [], [], {}, {})
+    return models.draft(files, out, {}, dropped, _not_restored(plan))
+
+
+def _add_parameter(
+    files: TorchFiles, models: dw.ModelFiles, name: str, slots: list[str], shared: dict[str, Any]
+) -> None:
+    """Add the folder of a parameter: fp32.pt, a file for each slot, and at stages 1 and 2 one for each counter.
+
+    `slots` and `shared` are the slots and counters of its group, for a parameter without state.
+
+    Raises:
+        Unsupported: its name cannot be that of a folder.
+    """
+    plan, state, stage = models.plan, models.plan.state, models.stage
+    if set(name) & set("/\\\0") or name in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(name)) > 255:
+        raise Unsupported(
+            f"A universal checkpoint keeps each parameter in a folder of its name, and {name[:300]!a} cannot name "
+            "one. Write another layout, or rename the parameter in the source."
+        )
+    entry = plan.tensors[name]
+    entries: dict[str, tuple[TensorEntry, TensorEntry | None]] = {"fp32": (entry, state.tensors[name])}
+    if name in state.fresh:  # zeros
+        entries.update({s: (replace(entry, dtype="float32"), None) for s in slots})
+    else:
+        entries.update({s: (plan.slot_entry(name, s), t) for s, t in state.slots.get(name, {}).items()})
+    for slot, (t, origin) in entries.items():
+        ref = TensorRef(t.dtype, (t.numel,) if stage == 3 else entry.shape, "0", t.numel)
+        tree = ref if stage == 3 else {"cat_dim": 0, "param": ref}
+        f = files.add(f"{plan.tag}/zero/{name}/{slot}.pt", tree, {"0": t.nbytes})
+        if origin is not None:
+            path: Path = ("model", name) if slot == "fp32" else ("optim", "state", name, slot)
+            chunks = Chunks.whole(entry.shape, f, files.offset(f, "0"), t.nbytes)
+            models.tensors[joined(path)] = TensorEntry(t.dtype, entry.shape, path, chunks)
+            models.sources[joined(path)] = origin
+    counters = shared if name in state.fresh else state.scalars.get(name, {})
+    for slot, x in counters.items() if stage < 3 else ():
+        files.add(f"{plan.tag}/zero/{name}/{slot}.pt", x, {})
 
 
 def _stage_of(ckpt: Checkpoint) -> int:
@@ -115,7 +117,7 @@ def _stage_of(ckpt: Checkpoint) -> int:
     return found.data if found is not None and found.data in (1, 2, 3) else 3
 
 
-def _numbered(groups: list[dict[str, Any]]) -> list[int]:
+def _number_groups(groups: list[dict[str, Any]]) -> list[int]:
     """Number the groups that have parameters; an empty one gets the number of the next."""
     out, k = [], 0
     for g in groups:
@@ -124,7 +126,7 @@ def _numbered(groups: list[dict[str, Any]]) -> list[int]:
     return out
 
 
-def _lost(plan: dw.SavePlan) -> list[str]:
+def _not_restored(plan: dw.SavePlan) -> list[str]:
     """Return notes on what DeepSpeed's own loader will not restore from the files."""
     state, stage, out = plan.state, plan.stage, []
     names = [*state.buffers, *state.frozen, *state.extra_states]

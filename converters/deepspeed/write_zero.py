@@ -58,22 +58,9 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     models = dw.ModelFiles(plan, groups, world)
     models.add(files, each_rank=stage == 3)
     out.add(files, ids)
-    placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
     files.literal("latest", plan.tag.encode())
-    values, changed = plan.values()
-    checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, values)
-    added = plan.added(groups)
-    dropped = [*state.dropped, *out.dropped]
-    return files.draft(
-        checkpoint,
-        sources,
-        dropped=dropped,
-        aliases=models.same,
-        notes=plan.notes,
-        synthesized_tensors=added,
-        synthesized_values=plan.made(),
-        changed=changed,
-    )
+    checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], out.tensors, {})
+    return models.draft(files, checkpoint, out.sources, [*state.dropped, *out.dropped])
 
 
 class _Optimizers:
@@ -92,14 +79,14 @@ class _Optimizers:
             self.flats = concatenate_parameters(groups, self.parts)
         # (group, slot or None for the masters, dtype); the order of the records in every file
         self.columns: list[tuple[int, str | None, str]] = [
-            (g, None, plan.common([plan.tensors[n].dtype for n in group])) for g, group in enumerate(groups)
+            (g, None, plan.common_dtype([plan.tensors[n].dtype for n in group])) for g, group in enumerate(groups)
         ]
         slots = [plan.slots_of(group) for group in groups]
         for slot in dict.fromkeys(s for found in slots for s in found):
             for g, group in enumerate(groups):
                 if slot in slots[g]:
-                    dtypes = [plan.slot(n, slot).dtype for n in group if n not in plan.state.fresh]
-                    self.columns.append((g, slot, plan.common(dtypes)))
+                    dtypes = [plan.slot_entry(n, slot).dtype for n in group if n not in plan.state.fresh]
+                    self.columns.append((g, slot, plan.common_dtype(dtypes)))
         what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
         self.scalars: list[dict[str, Any]] = []
         for group in groups:
@@ -107,14 +94,14 @@ class _Optimizers:
             self.scalars.append(scalars)
             self.dropped += lost
 
-    def elements(self, rank: int, column: tuple[int, str | None, str]) -> int:
+    def numel_of(self, rank: int, column: tuple[int, str | None, str]) -> int:
         """Count the elements of a rank's flat tensor. Stages 1 and 2 strip the padding off the masters alone."""
         g, slot, _ = column
         if self.stage == 3 or slot is not None:
             return self.parts[g]
-        return max(0, min(self.parts[g], self._raw(g) - rank * self.parts[g]))
+        return max(0, min(self.parts[g], self._raw_numel(g) - rank * self.parts[g]))
 
-    def _raw(self, g: int) -> int:
+    def _raw_numel(self, g: int) -> int:
         """Count the elements of a group's parameters, without padding."""
         return sum(map(prod, self.groups[g].values()))
 
@@ -125,7 +112,7 @@ class _Optimizers:
         """
         numbers = []
         for rank in range(self.world):
-            sizes = {str(k): self.elements(rank, c) * ITEMSIZE[c[2]] for k, c in enumerate(self.columns)}
+            sizes = {str(k): self.numel_of(rank, c) * ITEMSIZE[c[2]] for k, c in enumerate(self.columns)}
             name = f"{self.plan.tag}/{self.plan.prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             numbers.append(files.add(name, self._tree(rank, ids), sizes))
         for k, (g, slot, dtype) in enumerate(self.columns):
@@ -147,7 +134,7 @@ class _Optimizers:
         masters: list[Any] = []
         state: dict[int, dict[str, Any]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
         for k, column in enumerate(self.columns):
-            n = self.elements(rank, column)
+            n = self.numel_of(rank, column)
             ref = TensorRef(column[2], (n,), str(k), n)
             if column[1] is None:
                 masters.append(ref)
@@ -163,15 +150,15 @@ class _Optimizers:
             out.update(
                 base_optimizer_state=base,
                 single_partition_of_fp32_groups=masters,
-                group_paddings=[self.parts[g] - self.elements(rank, (g, None, "")) for g in range(len(self.groups))],
+                group_paddings=[self.parts[g] - self.numel_of(rank, (g, None, "")) for g in range(len(self.groups))],
                 param_alignment_paddings=[[0] * len(g) for g in self.groups],
                 partition_count=[self.world] * len(self.groups),
                 ds_version=dw.DS_VERSION,
-                param_slice_mappings=[self._slices(rank, group) for group in self.groups],
+                param_slice_mappings=[self._slice_mappings(rank, group) for group in self.groups],
             )
         return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
 
-    def _slices(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    def _slice_mappings(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         """Return param_slice_mappings of a group: where a rank's flat tensor has its parts of the parameters."""
         return {
             n: dw.pickled_fragment(last - first, at)

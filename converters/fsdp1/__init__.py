@@ -96,7 +96,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         the options, what lies in a flat parameter.
     """
     try:
-        return _read(where.source, options)
+        return _read_folder(where.source, options)
     except UsageError:  # a ValueError too, and no fault of the files
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
@@ -106,7 +106,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         ) from e
 
 
-def _read(source: Source, options: ReadOptions) -> Checkpoint:
+def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
     """Read model, optimizer and the rest from the files of ranks, and name them."""
     files = Files(source)
     lost: list[str] = []
@@ -119,7 +119,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
     if parts.model and "shard_metadata" in parts.model[0].tree:
         model, known = fairscale.read_model(files, parts.model)
     elif parts.model:
-        model, known = _model(
+        model, known = _read_model(
             files, parts.model, lambda: model_names_of(files, options, config, parts.optimizers), options
         )
     leaves: dict[Path, Any] = {("model", name): leaf for name, leaf in model.items()}
@@ -168,7 +168,7 @@ def _own_config(source: Source) -> dict[str, Any] | None:
 # ----------------------------------------------------------------------------------------------------------- model
 
 
-def _model(
+def _read_model(
     files: Files,
     ranks: list[Rank],
     names: Callable[[], tuple[ModelNames, str] | None],
@@ -181,9 +181,9 @@ def _model(
     keys = list(dict.fromkeys(k for r in ranks for k in r.tree))
     clean = strip_wrappers(str(k) for k in keys)
     columns = {clean[str(k)]: column_of_ranks(files, ranks, k) for k in keys}
-    places = _places(files, ranks)
+    places = _places_of_ranks(files, ranks)
     if any(n.rpartition(".")[2] == FLAT for n in columns):
-        return _local(files, ranks, columns, places, names, options)
+        return _cut_flat_parameters(files, ranks, columns, places, names, options)
     out = {n: assemble_tensor(files, ranks, n, column) for n, column in columns.items()}
     tensors = {n: t for n, t in out.items() if isinstance(t, TensorEntry)}
     sharded = {n for n, column in columns.items() if is_sharded(column[0])}
@@ -192,7 +192,7 @@ def _model(
     return out, ModelInfo(None, params, tied_weights(tensors), RankSlices(own, {}))
 
 
-def _places(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:
+def _places_of_ranks(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:
     """Return {rank: (its place in the sharding group, size of the group)}, as tensors tell it, else (rank, ranks)."""
     out = {}
     for r in ranks:
@@ -201,7 +201,7 @@ def _places(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:
     return out
 
 
-def _local(
+def _cut_flat_parameters(
     files: Files,
     ranks: list[Rank],
     columns: dict[str, list[Any]],
@@ -233,7 +233,7 @@ def _local(
             # a parameter's own slices are more certain than the flat parameter: they do not depend on the alignment
             spans = whole
             if part.name in slices:
-                spans = Spans.joined(files, part.first, [(ranks[i], plain[part.name][i]) for i in own.firsts()])
+                spans = Spans.joined(files, part.first, [(ranks[i], plain[part.name][i]) for i in own.first_ranks()])
             out[part.name] = TensorEntry(whole.dtype, part.shape, (), spans.chunks(part))
         for alias, owner in flat.shared:
             out[alias] = out[owner]

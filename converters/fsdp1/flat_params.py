@@ -107,11 +107,11 @@ def layout_of(
         layout, where = given
         shapes = {p.name: p.shape for f in layout.flats for p in f.parts}
         slices = _slices(plain, own, shapes)
-        _prove(files, layout, where, flats, plain, own, slices)
+        _check_layout(files, layout, where, flats, plain, own, slices)
         return layout, slices
     asked = names()
     if asked is None:
-        raise _undescribed(files, flats)
+        raise _no_description(files, flats)
     known, where = asked
     slices = _slices(plain, own, known.shapes)
     uop = bool(slices)
@@ -121,7 +121,7 @@ def layout_of(
             shapes={**known.shapes, **{a: known.shapes[b] for a, b in tied.items() if b in known.shapes}}
         )
         if not uop or not slices <= known.shapes.keys():
-            raise _undescribed(files, flats)
+            raise _no_description(files, flats)
     order = list(plain) if uop else [n for n in known.shapes if n not in plain]
     unknown = [n for n in slices if n not in known.shapes]
     if unknown:
@@ -147,12 +147,12 @@ def layout_of(
         def fits(flat: Flat, size: int = whole.shape[0]) -> bool:
             """Whether a flat parameter has the length, and its parts the slices, that the files have."""
             return flat.numel == size and all(
-                own.agrees(flat, p, plain[p.name]) for p in flat.parts if p.name in slices
+                own.slices_fit(flat, p, plain[p.name]) for p in flat.parts if p.name in slices
             )
 
         flat = flat_layout.fitting(module, members, fits, aligns, own.shards, whole.dtype, tied)
         if flat is None:
-            raise Unsupported(_no_fit(files, module, whole.shape[0], members, aligns, where, own.shards, uop))
+            raise Unsupported(_explain_no_fit(files, module, whole.shape[0], members, aligns, where, own.shards, uop))
         made.append(flat)
     return FlatLayout(uop, own.shards, tuple(made), tuple(plain if uop else known.shapes)), slices
 
@@ -169,14 +169,14 @@ class RankSlices(NamedTuple):
         """Into how many slices flat parameters are cut."""
         return max((n for _, n in self.places), default=1)
 
-    def firsts(self) -> list[int]:
+    def first_ranks(self) -> list[int]:
         """Return the first rank, by its position, of each slice."""
         seen: dict[int, int] = {}
         for i, (k, _) in enumerate(self.places):
             seen.setdefault(k, i)
         return [i for _, i in sorted(seen.items())]
 
-    def agrees(self, flat: Flat, part: Part, column: list[Any]) -> bool:
+    def slices_fit(self, flat: Flat, part: Part, column: list[Any]) -> bool:
         """Whether the slices of a parameter in the files have the lengths and places that follow from the flat
         parameter."""
         for i, t in enumerate(column):
@@ -195,7 +195,7 @@ def _slices(plain: dict[str, list[Any]], own: RankSlices, shapes: Mapping[str, t
     """Return the names that stand for the 1-D slices of a parameter (use_orig_params), not for buffers, which every
     rank has whole: views of the flat parameter, or as long together as the parameter."""
     out = set()
-    firsts = own.firsts()
+    firsts = own.first_ranks()
     storages = [{x[1].storage for p in own.pieces.values() if (x := p[i])} for i in range(len(own.places))]
     for name, column in plain.items():
         if not all(isinstance(t, StoredTensor) and len(t.shape) == 1 and "float" in t.dtype for t in column):
@@ -231,7 +231,7 @@ def given_layout(files: Files, options: ModelHints) -> tuple[FlatLayout, str] | 
     return flat_layout.read_file(options.flat_layout), argument("flat_layout", options.flat_layout)
 
 
-def _prove(
+def _check_layout(
     files: Files,
     layout: FlatLayout,
     where: str,
@@ -260,7 +260,7 @@ def _prove(
                 "use_orig_params."
             )
         for p in flat.parts:
-            if p.name in slices and not own.agrees(flat, p, plain[p.name]):
+            if p.name in slices and not own.slices_fit(flat, p, plain[p.name]):
                 raise Unsupported(f'{files.source.root}: the slices of "{p.name}" are not where {where} says.')
 
 
@@ -290,7 +290,7 @@ def model_names_of(
     return None
 
 
-def _undescribed(files: Files, flats: Iterable[str]) -> Unsupported:
+def _no_description(files: Files, flats: Iterable[str]) -> Unsupported:
     """Make the error for flat parameters of which nothing tells the content, with the ways to describe them."""
     name = printable(os.path.basename(files.source.root))
     return Unsupported(
@@ -303,7 +303,7 @@ def _undescribed(files: Files, flats: Iterable[str]) -> Unsupported:
     )
 
 
-def _no_fit(
+def _explain_no_fit(
     files: Files,
     module: str,
     numel: int,

@@ -30,8 +30,8 @@ def read_optimizer(
     files: Files, saved: list[list[Rank]], known: ModelInfo, options: ReadOptions, config: dict[str, Any] | None
 ) -> dict[Path, Any]:
     """Read the optimizer, {("optim", ...): leaf}, which may be saved twice: with FQNs and as numbered slices."""
-    named = [r for r in saved if not _numbered(r[0].tree)]
-    raw = [r for r in saved if _numbered(r[0].tree)]
+    named = [r for r in saved if not _has_numbers(r[0].tree)]
+    raw = [r for r in saved if _has_numbers(r[0].tree)]
     for kind in (named, raw):
         if len(kind) > 1:
             a, b = (files.names[k[0].file] for k in kind[:2])
@@ -41,7 +41,7 @@ def read_optimizer(
     chosen = (named or raw)[0]
     groups = _param_groups(files, chosen)
     if named and raw:
-        _same_save(files, named[0], raw[0])
+        _check_same_save(files, named[0], raw[0])
         files.notes.append(
             f"the optimizer is there twice; {files.names[chosen[0].file]} and its like are read, which name "
             f"parameters, {files.names[raw[0][0].file]} and its like say the same step and hyperparameters"
@@ -55,7 +55,7 @@ def read_optimizer(
     if named:
         return {**out, **_whole_slots(files, chosen, columns)}
     if _flat_numbers(columns) or (not columns and known.layout is not None):
-        return {**out, **_unflattened(files, chosen, columns, groups, known, options, config)}
+        return {**out, **_read_flat_optimizer(files, chosen, columns, groups, known, options, config)}
     out.update(_whole_slots(files, chosen, columns))
     given = given_layout(files, options)
     if given is not None and given[0].use_orig_params and given[0].optimizer is not None:
@@ -69,7 +69,7 @@ def read_optimizer(
     return out
 
 
-def _numbered(tree: dict[Any, Any]) -> bool:
+def _has_numbers(tree: dict[Any, Any]) -> bool:
     """Whether an optimizer has numbers for parameters, and not names."""
     ids = [x for g in tree.get("param_groups") or () if isinstance(g, dict) for x in g.get("params") or ()]
     return any(type(x) is int for x in ids or tree.get("state") or ())
@@ -135,7 +135,7 @@ def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
     return out
 
 
-def _same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
+def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
     """Compare the two forms of one optimizer: hyperparameters and steps.
 
     Raises:
@@ -174,7 +174,7 @@ def _flat_numbers(columns: dict[tuple[Any, Any], list[Any]]) -> bool:
     return bool(wide) and all(isinstance(x, StoredTensor) and len(x.shape) == 1 for x in wide)
 
 
-def _unflattened(
+def _read_flat_optimizer(
     files: Files,
     ranks: list[Rank],
     columns: dict[tuple[Any, Any], list[Any]],
@@ -189,23 +189,23 @@ def _unflattened(
         Unsupported: the numbers cannot be named with certainty. Corrupt: slots of one parameter are not equally long.
     """
     ids = [list(g.get("params") or ()) for g in groups]
-    lengths = _lengths(files, ranks, columns)
+    lengths = _lengths_by_number(files, ranks, columns)
     expected = [[lengths.get(x) for x in group] for group in ids]
     own = known.own if known.own.places else RankSlices([(i, len(ranks)) for i in range(len(ranks))], {})
     layout = known.layout
     resolved: list[list[str]] | None = None
     if layout is not None:
-        resolved = _resolved(layout, own, expected)
+        resolved = _match_numbers(layout, own, expected)
     else:
-        for guess in _guesses(files, known, own, expected, options, config):
-            resolved = _resolved(guess, own, expected)
+        for guess in _candidate_layouts(files, known, own, expected, options, config):
+            resolved = _match_numbers(guess, own, expected)
             if resolved is not None:
                 layout = guess
                 break
         if resolved is None and own.shards == 1:  # use_orig_params, and all parameters have one dimension
             return _whole_slots(files, ranks, columns)
     if layout is None or resolved is None:
-        raise Unsupported(_unresolved(files, ranks, ids, lengths, layout, known))
+        raise Unsupported(_explain_unresolved(files, ranks, ids, lengths, layout, known))
     by_key = {f.key: f for f in layout.flats}
     by_name = {p.name: (f, p) for f in layout.flats for p in f.parts}
     copies = dict(layout.copies)
@@ -217,8 +217,8 @@ def _unflattened(
         for x, name in zip(numbers, names, strict=True):
             parts = [by_name[name]] if layout.use_orig_params else [(by_key[name], p) for p in by_key[name].parts]
             for slot, column in by_number.get(x, ()):
-                whole = _elements(column) != lengths.get(x)
-                out.update(_parted(files, ranks, own, layout, parts, slot, f"{name}.{slot}", column, whole))
+                whole = _count_elements(column) != lengths.get(x)
+                out.update(_cut_slot(files, ranks, own, layout, parts, slot, f"{name}.{slot}", column, whole))
         out["optim", "param_groups", i, "params"] = flat_layout.members(layout, names)
     return {path: leaf for path, leaf in out.items() if path[1] != "state" or path[2] not in copies}
 
@@ -231,7 +231,9 @@ def _whole_slots(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any],
     return out
 
 
-def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], list[Any]]) -> dict[Any, tuple[int, ...]]:
+def _lengths_by_number(
+    files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], list[Any]]
+) -> dict[Any, tuple[int, ...]]:
     """Return {number of a parameter: elements that each rank has of it}. If a slot has one element on every rank and
     other slots have more, it is one number for the whole parameter.
 
@@ -241,11 +243,11 @@ def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], lis
     out: dict[Any, tuple[int, ...]] = {}
     slots: dict[Any, str] = {}
     for (x, slot), column in columns.items():
-        n = _elements(column)
+        n = _count_elements(column)
         if sum(n) > sum(out.get(x, ())):
             out[x], slots[x] = n, str(slot)
     for (x, slot), column in columns.items():
-        n = _elements(column)
+        n = _count_elements(column)
         if n == out.get(x) or _is_number(column):
             continue
         k = next(i for i in range(len(n)) if n[i] != out[x][i])
@@ -267,7 +269,7 @@ def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], lis
     return out
 
 
-def _elements(column: list[Any]) -> tuple[int, ...]:
+def _count_elements(column: list[Any]) -> tuple[int, ...]:
     """Count the elements that each rank has of a slot; 0 if it is missing, or a number."""
     return tuple(prod(t.shape) if isinstance(t, StoredTensor) and t.shape else 0 for t in column)
 
@@ -277,7 +279,7 @@ def _is_number(column: list[Any]) -> bool:
     return all(not isinstance(t, StoredTensor) or prod(t.shape) == 1 for t in column)
 
 
-def _expected(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int, ...]]]:
+def _lengths_by_name(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int, ...]]]:
     """Return (name, elements that each rank has) of everything that the optimizer numbers, in the order of the
     model."""
     out = []
@@ -295,9 +297,9 @@ def _expected(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int,
     return out
 
 
-def _resolved(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) -> list[list[str]] | None:
+def _match_numbers(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) -> list[list[str]] | None:
     """Return the name of every number, group by group; None unless the lengths leave exactly one way."""
-    names = _expected(layout, own)
+    names = _lengths_by_name(layout, own)
     if layout.optimizer is not None and [len(g) for g in layout.optimizer] == [len(g) for g in expected]:
         lengths = dict(names)
         if all(
@@ -309,7 +311,7 @@ def _resolved(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) ->
     return assign_names(names, expected)[0]
 
 
-def _guesses(
+def _candidate_layouts(
     files: Files,
     known: ModelInfo,
     own: RankSlices,
@@ -345,7 +347,7 @@ def _guesses(
             for module, members in inside.items():
 
                 def fits(flat: Flat, uop: bool = uop) -> bool:
-                    found = _expected(FlatLayout(uop, own.shards, (flat,)), own)
+                    found = _lengths_by_name(FlatLayout(uop, own.shards, (flat,)), own)
                     return all(n in wanted or None in wanted for _, n in found)
 
                 flat = flat_layout.fitting(
@@ -358,7 +360,7 @@ def _guesses(
                 yield FlatLayout(uop, own.shards, tuple(made), tuple(names))
 
 
-def _unresolved(
+def _explain_unresolved(
     files: Files,
     ranks: list[Rank],
     ids: list[list[Any]],
@@ -374,7 +376,7 @@ def _unresolved(
         f"{first[0]} has {', '.join(map(str, first[1][:8]))} elements on the ranks. "
     )
     if layout is not None:
-        has = len(_expected(layout, known.own))
+        has = len(_lengths_by_name(layout, known.own))
         return text + (
             f"That fits no order of the {has} flat parameters of the model, or more than one. Give "
             f"{argument('flat_layout')} with the optimizer's order, ckpttool.describe_fsdp1(model, optimizer) in the "
@@ -387,7 +389,7 @@ def _unresolved(
     )
 
 
-def _parted(
+def _cut_slot(
     files: Files,
     ranks: list[Rank],
     own: RankSlices,
@@ -402,14 +404,14 @@ def _parted(
     if whole:
         leaf = assemble_slot(files, ranks, name, column)
         return {("optim", "state", p.name, slot): leaf for _, p in parts}
-    kept = {own.places[i][0]: i for i in own.firsts()}
+    kept = {own.places[i][0]: i for i in own.first_ranks()}
     for i, t in enumerate(column):
         k = kept[own.places[i][0]]
         if i != k and isinstance(t, StoredTensor) and isinstance(column[k], StoredTensor):  # of HYBRID_SHARD
             compare_replicas(files, name, (ranks[k].file, column[k]), (ranks[i].file, t))
     flat, first = parts[0]
     at = first.first if layout.use_orig_params else 0
-    found = [(ranks[i], column[i], own.places[i][0]) for i in own.firsts() if isinstance(column[i], StoredTensor)]
+    found = [(ranks[i], column[i], own.places[i][0]) for i in own.first_ranks() if isinstance(column[i], StoredTensor)]
     if layout.use_orig_params:
         spans = Spans.joined(files, at, [(r, t) for r, t, _ in found])
     else:

@@ -17,11 +17,11 @@ from ckpttool.layouts import WriteOptions
 
 from ..options import Fsdp1Options
 
-__all__ = ["Plan", "plan_flats"]
+__all__ = ["FlatPlan", "plan_flats"]
 
 
 @dataclass
-class Plan:
+class FlatPlan:
     """`groups` are (what the optimizer lists, hyperparameters); None where there is no optimizer."""
 
     layout: FlatLayout
@@ -29,7 +29,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> Plan:
+def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> FlatPlan:
     """Plan the flat parameters to write, and what the optimizer lists."""
     notes: list[str] = []
     own = options.of(Fsdp1Options)
@@ -38,9 +38,9 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
     params = {*group_of, *state.frozen, *state.tied, *(n for g in state.groups for n in g.params)}
     given = flat_layout.read_file(options.flat_layout) if options.flat_layout is not None else None
     if given is not None:
-        flats = _flats_given(given, state, params, options, world)
+        flats = _check_given_flats(given, state, params, options, world)
         names = given.names or tuple(state.tensors)
-        why = _mixed(flats, state, group_of)
+        why = _why_original_params(flats, state, group_of)
         if not given.use_orig_params and (why or own.use_orig_params):
             raise Unsupported(
                 f"{argument('flat_layout', options.flat_layout)} is of a job with use_orig_params=False; "
@@ -50,20 +50,20 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
     else:
         names = _model_order(ckpt, state, options)
         ordered = [n for n in names if n in params]
-        modules = _wrapped(ckpt, ordered, options, notes)
-        if ignored := _ignored(ordered, modules, state, options):
+        modules = _wrapped_modules(ckpt, ordered, options, notes)
+        if ignored := _ignored_parameters(ordered, modules, state, options):
             ordered = [n for n in ordered if n not in ignored]
             notes.append(
                 f"{len(ignored)} frozen parameters have another dtype than the trained ones of their module, which "
                 "FSDP1 does not flatten together; they are whole in every file, for FSDP(ignored_states=...): "
                 f"{', '.join(sorted(ignored)[:4])}" + (", ..." if len(ignored) > 4 else "")
             )
-        flats = _flats(ordered, modules, state, options, 0, world, notes)
-        why = _mixed(flats, state, group_of)
+        flats = _lay_out_flats(ordered, modules, state, options, 0, world, notes)
+        why = _why_original_params(flats, state, group_of)
         uop = own.use_orig_params or why is not None
         if uop:
             precision = None if own.precision is None else floating_dtype(own.precision)
-            flats = _flats(
+            flats = _lay_out_flats(
                 ordered, modules, state, options, 16 // ITEMSIZE[precision] if precision else None, world, []
             )
         if why and not own.use_orig_params:
@@ -93,9 +93,9 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
                     inside.setdefault(i, []).append(f.key)
         listed = [(inside.get(i, []), hyper) for i, (_, hyper) in enumerate(groups)]
         if given is not None and given.optimizer is not None:
-            listed = _as_given(given.optimizer, listed, notes)
+            listed = _in_given_order(given.optimizer, listed, notes)
     optimizer = None if listed is None else tuple(tuple(g) for g, _ in listed)
-    return Plan(FlatLayout(uop, world, tuple(flats), tuple(names), optimizer, copies), listed, notes)
+    return FlatPlan(FlatLayout(uop, world, tuple(flats), tuple(names), optimizer, copies), listed, notes)
 
 
 def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[tuple[list[str], dict[str, Any]]]:
@@ -109,7 +109,7 @@ def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[tuple[list[str],
     return out
 
 
-def _as_given(
+def _in_given_order(
     given: tuple[tuple[str, ...], ...], made: list[tuple[list[str], dict[str, Any]]], notes: list[str]
 ) -> list[tuple[list[str], dict[str, Any]]]:
     """Return the groups in the order of the job's own optimizer, where it lists the same parameters."""
@@ -146,7 +146,7 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
     return tuple(own)
 
 
-def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
+def _wrapped_modules(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
     """Return the modules that the job wraps: those of --wrap, of the config, or the repeated blocks of the model."""
     paths = flat_layout.module_paths(names)
     if options.wrap is not None:
@@ -175,7 +175,7 @@ def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: l
     return found
 
 
-def _ignored(names: list[str], modules: list[str], state: Training, options: WriteOptions) -> set[str]:
+def _ignored_parameters(names: list[str], modules: list[str], state: Training, options: WriteOptions) -> set[str]:
     """Return the frozen parameters of another dtype than the trained ones beside them, which FSDP1 must be told to
     leave alone."""
     trained = {n for g in state.groups for n in g.params}
@@ -188,7 +188,7 @@ def _ignored(names: list[str], modules: list[str], state: Training, options: Wri
     return out
 
 
-def _flats(
+def _lay_out_flats(
     names: list[str],
     modules: list[str],
     state: Training,
@@ -230,7 +230,9 @@ def _flats(
     return out
 
 
-def _flats_given(given: FlatLayout, state: Training, params: set[str], options: WriteOptions, world: int) -> list[Flat]:
+def _check_given_flats(
+    given: FlatLayout, state: Training, params: set[str], options: WriteOptions, world: int
+) -> list[Flat]:
     """Return the flat parameters of --flat-layout, after comparing them with the model; the pads at the end are for
     `world` ranks.
 
@@ -265,7 +267,7 @@ def _flats_given(given: FlatLayout, state: Training, params: set[str], options: 
     return out
 
 
-def _mixed(flats: list[Flat], state: Training, group_of: Mapping[str, int]) -> str | None:
+def _why_original_params(flats: list[Flat], state: Training, group_of: Mapping[str, int]) -> str | None:
     """Say why use_orig_params=False, one tensor for all of a module, cannot hold a state; None where it can."""
     for flat in flats:
         names = [state.tied.get(p.name, p.name) for p in flat.parts]

@@ -35,7 +35,7 @@ from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
-from .plan import Plan, plan_flats
+from .plan import FlatPlan, plan_flats
 
 __all__ = ["prepare", "write"]
 
@@ -60,7 +60,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     if world is None or world < 1:
         raise UsageError(f"{argument('world_size')} is needed: every rank has a file of its own.")
     plan = plan_flats(ckpt, state, options, world)
-    out = _Writing(ckpt, options, plan.layout, TorchFiles(), Table(world), {}, {}, {})
+    out = _DraftFiles(ckpt, options, plan.layout, TorchFiles(), Table(world), {}, {}, {})
     rest = {t.path: t for t in ckpt.tensors.values() if t.path[0] not in ("model", "optim")}
     values = {v.path: v.data for v in ckpt.values.values() if v.path[0] not in ("model", "optim")}
     if rest or values:
@@ -84,14 +84,14 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     return draft
 
 
-def _groups_to_be(plan: Plan) -> dict[str, Value]:
+def _groups_to_be(plan: FlatPlan) -> dict[str, Value]:
     """Return the param groups as a reader finds them: parameters instead of flat parameters."""
     listed = plan.groups or ()
     return group_values([Group(tuple(flat_layout.members(plan.layout, names)), hyper) for names, hyper in listed])
 
 
 @dataclass
-class _Writing:
+class _DraftFiles:
     """A draft while its files are laid out."""
 
     ckpt: Checkpoint
@@ -107,7 +107,7 @@ class _Writing:
         """Return the dtype that a tensor of the source is written in."""
         return self.options.cast(name, self.ckpt.tensors[name].dtype)
 
-    def put(self, name: str, of: str, chunks: Chunks) -> None:
+    def add_tensor(self, name: str, of: str, chunks: Chunks) -> None:
         """Add a tensor of the draft, filled from one of the source."""
         t = self.ckpt.tensors[of]
         path = t.path if name == of else (name.partition(".")[0], name.partition(".")[2])
@@ -119,7 +119,7 @@ class _Writing:
         return [flat_layout.slice_of(flat.numel, self.layout.shards, r) for r in range(self.layout.shards)]
 
 
-def _write_rest(out: _Writing, tensors: dict[Path, TensorEntry], values: dict[Path, Any]) -> None:
+def _write_rest(out: _DraftFiles, tensors: dict[Path, TensorEntry], values: dict[Path, Any]) -> None:
     """Add all that is neither model nor optimizer, in one file, under canonical names."""
     leaves: dict[Path, Any] = dict(values)
     sizes: dict[str, int] = {}
@@ -130,10 +130,10 @@ def _write_rest(out: _Writing, tensors: dict[Path, TensorEntry], values: dict[Pa
     file = out.files.add("extra_rank0.pt", nest(leaves), sizes)
     for k, (path, t) in enumerate(tensors.items()):
         where = out.files.offset(file, str(k))
-        out.put(joined(path), joined(path), Chunks.whole(t.shape, file, where, sizes[str(k)]))
+        out.add_tensor(joined(path), joined(path), Chunks.whole(t.shape, file, where, sizes[str(k)]))
 
 
-def _write_model(out: _Writing, state: Training) -> None:
+def _write_model(out: _DraftFiles, state: Training) -> None:
     """Add `model.state_dict()` of every rank."""
     layout, world = out.layout, out.layout.shards
     flattened = {n for f in layout.flats for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
@@ -189,7 +189,7 @@ def _with_views(tree: Any, views: dict[str, Any]) -> Any:
 
 
 def _place_model(
-    out: _Writing, buffers: list[str], numbers: list[int], places: list[list[int]], cut: list[list[tuple[int, int]]]
+    out: _DraftFiles, buffers: list[str], numbers: list[int], places: list[list[int]], cut: list[list[tuple[int, int]]]
 ) -> None:
     """Add the chunks of the model, in the order of the storages.
 
@@ -205,20 +205,20 @@ def _place_model(
             if world == 1:
                 chunks = Chunks.whole(p.shape, numbers[0], next(at[0]), p.numel * item)
             else:
-                chunks = _cut_up(p, bounds, numbers, starts, item)
-            out.put(f"model.{p.name}", f"model.{p.name}", chunks)
+                chunks = _chunks_of_part(p, bounds, numbers, starts, item)
+            out.add_tensor(f"model.{p.name}", f"model.{p.name}", chunks)
         for alias, owner in flat.shared:
-            out.put(f"model.{alias}", f"model.{alias}", out.tensors[f"model.{owner}"].chunks)
+            out.add_tensor(f"model.{alias}", f"model.{alias}", out.tensors[f"model.{owner}"].chunks)
             out.same[f"model.{alias}"] = f"model.{owner}"
     for n in buffers:
         name = f"model.{n}"
         nbytes = out.ckpt.tensors[name].numel * ITEMSIZE[out.dtype(name)]
         for r in range(world):
             chunks = Chunks.whole(out.ckpt.tensors[name].shape, numbers[r], next(at[r]), nbytes)
-            out.put(name if r == 0 else f"replica.{r}.{n}", name, chunks)
+            out.add_tensor(name if r == 0 else f"replica.{r}.{n}", name, chunks)
 
 
-def _cut_up(p: Part, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int) -> Chunks:
+def _chunks_of_part(p: Part, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int) -> Chunks:
     """Return the chunks of a parameter in the slices of all ranks.
 
     `bounds` are the slices of the flat parameter, which begin in the files `numbers` at bytes `starts`; `item` is the
@@ -245,7 +245,7 @@ class _Stored(NamedTuple):
     numels: list[int]
 
 
-def _write_optimizer(out: _Writing, state: Training, plan: Plan) -> None:
+def _write_optimizer(out: _DraftFiles, state: Training, plan: FlatPlan) -> None:
     """`optimizer.state_dict()` of every rank."""
     layout, world = out.layout, out.layout.shards
     copies = dict(layout.copies)
@@ -295,5 +295,5 @@ def _write_optimizer(out: _Writing, state: Training, plan: Plan) -> None:
                 of = f"optim.state.{owner}.{slot}"
                 item = ITEMSIZE[out.dtype(of)]
                 starts = [places[r].get((i, slot), 0) for r in range(world)]
-                chunks = _cut_up(p, x.bounds, numbers, starts, item)
-                out.put(of if owner == p.name else f"replica.{p.name}.{slot}", of, chunks)
+                chunks = _chunks_of_part(p, x.bounds, numbers, starts, item)
+                out.add_tensor(of if owner == p.name else f"replica.{p.name}.{slot}", of, chunks)

@@ -23,7 +23,7 @@ of a pipeline, first axis. Objects are items {key}/shard_{place}_{shape}, a list
 
     fully_reshardable           optimizer.state.{param, exp_avg, exp_avg_sq}.{key}, in the shape of the parameter
     fully_sharded_model_space   the same with fp32_param; before 0.14 as flat ranges of boxes
-                                (megatron/stacked.py, flat_ranges)
+                                (megatron/stacked.py, `unflatten_ranges`)
     dp_reshardable              optimizer.distributed.dp_group_idx_{i}.gbuf_idx_{j}.dtype_{..}.bucket_idx_{k}.{param,
                                 exp_avg, exp_avg_sq}: the buckets of DistributedOptimizer, without names
                                 (megatron/buckets.py)

@@ -293,7 +293,7 @@ def _assign_parameters(found: list[Bucket], names: list[str], notes: list[str]) 
     for line in lines.values():
         known = [at[segment.chosen.weight] for segment, _ in line if segment.chosen is not None]
         ordered = all(a >= b for a, b in pairwise(known))
-        for gap, high, low in _gaps(line):
+        for gap, high, low in _ambiguous_gaps(line):
             if not ordered:
                 raise _ambiguous(gap)
             _assign_by_order(gap, high and at[high.weight], low and at[low.weight], at, owners)
@@ -306,7 +306,7 @@ def _assign_parameters(found: list[Bucket], names: list[str], notes: list[str]) 
     _refuse_shared_parameter(found)
 
 
-def _gaps(
+def _ambiguous_gaps(
     line: list[tuple[Segment, Bucket]],
 ) -> Iterable[tuple[list[tuple[Segment, Bucket]], LocalBoxes | None, LocalBoxes | None]]:
     """Yield segments in a row that values do not tell apart, with the parameters before and behind them (None at an end

@@ -19,8 +19,17 @@ from ckpttool.storage.source import Source
 
 from .. import dcp
 from ..dcp.metadata import read_index
-from .keys import BUCKETS, TRAINER, Key, common_tree, key_of, name_groups, path_of_object, replace_unnamed_optimizer
-from .stacked import flat_ranges, layer
+from .keys import (
+    BUCKETS,
+    TRAINER,
+    Key,
+    common_tree,
+    name_param_groups,
+    parse_key,
+    path_of_object,
+    replace_unnamed_optimizer,
+)
+from .stacked import take_layer, unflatten_ranges
 
 __all__ = ["DistCheckpointing"]
 
@@ -81,13 +90,13 @@ class DistCheckpointing:
         """Return the index of the folders together; stacked layers, flat ranges and buckets are located here."""
         sections = [_open_section(source, folder, options) for folder in self.folders]
         # segments of buckets are compared with weights, so all of these have to be located
-        buckets = any(key_of(k).bucket for section in sections for k in section.tensors)
+        buckets = any(parse_key(k).bucket for section in sections for k in section.tensors)
         state = _State(source)
         for section in sections:
             state.add_section(section, buckets)
             state.add_common(section, options)
         _take_objects(state.leaves, state.objects)
-        name_groups(state.leaves, state.notes)
+        name_param_groups(state.leaves, state.notes)
         named = CanonicalState(state.leaves, {}, TRAINER, state.notes)
         out = checkpoint_of(named, "megatron", source.root, state.world, state.files, source)
         out.records, out.ranks, out.spreads_tensors, out.tails = state.records, state.ranks, True, state.tails
@@ -163,7 +172,7 @@ class _Section:
 
     def paths_of(self, key: str) -> list[Path]:
         """Return the canonical paths of what is stored under a key: one, or one for each stacked layer."""
-        of, t = key_of(key), self.tensors[key]
+        of, t = parse_key(key), self.tensors[key]
         return [of.of_layer(i) for i in range(t.shape[0])] if of.stacked else [of.path]
 
     def path_in_source(self, name: str) -> str:
@@ -300,7 +309,7 @@ def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
     Raises:
         Corrupt: two keys mean one tensor, or a stacked one has no axis for the layers.
     """
-    keys = {k: key_of(k) for k in section.tensors}
+    keys = {k: parse_key(k) for k in section.tensors}
     # shapes of the model are needed for what may be flat ranges, and .metadata has them
     whole: dict[str, tuple[int, ...]] = {}
     if any(_may_be_flat_ranges(section.tensors, k, key) for k, key in keys.items()):
@@ -314,7 +323,7 @@ def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
             continue
         t = raw.get(k, section.tensors[k])
         if k in whole:
-            t = flat_ranges(t, whole[k], f'{section.source.root}: "{k}"')
+            t = unflatten_ranges(t, whole[k], f'{section.source.root}: "{k}"')
         if not key.stacked:
             _refuse_second(out, key.path, section)
             out[key.path] = t
@@ -324,7 +333,7 @@ def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
         for i in range(t.shape[0]):
             path = key.of_layer(i)
             _refuse_second(out, path, section)
-            out[path] = layer(t, i)
+            out[path] = take_layer(t, i)
     return out
 
 

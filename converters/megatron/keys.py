@@ -25,10 +25,10 @@ __all__ = [
     "common_tree",
     "data_of_args",
     "group_members",
-    "is_bare",
-    "key_of",
+    "has_no_weight_decay",
     "model_file",
-    "name_groups",
+    "name_param_groups",
+    "parse_key",
     "path_of_object",
     "replace_unnamed_optimizer",
     "unstacked_name",
@@ -90,7 +90,7 @@ def unstacked_name(name: str, i: int) -> str:
     return f"{m['head']}.{i}.{m['rest']}" if m else name
 
 
-def key_of(key: str) -> Key:
+def parse_key(key: str) -> Key:
     """Parse the key of a tensor."""
     if m := _BUCKET.fullmatch(key):
         part = ("extra", "master") if m["slot"] in MASTERS else ("optim",)
@@ -138,20 +138,20 @@ def data_of_args(x: Any) -> Any:
 def args_of_data(x: Any) -> Any:
     """Rebuild, as pickled classes, the arguments that `data_of_args` made plain data of."""
     out = Opaque(Global("argparse", "Namespace"), ())
-    out.state = _members_again(x)
+    out.state = _restore_enums(x)
     return out
 
 
-def _members_again(x: Any) -> Any:
+def _restore_enums(x: Any) -> Any:
     """Return plain data with the members of Megatron's enumerations as pickled classes again."""
     if isinstance(x, dict) and x.keys() == {"class", "value"}:
         of = Global(*str(x["class"]).rpartition(".")[::2])
         if of in MEGATRON_ENUMS:
             return Opaque(of, (x["value"],), call=True)
     if isinstance(x, dict):
-        return {k: _members_again(v) for k, v in x.items()}
+        return {k: _restore_enums(v) for k, v in x.items()}
     if isinstance(x, (list, tuple)) and not isinstance(x, (Global, StoredTensor)):
-        return type(x)(_members_again(v) for v in x)
+        return type(x)(_restore_enums(v) for v in x)
     return x
 
 
@@ -240,7 +240,7 @@ def _take_optimizer(x: Any, out: dict[str, Any], extra: dict[str, Any], what: st
         out["optim"] = {"param_groups": groups}
 
 
-def name_groups(leaves: dict[Path, Any], notes: list[str]) -> None:
+def name_param_groups(leaves: dict[Path, Any], notes: list[str]) -> None:
     """Add to the optimizer what Megatron does not save: which parameters each param group has, and each parameter's
     step.
 
@@ -274,7 +274,7 @@ def name_groups(leaves: dict[Path, Any], notes: list[str]) -> None:
         for i, params in members.items():
             leaves["optim", "param_groups", i, "params"] = params
     steps = [g.get("step") for g in found.values()]
-    if steps[0] is not None and all(_same(s, steps[0]) for s in steps):
+    if steps[0] is not None and all(_equal_steps(s, steps[0]) for s in steps):
         for name in names:
             path = ("optim", "state", name, "step")
             leaves[path] = replace(steps[0], path=path) if isinstance(steps[0], TensorEntry) else steps[0]
@@ -292,7 +292,7 @@ def replace_unnamed_optimizer(
     out.notes = [*out.notes, *notes]
     leaves = {**out.leaves(), **{p: leaf for p, leaf in named.items() if p[0] in components}}
     if "optim" in components:
-        name_groups(leaves, out.notes)
+        name_param_groups(leaves, out.notes)
     for path, leaf in leaves.items():
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(path)] = leaf
@@ -301,14 +301,14 @@ def replace_unnamed_optimizer(
     out.tensors = dict(sorted(out.tensors.items(), key=lambda row: COMPONENTS.index(str(row[1].path[0]))))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal_steps(a: Any, b: Any) -> bool:
     """Whether two steps are equal: the same bytes of a file, or equal numbers."""
     if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
         return bool(a.chunks[:] == b.chunks[:])
     return isinstance(a, (int, float)) and isinstance(b, (int, float)) and float(a) == float(b)
 
 
-def is_bare(name: str, shape: tuple[int, ...]) -> bool:
+def has_no_weight_decay(name: str, shape: tuple[int, ...]) -> bool:
     """Whether Megatron-Core's own rule gives a parameter no weight decay."""
     return len(shape) == 1 or name.endswith(".bias")
 
@@ -333,7 +333,7 @@ def group_members(groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, in
     out: dict[int, list[str]] = {i: [] for i in groups}
     experts = any(expert for _, expert in of)
     for name, n in dims.items():
-        bare = is_bare(name, (0,) * n)
+        bare = has_no_weight_decay(name, (0,) * n)
         expert = experts and re.search(r"\bexperts\b", name) is not None and "shared_experts" not in name
         group = of.get((bare, expert))
         if group is None:

@@ -8,10 +8,10 @@ from ckpttool.errors import Corrupt
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
 
-__all__ = ["flat_ranges", "layer", "piece"]
+__all__ = ["add_box", "take_layer", "unflatten_ranges"]
 
 
-def piece(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape: tuple[int, ...], at: int) -> None:
+def add_box(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape: tuple[int, ...], at: int) -> None:
     """Add to `out` a box that is contiguous in chunk `row` of a located tensor, from its element `at` on.
 
     Raises:
@@ -24,16 +24,16 @@ def piece(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape: 
     out.add(start, shape, c.file[row], c.offset[row] + at * item, prod(shape) * item)
 
 
-def layer(t: TensorEntry, i: int) -> TensorEntry:
+def take_layer(t: TensorEntry, i: int) -> TensorEntry:
     """Return layer `i` of a located tensor whose first axis counts the layers; without path."""
     out = Chunks(len(t.shape) - 1)
     for row, (start, shape) in enumerate(t.chunks.boxes()):
         if start[0] <= i < start[0] + shape[0]:
-            piece(out, t, row, start[1:], shape[1:], (i - start[0]) * prod(shape[1:]))
+            add_box(out, t, row, start[1:], shape[1:], (i - start[0]) * prod(shape[1:]))
     return TensorEntry(t.dtype, t.shape[1:], (), out)
 
 
-def flat_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> TensorEntry:
+def unflatten_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> TensorEntry:
     """Return a located tensor of shape [X/x, Y/y, .., x*y*..] as one of shape [X, Y, ..], the shape `whole`.
 
     Megatron-Core before 0.14 cut it into boxes [x, y, ..], one a combination of tensor- and pipeline-parallel ranks,
@@ -56,6 +56,6 @@ def flat_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> TensorEntr
         corner = tuple(k * b for k, b in zip(start[:-1], box, strict=True))
         at = 0
         for inner, size in boxes.flat_to_boxes(box, first, first + shape[-1]):
-            piece(out, t, row, tuple(a + b for a, b in zip(corner, inner, strict=True)), size, at)
+            add_box(out, t, row, tuple(a + b for a, b in zip(corner, inner, strict=True)), size, at)
             at += prod(size)
     return TensorEntry(t.dtype, whole, (), out)

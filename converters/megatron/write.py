@@ -28,7 +28,7 @@ from ckpttool.storage.source import Source
 
 from ..dcp import write as _dcp_write
 from ..dcp.subclasses import Whole
-from .keys import args_of_data, common_tree, is_bare, name_groups
+from .keys import args_of_data, common_tree, has_no_weight_decay, name_param_groups
 
 __all__ = ["prepare", "write"]
 
@@ -80,10 +80,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     trained = dict.fromkeys(str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state"))
     copies = []
     for name, t in ckpt.tensors.items():
-        key = _key(t, ckpt)
+        key = _key_of_tensor(t, ckpt)
         if key is not None:
             tree[(key,)] = tensors[name] = t
-        elif (of := _object(t.path)) is not None:
+        elif (of := _object_key(t.path)) is not None:
             objects.setdefault(of, {})[t.path[2:]] = tensors[name] = t
         else:
             dropped.append(Dropped(name, t.nbytes, _NO_PLACE))
@@ -96,7 +96,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             tree[(f"optimizer.state.param.{t.path[1]}",)] = tensors[joined(copy.path)] = copy
             copies.append(f"extra.master.{t.path[1]}")
     notes: list[str] = []
-    common, made = _common(ckpt, trained, objects, dropped, notes)
+    common, made = _common_state(ckpt, trained, objects, dropped, notes)
     for key, leaves in objects.items():
         x = leaves[()] if () in leaves else nest(leaves)
         tree[(key,)] = Whole(x) if any(isinstance(leaf, TensorEntry) for leaf in leaves.values()) else x
@@ -142,14 +142,14 @@ def _values_to_be(
     if "optimizer" in common:
         leaves |= flattened(common_tree({"optimizer": common["optimizer"]}, "common.pt"))
     leaves |= {t.path: t for t in ckpt.tensors.values() if joined(t.path) not in gone}
-    name_groups(leaves, [])
+    name_param_groups(leaves, [])
     read = {joined(p): Value(p, x) for p, x in leaves.items() if p[0] == "optim" and not isinstance(x, TensorEntry)}
     before = {n: v for n, v in ckpt.values.items() if v.path[0] == "optim" and n not in gone}
     rest = {n: v for n, v in ckpt.values.items() if v.path[0] != "optim"}
     return {**rest, **read}, list_changed_values(before, read, "in the param groups that Megatron-Core makes")
 
 
-def _key(t: TensorEntry, ckpt: Checkpoint) -> str | None:
+def _key_of_tensor(t: TensorEntry, ckpt: Checkpoint) -> str | None:
     """Return Megatron's key of a tensor; None where it is neither a weight nor state in the weight's shape."""
     if t.path[0] == "model" and len(t.path) == 2:
         return str(t.path[1])
@@ -161,14 +161,14 @@ def _key(t: TensorEntry, ckpt: Checkpoint) -> str | None:
     return None
 
 
-def _object(path: Path) -> str | None:
+def _object_key(path: Path) -> str | None:
     """Return the key of the object of a rank that an entry belongs to; None where it belongs to none."""
     if path[0] == "rng" and len(path) > 1 and str(path[1]).startswith("shard_"):
         return f"rng_state/{path[1]}"
     return str(path[1]) if path[0] == "extra" and len(path) > 1 and "/shard_" in str(path[1]) else None
 
 
-def _common(
+def _common_state(
     ckpt: Checkpoint,
     trained: Mapping[str, None],
     objects: dict[str, dict[Path, Any]],
@@ -187,7 +187,7 @@ def _common(
     scalars: dict[str, Any] = {}
     for v in ckpt.values.values():
         path, data = v.path, v.data
-        if (of := _object(path)) is not None:
+        if (of := _object_key(path)) is not None:
             objects.setdefault(of, {})[path[2:]] = data
         elif path[:2] == ("optim", "param_groups") and len(path) > 3:
             groups.setdefault(int(path[2]), {})[path[3:]] = data
@@ -225,7 +225,7 @@ def _common(
         out["opt_param_scheduler"] = scheduler[()] if () in scheduler else nest(scheduler)
     if groups or trained:
         whole = None if not scaler else scaler[()] if () in scaler else nest(scaler)
-        out["optimizer"] = _optimizer(ckpt, groups, scalars, whole, notes)
+        out["optimizer"] = _optimizer_state(ckpt, groups, scalars, whole, notes)
     elif scaler:
         ours |= {("scaler", *p): x for p, x in scaler.items()}
     if ours:
@@ -234,7 +234,7 @@ def _common(
     return out, made
 
 
-def _optimizer(
+def _optimizer_state(
     ckpt: Checkpoint,
     groups: Mapping[int, Mapping[Path, Any]],
     scalars: Mapping[str, Any],
@@ -253,13 +253,14 @@ def _optimizer(
     found = [{k: x for k, x in nest(g).items() if k != "params"} for _, g in sorted(groups.items())]
     members = [list(g.get(("params",), ())) for _, g in sorted(groups.items())]
     if not found or not all("wd_mult" in g or "pre_wd_mult" in g for g in found):
-        found, members = _as_megatron_s(ckpt, found, members, notes)
+        found, members = _to_megatron_groups(ckpt, found, members, notes)
     for g, names in zip(found, members, strict=True):
         odd = [
             n
             for n in names
             if f"model.{n}" in ckpt.tensors
-            and is_bare(n, ckpt.tensors[f"model.{n}"].shape) != (g.get("wd_mult", g.get("pre_wd_mult")) == 0.0)
+            and has_no_weight_decay(n, ckpt.tensors[f"model.{n}"].shape)
+            != (g.get("wd_mult", g.get("pre_wd_mult")) == 0.0)
         ]
         if odd:
             raise Unsupported(
@@ -289,7 +290,7 @@ def _optimizer(
     return one[0] if len(one) == 1 else dict(enumerate(one))
 
 
-def _as_megatron_s(
+def _to_megatron_groups(
     ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], notes: list[str]
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Turn the param groups of another trainer into Megatron-Core's: (hyperparameters, parameters) with weight
@@ -315,7 +316,7 @@ def _as_megatron_s(
         n
         for names in members
         for n in names
-        if (t := ckpt.tensors.get(f"model.{n}")) is not None and is_bare(n, t.shape)
+        if (t := ckpt.tensors.get(f"model.{n}")) is not None and has_no_weight_decay(n, t.shape)
     ]
     lighter = [
         n
