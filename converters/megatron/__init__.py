@@ -39,22 +39,12 @@ the folders in fixtures/, which 0.16.1 wrote.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from ckpttool import bounded_json, layouts
-from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
-from ckpttool.formats import stored_tensors, torch_zip
-from ckpttool.formats.pickles import short
-from ckpttool.index.checkpoint import Checkpoint, Path, Record, Salvage, TensorEntry, Value, joined
-from ckpttool.index.names import COMPONENTS, CanonicalState, original_path
-from ckpttool.index.trees import nest
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
-from ckpttool.storage import remote
-from ckpttool.storage.overlay import LostBytes, parent_of
+from ckpttool.errors import Unsupported
+from ckpttool.index.checkpoint import Checkpoint
+from ckpttool.layouts import Layout, Place, ReadOptions, late
 from ckpttool.storage.source import Source
 
 from .dist_checkpointing import DistCheckpointing
