@@ -38,7 +38,7 @@ class _BoundedReader:
         return getattr(self._stream, name)
 
     async def read(self, n: int = -1) -> bytes:
-        """As StreamReader's."""
+        """Read as StreamReader.read does; raise where the body is longer than allowed."""
         if n >= 0:
             return self._count_bytes(await self._stream.read(n))
         pieces = []
@@ -50,10 +50,11 @@ class _BoundedReader:
         return body
 
     async def readany(self) -> bytes:
-        """As StreamReader's."""
+        """Read as StreamReader.readany does; raise where the body is longer than allowed."""
         return self._count_bytes(await self._stream.readany())
 
     def _count_bytes(self, data: bytes) -> bytes:
+        """Count bytes that arrived, and return them; raise RemoteError once there are too many."""
         self._got += len(data)
         if self._counted:
             self._budget.count_bytes(len(data))
@@ -69,7 +70,7 @@ class _BoundedAnswer(aiohttp.ClientResponse):
     _progress: asyncio.TimerHandle | None = None
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
-        """As ClientResponse's."""
+        """Receive the header as ClientResponse.start does, within the time and the rules of the request budget."""
         budget = current_budget()
         if budget is None:
             return await super().start(connection)
@@ -88,7 +89,7 @@ class _BoundedAnswer(aiohttp.ClientResponse):
         return self
 
     def _watch(self, stream: Any, budget: RequestBudget, before: int) -> None:
-        """Look again after some time whether more has arrived."""
+        """Look again after `stall_seconds`, and end the answer if too few bytes have arrived since `before`."""
 
         if stream.is_eof():
             return
@@ -118,11 +119,13 @@ class _PageOfXml(_BoundedAnswer):
 
 
 async def _count_request(session: Any, context: Any, params: aiohttp.TraceRequestStartParams) -> None:
+    """Report a request to the budget before it is sent; a hook of aiohttp."""
     if (budget := current_budget()) is not None:
         budget.count_request()
 
 
 async def _strip_credentials(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
+    """Remove headers that say who asks from a request that is redirected to another server; a hook of aiohttp."""
     location = params.response.headers.get("Location") or params.response.headers.get("URI")
     if location and not check_redirect(params.method, str(params.response.url), location):
         for name in set(params.headers) - {n for n in params.headers if n.lower() in _HARMLESS}:
@@ -130,6 +133,7 @@ async def _strip_credentials(session: Any, context: Any, params: aiohttp.TraceRe
 
 
 def _make_traces() -> list[aiohttp.TraceConfig]:
+    """Return the hooks that every session is given."""
     trace = aiohttp.TraceConfig()
     trace.on_request_start.append(_count_request)
     trace.on_request_redirect.append(_strip_credentials)
@@ -140,7 +144,7 @@ _TRACES = _make_traces()  # one object: fsspec tells file systems apart by their
 
 
 def session_settings() -> dict[str, Any]:
-    """Arguments of aiohttp.ClientSession."""
+    """Return the arguments of aiohttp.ClientSession that bound its answers."""
     return {
         "response_class": _BoundedAnswer,
         "trace_configs": _TRACES,
@@ -151,7 +155,7 @@ def session_settings() -> dict[str, Any]:
 
 
 def bounded_s3_session() -> type:
-    """aiobotocore's session with these limits, for its `http_session_cls`."""
+    """Return a class for aiobotocore's `http_session_cls` whose answers are bounded."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     class Bounded(AIOHTTPSession):  # type: ignore[misc]

@@ -76,8 +76,7 @@ class Stalled(RemoteError):
 
 
 class RequestBudget:
-    """What one answer to `url` is read for; `writes`: something is sent, which may take long; `downloads`: whole files
-    are fetched.
+    """How much may be read, and how long waited, for one question to the server of `url`.
 
     Raises (all methods):
         RemoteError: the answer is beyond the limits; with why. Stalled: it makes no progress.
@@ -91,18 +90,18 @@ class RequestBudget:
         self.start_try()
 
     def start_try(self) -> None:
-        """The first request of a try comes next."""
+        """Reset what is counted for each try; called before its first request."""
         self._asked: dict[str, int] = {}
         self._left = LIMITS.question_bytes
         self._stalled = False
 
     @property
     def stall_seconds(self) -> float:
-        """How long an answer may take without progress."""
+        """Seconds that an answer may take without progress."""
         return LIMITS.write_seconds if self.writes else LIMITS.stall_seconds
 
     def count_request(self) -> None:
-        """A request is about to be sent."""
+        """Take note that a request is about to be sent; raise if the time for all of them has passed."""
         if self._stalled:  # clients ask again in other words
             raise self.stalled_error()
         if not self.writes and time.monotonic() > self._until:
@@ -112,11 +111,11 @@ class RequestBudget:
             )
 
     def note_progress(self) -> None:
-        """A body arrives."""
+        """Allow more time, since a body arrives."""
         self._until = max(self._until, time.monotonic() + LIMITS.question_seconds)
 
     def stalled_error(self) -> Stalled:
-        """The error for an answer without progress."""
+        """Return the error for an answer without progress, and refuse further requests of this try."""
         self._stalled = True
         return Stalled(
             f"{self.url}: the server makes no progress: in {self.stall_seconds:g} seconds it sent neither a whole "
@@ -127,7 +126,7 @@ class RequestBudget:
     def body_limit(
         self, method: str, url: str, asked: str, status: int, headers: Mapping[str, str], most: int | None = None
     ) -> int:
-        """The bytes of a body that may be read.
+        """Check the header of an answer, and return how many bytes of its body may be read.
 
         Args:
             asked: the Range header of the request, or "".
@@ -165,7 +164,7 @@ class RequestBudget:
         return min(most or LIMITS.answer_bytes, self._left)
 
     def count_bytes(self, n: int) -> None:
-        """`n` bytes of an answer without a range were read."""
+        """Count `n` bytes that were read of an answer without a range."""
         self._left = max(0, self._left - n)
 
     def check_body(self, body: bytes) -> None:
@@ -184,7 +183,7 @@ class RequestBudget:
             raise RemoteError(f"{self.url}: {found}. Check the address, the server and the proxy.") from None
 
     def _allow_wait(self, status: int, headers: Mapping[str, str]) -> None:
-        """Grant the time that a server wants us to wait."""
+        """Grant the time that a server wants us to wait (Retry-After, RateLimit); raise if it is too long."""
         waits = re.findall(r"^\s*(\d+)\s*$", headers.get("Retry-After", "")) + re.findall(
             r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
         )
@@ -198,7 +197,7 @@ class RequestBudget:
         self._until += wait
 
     def too_long_error(self, most: int, *, ignored: bool = False) -> RemoteError:
-        """The error for a body of more than `most` bytes; `ignored`: the server sends all instead of a range."""
+        """Return the error for a body of more than `most` bytes; `ignored`: the server sends all instead of a range."""
         if ignored:
             return RemoteError(
                 f"{self.url}: the server ignores Range requests and sends the whole object. Download the file."
@@ -214,7 +213,7 @@ _XML_DEPTH = 32
 
 
 def _refuse_deep_xml(body: bytes) -> None:
-    """Measure the elements of XML, of which each open one takes 400 bytes in its reader. What is no XML is for the
+    """Refuse XML that is nested too deeply: each open element takes 400 bytes in its reader. What is not XML is for the
     reader to refuse.
 
     Raises:
@@ -243,13 +242,14 @@ _everywhere: list[RequestBudget] = []
 
 
 def current_budget() -> RequestBudget | None:
-    """The question that this thread or task asks; of others, that of `within_budget_in_all_threads`."""
+    """Return the budget that this thread or task requests under, else that of `within_budget_in_all_threads`; None
+    outside of both."""
     return _CURRENT.get() or (_everywhere[-1] if _everywhere else None)
 
 
 @contextmanager
 def within_budget(budget: RequestBudget) -> Iterator[RequestBudget]:
-    """What this thread requests belongs to the question, and so does what it has an event loop do."""
+    """Count what this thread requests in the `with` block, and what it has an event loop do, against a budget."""
     token = _CURRENT.set(budget)
     try:
         yield budget
@@ -259,7 +259,7 @@ def within_budget(budget: RequestBudget) -> Iterator[RequestBudget]:
 
 @contextmanager
 def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudget]:
-    """The same for all threads that ask no question of their own: huggingface_hub sends and downloads in threads."""
+    """Do the same for all threads that have no budget of their own: huggingface_hub sends and downloads in threads."""
     _everywhere.append(budget)
     try:
         with within_budget(budget):
@@ -269,7 +269,7 @@ def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudge
 
 
 def check_redirect(method: str, at: str, location: str) -> bool:
-    """Whether a redirect stays on the server.
+    """Return whether a redirect stays on the server.
 
     Raises:
         Unsafe: it leaves https, or wants what is sent to go elsewhere.

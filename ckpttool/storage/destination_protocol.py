@@ -101,7 +101,8 @@ class Destination(Protocol):
     readable_path: str | None
 
     @property
-    def parallel(self) -> ParallelDestination | None: ...
+    def parallel(self) -> ParallelDestination | None:
+        """This destination if several processes can fill it; otherwise None."""
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> DestinationFile:
         """Open a file at its first byte; with `existing`, what an earlier run wrote is compared until
@@ -175,7 +176,7 @@ class ParallelDestination(Destination, Protocol):
 
     @property
     def filled_parts(self) -> dict[int, dict[str, Any]]:
-        """{number of a part: what its worker said of it} of the parts of this plan that are filled."""
+        """What is filled of this plan: {number of a part: what its worker said of it}."""
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
         """Create files, {name: bytes}, for others to fill; returns what a `SharedTree` or `SharedObjects` is made

@@ -20,7 +20,7 @@ __all__ = ["bound_hub_client"]
 
 
 def bound_hub_client() -> None:
-    """Have the client that huggingface_hub shares report to the question that is asked, now and whenever it is made
+    """Have the HTTP client that huggingface_hub shares report to the current budget, now and whenever it is made
     again."""
     import huggingface_hub
     from huggingface_hub.utils import _http
@@ -32,10 +32,12 @@ def bound_hub_client() -> None:
 
 
 def _is_bounded(client: Any) -> bool:
+    """Return whether a client has our hooks already."""
     return _after_response in client.event_hooks["response"]
 
 
 def _bound(client: Any) -> Any:
+    """Give a client our hooks and its connection pools a watched network; returns the client."""
     hooks = client.event_hooks
     client.event_hooks = {
         "request": [*hooks["request"], _before_request],
@@ -49,12 +51,14 @@ def _bound(client: Any) -> Any:
 
 
 def _before_request(request: Any) -> None:
+    """Report a request to the budget before it is sent; a hook of httpx."""
     if (budget := current_budget()) is not None:
         budget.count_request()
         request.headers["Accept-Encoding"] = "identity"
 
 
 def _after_response(response: Any) -> None:
+    """Check the header of an answer, and bound its body; a hook of httpx."""
     budget = current_budget()
     if budget is None:
         return
@@ -80,7 +84,7 @@ def _after_response(response: Any) -> None:
 
 @cache
 def _body_class(base: type) -> Any:
-    """`_BoundedBody` as httpx wants it: of its own class."""
+    """Return `_BoundedBody` as a subclass of the stream class of httpx or httpx2, which they ask for."""
     return type("Body", (_BoundedBody, base), {})
 
 
@@ -124,7 +128,7 @@ class _WatchedBackend:
         return getattr(self._backend, name)
 
     def connect_tcp(self, *args: Any, timeout: float | None = None, **how: Any) -> Any:
-        """As the backend's."""
+        """Connect as the backend does, within `stall_seconds`; returns a watched stream."""
         budget = current_budget()
         if budget is not None:
             timeout = min(timeout or budget.stall_seconds, budget.stall_seconds)
@@ -142,11 +146,11 @@ class _WatchedStream:
         return getattr(self._stream, name)
 
     def start_tls(self, *args: Any, **how: Any) -> Any:
-        """As the stream's."""
+        """Start TLS as the stream does; returns a watched stream."""
         return _WatchedStream(self._stream.start_tls(*args, **how))
 
     def write(self, *args: Any, **how: Any) -> None:
-        """As the stream's."""
+        """Write as the stream does; the wait for an answer begins anew."""
         budget = current_budget()
         if budget is not None:
             how["timeout"] = budget.stall_seconds
@@ -155,7 +159,7 @@ class _WatchedStream:
         self._waited, self._got, self._sent = 0.0, 0, time.monotonic()
 
     def read(self, most: int, timeout: float | None = None) -> bytes:
-        """As the stream's."""
+        """Read as the stream does; raise Stalled if too few bytes have arrived in `stall_seconds`."""
         budget = current_budget()
         if budget is None:
             data: bytes = self._stream.read(most, timeout=timeout)

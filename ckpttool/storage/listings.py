@@ -34,7 +34,7 @@ def follow_pages(
     ask: Callable[[dict[str, Any]], dict[str, Any]],
     following: Callable[[dict[str, Any]], dict[str, Any] | None],
 ) -> Iterator[dict[str, Any]]:
-    """The pages of a listing.
+    """Yield the pages of a listing until it ends.
 
     Args:
         ask: the page that these arguments of a request bring; {} for the first.
@@ -72,7 +72,7 @@ def follow_pages(
 
 
 def list_entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str, Any]]:
-    """{name: what the store says of it, as fsspec's `info`} directly below a folder of a file system.
+    """Return {name: what the store says of it, as fsspec's `info`} for all that lies directly below a folder.
 
     Raises:
         Unsafe: a name leads elsewhere. RemoteError: a name comes twice, or there are too many; the store fails.
@@ -116,6 +116,7 @@ def list_entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str
 
 
 def _check_count(found: dict[str, Any], url: str) -> None:
+    """Refuse a listing with more names than a checkpoint can have."""
     if len(found) > LIMITS.names:
         raise RemoteError(
             f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder."
@@ -123,7 +124,7 @@ def _check_count(found: dict[str, Any], url: str) -> None:
 
 
 def _list_s3(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
-    """Objects and common prefixes below a prefix of a bucket."""
+    """Yield objects and common prefixes below a prefix of an S3 bucket, as fsspec's `info`."""
     bucket, _, key = path.partition("/")
     where = {"Bucket": bucket, "Prefix": key + "/" if key else "", "Delimiter": "/"}
     for page in follow_pages(
@@ -144,7 +145,7 @@ def _list_s3(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
 
 
 def _list_gcs(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
-    """The same of Google's store."""
+    """Yield objects and prefixes below a prefix of a bucket of Google's store, as fsspec's `info`."""
     bucket, _, key = path.partition("/")
     where = {"delimiter": "/", "prefix": key + "/" if key else "", "maxResults": 1000}
     for page in follow_pages(
@@ -165,7 +166,7 @@ def _list_gcs(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
 
 
 def _list_hub(fs: Any, path: str, at: Any, url: str) -> list[dict[str, Any]]:
-    """Files and folders of a repository on the Hub."""
+    """Return files and folders of a repository on the Hub, as fsspec's `info`; `at` is the resolved path."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -187,8 +188,8 @@ def _list_hub(fs: Any, path: str, at: Any, url: str) -> list[dict[str, Any]]:
 
 
 def _list_links(fs: Any, url: str) -> list[str]:
-    """Names that the page of a folder links to, directly below it. A page is made for people, so what it links to
-    besides is no error."""
+    """Return the names that a web page links to, directly below it. The page is made for people, so other links are no
+    error."""
     from fsspec.asyn import sync
 
     async def call() -> str:

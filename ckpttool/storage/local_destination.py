@@ -107,7 +107,7 @@ class LocalDestination(ParallelDestination):
             self.restart()
 
     def _new_folder(self, name: str) -> str:
-        """A partial folder under the first name that is free."""
+        """Create a partial folder under the first name that is free, and return its path."""
         for k in range(100):
             folder = os.path.join(self.parent, f"{name}-{k}" if k else name)
             try:
@@ -118,7 +118,7 @@ class LocalDestination(ParallelDestination):
         raise DestinationExists(f"100 entries of {self.parent} are named like {name}; remove them, or write elsewhere.")
 
     def _open_folder(self, folder: str) -> None:
-        """Work in this folder from now on."""
+        """Open a partial folder, its tree and its journal, and work there from now on."""
         self.folder = self.location = folder
         self.tree, self.journal_path = os.path.join(folder, "tree"), os.path.join(folder, "journal")
         self.readable_path = os.path.join(self.tree, self.name) if self.is_file else self.tree
@@ -143,6 +143,7 @@ class LocalDestination(ParallelDestination):
 
     @property
     def parallel(self) -> LocalDestination:
+        """This destination: several processes can always fill it."""
         return self
 
     @property
@@ -175,7 +176,7 @@ class LocalDestination(ParallelDestination):
 
     @property
     def _has_progress(self) -> bool:
-        """Whether there is something that the next run can go on from."""
+        """Whether there is something that the next run can continue from."""
         earlier = partial.parse_journal(partial.read_journal(self.folder), self.plan)
         return (earlier is not None and earlier.done > 0) or bool(self.filled_parts)
 
@@ -197,7 +198,7 @@ class LocalDestination(ParallelDestination):
         os.fdatasync(self._journal)
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> LocalFile:
-        """A file, opened at its first byte."""
+        """Open a file at its first byte."""
         return LocalFile(self.path(name), pool, existing)
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
@@ -223,8 +224,8 @@ class LocalDestination(ParallelDestination):
         }
 
     def stop_sharing(self) -> None:
-        """All is filled: what others write from here on is refused. A slow worker whose part another one has filled
-        would change files that are read back."""
+        """Refuse what workers write from here on: all is filled. A slow worker whose part another one has filled would
+        change files that are read back."""
         self.append_journal({"done": self.earlier.done})  # the journal is another one than in their requests
 
     def find_missing_cells(
@@ -235,16 +236,16 @@ class LocalDestination(ParallelDestination):
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Whether an earlier run of several workers left something to go on from."""
+        """Whether an earlier run of several workers left something to continue from."""
         return bool(self.filled_parts)
 
     @property
     def filled_parts(self) -> dict[int, dict[str, Any]]:
-        """{number: what its worker said} of the parts that are filled."""
+        """What is filled: {number of a part: what its worker said of it}."""
         return read_filled_parts(self.folder, self.plan)
 
     def write_file(self, name: str, data: bytes) -> None:
-        """A file that is no part of the draft, made durable."""
+        """Write a whole file that is no part of the draft, and make it durable."""
         with open(self.path(name), "wb") as f:
             ensure_owner_mode(f.fileno(), 0o600)
             f.write(data)
@@ -252,7 +253,7 @@ class LocalDestination(ParallelDestination):
             os.fsync(f.fileno())
 
     def path(self, name: str) -> str:
-        """Where a file of the destination is built."""
+        """Return where a file of the destination is built, and create the folders above it."""
         path = os.path.join(self.tree, name)
         folder = os.path.dirname(path)
         if folder != self.tree and not os.path.isdir(folder):
@@ -302,7 +303,7 @@ class LocalDestination(ParallelDestination):
     _replaced = False
 
     def _rename(self) -> None:
-        """What was built gets the target's name; what had it goes into the partial folder, or away where it was a
+        """Give what was built the target's name; what had that name goes into the partial folder, or away if it was a
         file."""
         built = os.path.join("tree", self.name) if self.is_file else "tree"
         st = os.stat(built, dir_fd=self._folder, follow_symlinks=False)
@@ -318,8 +319,8 @@ class LocalDestination(ParallelDestination):
         note_change(f"The new checkpoint is in place at {self.target} and complete.")
 
     def _rename_twice(self, built: str) -> None:
-        """Where two names cannot be exchanged there is an instant without a destination; what ends us then (an error
-        here, a kill by the next run) has the old one put back."""
+        """Replace the target where two names cannot be exchanged. For an instant there is no destination; whatever ends
+        us then (an error here, a kill by the next run) has the old one put back."""
         old = os.path.join(self.folder, "old")
         try:
             os.rename(self.target, old)
@@ -354,6 +355,7 @@ class LocalDestination(ParallelDestination):
         self._lock = -1
 
     def _close(self) -> None:
+        """Close the journal and the folder."""
         for fd in (self._journal, self._folder):
             if fd >= 0:
                 try:
@@ -364,7 +366,7 @@ class LocalDestination(ParallelDestination):
 
 
 def check_free_space(folder: str, need_bytes: int, have: int = 0) -> int:
-    """The free bytes of a file system, if what is to be written there fits; `have` bytes of it are there already.
+    """Return the free bytes of a file system if what is to be written there fits; `have` bytes of it are there already.
 
     Raises:
         NoSpace: it does not fit.
@@ -423,6 +425,7 @@ _KINDS = {
 
 
 def _list_files(folder: str) -> list[os.DirEntry[str]]:
+    """Return all files below a folder, at any depth."""
     out: list[os.DirEntry[str]] = []
     with os.scandir(folder) as entries:
         for e in entries:
@@ -431,6 +434,7 @@ def _list_files(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _fsync_folder(path: str) -> None:
+    """Make the entries of a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

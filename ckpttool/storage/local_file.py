@@ -25,7 +25,7 @@ _SMALL = (
 
 
 def write_all_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """All of the data, however many system calls it takes.
+    """Write all of the data at an offset, however many system calls it takes.
 
     Raises:
         OSError: one of them failed.
@@ -54,7 +54,7 @@ class WriterPool:
         self.holders: OrderedDict[LocalFile, None] = OrderedDict()  # files that hold a buffer, idle longest first
 
     def acquire(self, out: LocalFile) -> memoryview:
-        """A free buffer for a file; when all are held by idle files, the one idle longest gives its own up."""
+        """Return a free buffer for a file; when all are held, the file that was idle longest gives its own up."""
         if self.spare == 0:
             idle = next(iter(self.holders))
             idle.release_buffer()
@@ -73,6 +73,7 @@ class WriterPool:
         self.pending.append(self.pool.submit(self._write, out, buffer, n, offset))
 
     def _write(self, out: LocalFile, buffer: memoryview, n: int, offset: int) -> None:
+        """Write a buffer and give it back, whether the write succeeds or not."""
         try:
             out.pwrite(buffer[:n], offset)
         finally:
@@ -122,18 +123,18 @@ class LocalFile(DestinationFile):
             raise
 
     def read_earlier(self, offset: int, length: int) -> bytes:
-        """What an earlier run wrote there; fewer bytes where it did not."""
+        """Return what an earlier run wrote there; fewer bytes where it did not."""
         return os.pread(self.there, length, offset)
 
     def skip(self, data: bytes | memoryview) -> None:
-        """The next bytes; before `start_writing` they are there already, and the read-back proves them."""
+        """Pass over the next bytes; before `start_writing` they are there already, and the read-back proves them."""
         if self.there < 0:
             self.append(data)
         else:
             self.at += len(data)
 
     def start_writing(self) -> None:
-        """From here on, write.
+        """Write from here on, instead of comparing with what is there.
 
         Raises:
             Altered: the file ends before.
@@ -148,7 +149,7 @@ class LocalFile(DestinationFile):
         self.there = -1
 
     def append(self, data: bytes | memoryview) -> None:
-        """The next bytes of the file."""
+        """Append bytes; before `start_writing`, compare them with what is there and raise Altered if they differ."""
         if self.there >= 0:
             if self.read_earlier(self.at, len(data)) != data:
                 raise Altered(self.path)
@@ -175,7 +176,7 @@ class LocalFile(DestinationFile):
                 self.release_buffer()
 
     def release_buffer(self) -> None:
-        """Hand the whole pages to the writer; what is after them is kept."""
+        """Hand the whole pages to the writer and give the buffer up; what is after them is kept in `tail`."""
         if self.buffer is None:
             if len(self.tail) < ALIGN:
                 return
@@ -189,7 +190,7 @@ class LocalFile(DestinationFile):
         self.base += whole
 
     def flush(self) -> None:
-        """Everything appended so far into the file: pages, and the tail padded to one, then cut off again."""
+        """Write everything appended so far: whole pages, and the rest padded to a page, which `finish` cuts off."""
         self.release_buffer()
         if self.tail:
             n = -(-len(self.tail) // ALIGN) * ALIGN
@@ -199,7 +200,7 @@ class LocalFile(DestinationFile):
             self.writer.submit(self, buffer, n, self.base)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """All of the data, whatever it takes."""
+        """Write all of the data at an offset, through the page cache if the file system refuses direct writes."""
         done = 0
         while done < len(data):
             fd = self.fd
@@ -211,7 +212,8 @@ class LocalFile(DestinationFile):
                 raise write_error(e, self.path) from e
 
     def _reopen_cached(self, fd: int) -> bool:
-        """After a direct write that the file system refused: whether there is now another descriptor to write to."""
+        """Open another descriptor after the file system refused a direct write; returns whether there is now another
+        one to write to."""
         with self.writer.lock:
             if self.fd == fd and self.direct:
                 self.direct = False
@@ -227,7 +229,7 @@ class LocalFile(DestinationFile):
             raise write_error(e, self.path) from e
 
     def end(self) -> None:
-        """The last byte was appended."""
+        """Flush: the last byte was appended."""
         self.flush()
 
     def finish(self) -> None:

@@ -43,6 +43,7 @@ class LocalRange(LocalFile):
         self.cached = os.open(path, flags) if self.direct else self.fd
 
     def append(self, data: bytes | memoryview) -> None:
+        """Append bytes; those on the page that the range before ends on are written through the cache."""
         view = memoryview(data)
         if self.at < self.base:  # on the page that the range before ends on
             k = min(self.base - self.at, len(view))
@@ -53,11 +54,12 @@ class LocalRange(LocalFile):
             super().append(view)
 
     def skip_to(self, to: int) -> None:
-        """Go on at a byte further behind; what lies between is for others, who write it later."""
+        """Advance to offset `to` with zeros; others write these bytes later."""
         while self.at < to:
             self.append(memoryview(_ZEROS)[: to - self.at])
 
     def flush(self) -> None:
+        """Write everything appended so far; the last page through the cache, since the next range shares it."""
         if self.at <= self.base and self.buffer is None:
             return
         self.release_buffer()
@@ -69,7 +71,7 @@ class LocalRange(LocalFile):
         super().pwrite(data, offset)
 
     def _write_shared_page(self, data: memoryview, offset: int) -> None:
-        """Write bytes of a shared page."""
+        """Write bytes of a page that another range shares, or hand them to the coordinator (`fringes`)."""
         if self.fringes is not None:
             self.fringes.append((offset, bytes(data)))
             return

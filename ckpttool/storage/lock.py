@@ -21,8 +21,8 @@ __all__ = ["describe_user", "ensure_owner_mode", "is_our_uid", "open_lock", "tak
 
 
 def is_our_uid(uid: int, where: str) -> bool:
-    """Whether files of this owner are ours: on some file systems (NFS that squashes root, SMB) what we create belongs
-    to another number than our own."""
+    """Return whether files of this owner are ours: on some file systems (NFS that squashes root, SMB) what we create
+    belongs to another number than our own."""
     if uid == os.geteuid():
         return True
     try:
@@ -33,7 +33,7 @@ def is_our_uid(uid: int, where: str) -> bool:
 
 
 def describe_user(uid: int) -> str:
-    """A user, in words."""
+    """Return "user NAME", or the number where it has no name."""
     import pwd
 
     try:
@@ -50,7 +50,7 @@ def ensure_owner_mode(path: str | int, owner: int) -> None:
 
 
 def take_lock(leftovers: LeftoverFiles) -> int:
-    """A descriptor of the locked lock file.
+    """Create and lock the lock file of a destination; returns its descriptor.
 
     Raises:
         Locked: another run holds it, or the lock file is not ours.
@@ -79,8 +79,8 @@ _held: set[int] = set()
 
 
 def _leave_to_parent() -> None:
-    """A forked child shares the lock, and would keep it after the death of its parent, as workers of a
-    ProcessPoolExecutor do."""
+    """Close the locks in a forked child, which shares them and would keep them after the death of its parent, as
+    workers of a ProcessPoolExecutor do."""
     while _held:
         with suppress(OSError):
             os.close(_held.pop())
@@ -90,7 +90,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def try_lock(leftovers: LeftoverFiles, fd: int) -> None:
-    """Lock it, or close it."""
+    """Lock a descriptor without waiting; close it and raise Locked if another process holds it."""
     import fcntl
 
     try:
@@ -104,7 +104,7 @@ def try_lock(leftovers: LeftoverFiles, fd: int) -> None:
 
 
 def open_lock(leftovers: LeftoverFiles, create: int) -> int:
-    """A descriptor of the lock file, which is ours; with O_CREAT it is made where it is missing.
+    """Open the lock file, which must be ours; with O_CREAT it is made where it is missing. Returns the descriptor.
 
     Raises:
         FileNotFoundError: it is missing.
@@ -137,6 +137,7 @@ def open_lock(leftovers: LeftoverFiles, create: int) -> int:
 
 
 def _refuse_lock(leftovers: LeftoverFiles, st: os.stat_result) -> None:
+    """Raise Locked if a lock file is not a regular file of ours."""
     why = None
     if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1:
         why = "is not a lock that ckpttool made (a link or a special file)"

@@ -33,12 +33,12 @@ class ObjectFile(DestinationFile):
         self.path, self._send, self._end, self.at = path, send, end, 0
 
     def append(self, data: bytes | memoryview) -> None:
-        """The next bytes."""
+        """Send the next bytes."""
         self._send(data)
         self.at += len(data)
 
     def end(self) -> None:
-        """The last byte was appended."""
+        """Tell the upload that the last byte was appended."""
         self._end()
 
 
@@ -106,16 +106,17 @@ class _UploadDestination(ParallelDestination):
 
     @property
     def filled_parts(self) -> dict[int, dict[str, Any]]:
-        """Nothing: the store lists what it has."""
+        """Nothing: the store itself lists what it has."""
         return {}
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Whether an earlier run left parts to go on from."""
+        """Whether an earlier run left parts to continue from."""
         return self.upload.sharable and self.upload.has_earlier_parts
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
-        """Begin the uploads of these files, or go on with those of an earlier run; what `SharedObjects` is made of."""
+        """Begin the uploads of these files, or continue those of an earlier run; returns what `SharedObjects` is made
+        of."""
         raise NotImplementedError
 
     def stop_sharing(self) -> None:
@@ -138,14 +139,14 @@ class _UploadDestination(ParallelDestination):
             return [(name, number - 1) for name, call in calls.items() for number in call.result()]
 
     def path(self, name: str) -> str:
-        """Nothing is built on this machine."""
+        """Raise NotImplementedError: nothing is built on this machine."""
         raise NotImplementedError
 
     def restart(self) -> None:
-        """An earlier run leaves nothing that this one uses."""
+        """Do nothing: an earlier run leaves nothing that this one uses."""
 
     def commit(self) -> None:
-        """What was sent is there, whole."""
+        """Make visible what was sent, whole."""
         self.upload.commit()
         self._committed = True
         note_change(self.state_after_error)
@@ -178,7 +179,7 @@ class ObjectDestination(_UploadDestination):
             )
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
-        """Begin the upload, or go on with that of an earlier run."""
+        """Begin the upload, or continue that of an earlier run."""
         begun = self.has_earlier_parts
         (name,) = files
         up = self.upload.share()
@@ -191,11 +192,11 @@ class ObjectDestination(_UploadDestination):
         }
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
-        """The file."""
+        """Return the file, whose bytes become the object."""
         return ObjectFile(self.location, self.upload.append)
 
     def write_file(self, name: str, data: bytes) -> None:
-        """One object has no room for another file."""
+        """Raise AssertionError: one object has no room for another file."""
         raise AssertionError(f"{name} cannot be put into {self.location}, which is one object")
 
 
@@ -216,7 +217,7 @@ class PrefixDestination(_UploadDestination):
         )
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
-        """Begin the uploads, or go on with those of an earlier run."""
+        """Begin the uploads, or continue those of an earlier run."""
         begun = self.has_earlier_parts
         self.upload.share(files)
         self.shared = self.upload.shared
@@ -238,18 +239,18 @@ class PrefixDestination(_UploadDestination):
         )
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
-        """A file."""
+        """Return a file, whose bytes become an object below the prefix."""
         return ObjectFile(
             f"{self.location}/{name}", lambda data: self.upload.append(name, data), lambda: self.upload.flush(name)
         )
 
     def write_file(self, name: str, data: bytes) -> None:
-        """A file that is no part of the draft."""
+        """Send a file that is no part of the draft."""
         self.upload.append(name, data)
 
 
 def _open_at_once(draft: Draft) -> int:
-    """How many files of a draft are written to at the same time, at most."""
+    """Return the largest number of files of a draft that are written to at the same time."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for k, (name, entry) in enumerate(draft.checkpoint.tensors.items()):

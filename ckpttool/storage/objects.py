@@ -49,7 +49,8 @@ class S3Object:
             raise UsageError(f"{redact_url(url)} names a bucket; give an object in it.")
 
     def request(self, method: str, *, read_body: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """A request of S3's API; with `read_body`, the Body of its answer is read.
+        """Send a request of S3's API, with retries, and return its answer; with `read_body`, the Body of the answer is
+        read.
 
         Raises:
             RemoteError: or one of its subclasses in retries.py.
@@ -74,8 +75,8 @@ class S3Object:
         return with_retries(self.url, lambda: sync(self.fs.loop, call), writes=method in _WRITES)
 
     def pages(self, method: str, following: Mapping[str, str], **kwargs: Any) -> Iterator[dict[str, Any]]:
-        """The answers to a request that lists; `following` {argument for the next page: the name of its value in an
-        answer}.
+        """Yield the answers to a request that lists; `following` {argument for the next page: the name of its value in
+        an answer}.
 
         Raises:
             RemoteError: or one of its subclasses in retries.py; the listing has no end.
@@ -87,8 +88,8 @@ class S3Object:
         )
 
     def list_unfinished_uploads(self, prefix: str, ours: Callable[[str], bool]) -> list[tuple[str, str]]:
-        """(key, id) of uploads that were never finished, of keys with that prefix that are `ours`; none if the store
-        does not allow listing them."""
+        """Return (key, id) of uploads that were never finished, of keys with that prefix that are `ours`; none if the
+        store does not allow listing them."""
         found: list[tuple[str, str]] = []
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         try:
@@ -99,7 +100,7 @@ class S3Object:
         return found
 
     def put_part(self, upload: str, number: int, body: IO[bytes]) -> dict[str, Any]:
-        """Send a part of an upload; what completes it with this part.
+        """Send a part of an upload; returns what completes the upload with this part.
 
         Raises:
             NotFound: the upload was completed or aborted.
@@ -108,7 +109,7 @@ class S3Object:
         return _completed_part(number, answer, self.url)
 
     def list_parts(self, upload: str, key: str | None = None) -> dict[int, dict[str, Any]]:
-        """{number: what completes an upload with this part, and its "Size"} of the parts that the store has.
+        """Return the parts that the store has: {number: what completes an upload with this part, and its "Size"}.
 
         Raises:
             NotFound: the upload was completed or aborted.
@@ -123,7 +124,7 @@ class S3Object:
         return out
 
     def has_parts(self, upload: str, key: str | None = None) -> bool:
-        """Whether the store has parts of an upload, as far as it says so."""
+        """Return whether the store has parts of an upload; False if it does not say."""
         try:
             return bool(self.list_parts(upload, key))
         except (NotFound, Denied):
@@ -151,7 +152,7 @@ class S3Object:
         raise RemoteError(f"{self.url}: the store keeps parts of an upload that was aborted {POLICY.tries} times.")
 
     def head(self) -> dict[str, Any] | None:
-        """The object's metadata; None if it does not exist."""
+        """Return the object's metadata; None if it does not exist."""
         try:
             return self.request("head_object", Key=self.key)
         except NotFound:
@@ -169,7 +170,7 @@ class S3Object:
 async def _watch_upload(
     asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, budget: RequestBudget
 ) -> dict[str, Any]:
-    """The answer to a request that sends something. It ends when in one period nothing of the body was sent, nor an
+    """Wait for the answer to a request that sends something; raise if in one period nothing of the body was sent and no
     answer came."""
     import asyncio
 
@@ -186,13 +187,13 @@ async def _watch_upload(
 
 
 def _completed_part(number: int, answer: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """What completes an upload with a part."""
+    """Return what completes an upload with a part: its number, ETag and checksums."""
     sums = {k: v for k, v in answer.items() if k.startswith("Checksum") and k != "ChecksumType"}
     return {"PartNumber": number, "ETag": required_value(answer, "ETag", url), **sums}
 
 
 def required_value(answer: Mapping[str, Any], name: str, url: str) -> Any:
-    """A value in an answer of S3.
+    """Return a value in an answer of S3.
 
     Raises:
         RemoteError: the store does not give it.
@@ -203,14 +204,14 @@ def required_value(answer: Mapping[str, Any], name: str, url: str) -> Any:
 
 
 def s3_object(url: str) -> S3Object | None:
-    """The object, if the store speaks S3; otherwise None."""
+    """Return the object at a URL if the store speaks S3; otherwise None."""
     fs, path, _ = filesystem_for(url)
     protocol = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
     return S3Object(fs, path, url) if "s3" in protocol else None
 
 
 def exists_error(url: str) -> DestinationExists:
-    """The error for an object that is already there."""
+    """Return the error for an object that is already there."""
     return DestinationExists(f"{url} exists. Choose another destination, or {argument('force', True)} to replace it.")
 
 
@@ -246,7 +247,7 @@ def remove_object(url: str) -> None:
 
 
 def _versions(at: S3Object) -> list[str]:
-    """Versions of the object and marks of its deletion, the oldest first."""
+    """Return the versions of the object and the marks of its deletion, the oldest first."""
     found: list[dict[str, Any]] = []
     following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
     for page in at.pages("list_object_versions", following, Prefix=at.key):
@@ -255,7 +256,7 @@ def _versions(at: S3Object) -> list[str]:
 
 
 def set_legal_hold(url: str, *, on: bool) -> bool:
-    """Put the object under a legal hold of the store, or end it; False if the store or bucket has none.
+    """Put the object under a legal hold of the store, or end it; returns False if the store or bucket has none.
 
     Raises:
         RemoteError: the store does not allow it, or fails.
@@ -275,7 +276,7 @@ def set_legal_hold(url: str, *, on: bool) -> bool:
 
 
 def get_with_token(url: str) -> tuple[bytes, str | None]:
-    """(bytes, token) of a small object; (b"", None) if it does not exist. `put_if_unchanged` takes the token."""
+    """Return (bytes, token) of a small object; (b"", None) if it does not exist. `put_if_unchanged` takes the token."""
     at = s3_object(url)
     try:
         if at is None:

@@ -59,7 +59,7 @@ _OURS = {"journal", "tree", "old", "parts"}
 
 
 class LeftoverFiles:
-    """The names beside a destination.
+    """The names of what is kept next to a destination while it is built: partial folders and a lock.
 
     Raises:
         UsageError: the destination's own name is longer than the file system allows.
@@ -77,12 +77,13 @@ class LeftoverFiles:
         self.lock = os.path.join(self.parent, self.prefix + "lock")
 
     def folders(self) -> list[str]:
-        """Paths of everything that is named like a partial folder of this destination, sorted."""
+        """Return the paths of everything that is named like a partial folder of this destination, sorted."""
         found = (n for n in os.listdir(self.parent) if n.startswith(self.prefix))
         return [os.path.join(self.parent, n) for n in sorted(found) if (m := _SUFFIX.fullmatch(n)) and m["id"]]
 
 
 def _longest_name(parent: str) -> int:
+    """Return how many bytes a file name may have in a folder."""
     try:
         return os.pathconf(parent, "PC_NAME_MAX")
     except (OSError, ValueError, AttributeError):
@@ -90,7 +91,7 @@ def _longest_name(parent: str) -> int:
 
 
 def _stem(name: str, most: int) -> str:
-    """The name, or its beginning and a hash where the names made of it would be too long."""
+    """Return the name, or its beginning and a hash where the names made of it would be too long."""
     room = most - len(f"..partial-{'0' * _ID}-99")
     raw = os.fsencode(name)
     if len(raw) <= room:
@@ -101,7 +102,7 @@ def _stem(name: str, most: int) -> str:
 
 
 def clean_command(target: str) -> str:
-    """The command that removes what lies beside a destination."""
+    """Return the command that removes what lies next to a destination."""
     return f"ckpttool clean {shlex.quote(target)}"
 
 
@@ -109,7 +110,7 @@ def clean_command(target: str) -> str:
 
 
 def why_foreign(path: str) -> str | None:
-    """Why a partial folder is not ours to use or to remove, as the end of a sentence; None where it is ours."""
+    """Return why a partial folder is not ours to use or to remove, as the end of a sentence; None if it is ours."""
     st = os.lstat(path)
     if stat.S_ISLNK(st.st_mode):
         return "is a link"
@@ -129,7 +130,8 @@ def why_foreign(path: str) -> str | None:
 
 
 def is_continuable(folder: str) -> bool:
-    """Whether nobody else could enter a partial folder of ours, and its journal and tree are plain files of ours."""
+    """Return whether nobody else could enter a partial folder of ours, and its journal and tree are plain files of
+    ours."""
     if os.lstat(folder).st_mode & 0o077:
         return False
     todo = [
@@ -157,7 +159,7 @@ def make_private_folder(folder: str) -> None:
 
 @contextmanager
 def _locked(leftovers: LeftoverFiles, look_only: bool = False) -> Iterator[None]:
-    """Hold the lock; to look only, do not make it where it is missing, nor remove it."""
+    """Hold the lock of a destination; with `look_only`, neither create it where it is missing nor remove it."""
     fd = -1
     if not look_only:
         fd = take_lock(leftovers)
@@ -190,7 +192,7 @@ class EarlierRun(NamedTuple):
 
 
 def read_journal(folder: str) -> list[dict[str, Any]]:
-    """The whole lines of the journal of a partial folder; [] where there is none."""
+    """Return the complete lines of the journal of a partial folder; [] if there is none."""
     try:
         fd = os.open(os.path.join(folder, "journal"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, encoding="utf-8") as f:
@@ -204,8 +206,8 @@ def read_journal(folder: str) -> list[dict[str, Any]]:
 
 
 def parse_journal(entries: list[dict[str, Any]], plan: str) -> EarlierRun | None:
-    """What a journal says; None where it is of another plan, its tree may be the old destination, or it makes no
-    sense."""
+    """Return what a journal says; None if it belongs to another plan, is malformed, or its tree may be the old
+    destination."""
     if not entries or entries[0]["plan"] != plan or "committed" in entries[-1]:
         return None
     done, digests, sinks = 0, dict[str, str](), dict[int, dict[str, Any]]()
@@ -228,7 +230,8 @@ def parse_journal(entries: list[dict[str, Any]], plan: str) -> EarlierRun | None
 
 
 def put_back(leftovers: LeftoverFiles, dry_run: bool = False) -> str | None:
-    """Rename an old destination back that was taken away when a run was interrupted between two renames; where it was.
+    """Rename an old destination back that was taken away when a run was interrupted between two renames; returns where
+    it was, None if nothing was to be done.
 
     The lock must be held.
 
@@ -247,7 +250,7 @@ def put_back(leftovers: LeftoverFiles, dry_run: bool = False) -> str | None:
 
 
 def put_back_message(target: str, old: str) -> str:
-    """What `put_back` did, in words."""
+    """Return a sentence that says what `put_back` did."""
     return (
         f"an earlier run was interrupted after it had taken the old {target} away and before the new one was in its "
         f"place; the old one was put back from {old}"
@@ -255,7 +258,7 @@ def put_back_message(target: str, old: str) -> str:
 
 
 def recover(target: str) -> list[str]:
-    """`put_back`, when no other run is at it: what a run does before anything else.
+    """Do what `put_back` does, unless another run is writing; returns messages. A run does this before anything else.
 
     Raises:
         UsageError: the name is too long. OSError: what is there could not be put back.
@@ -274,7 +277,7 @@ def recover(target: str) -> list[str]:
 
 
 def remove(folder: str, target: str) -> str | None:
-    """Remove a partial folder of ours. What is left of it, and why, as a sentence; None where nothing is."""
+    """Remove a partial folder of ours; returns what is left of it, and why, as a sentence, or None if nothing is."""
     if os.path.lexists(os.path.join(folder, "old")) and not os.path.lexists(target):
         return (
             f"{folder} holds the old {target}, which is missing, and was kept; `{clean_command(target)}` puts it back"
@@ -282,6 +285,7 @@ def remove(folder: str, target: str) -> str | None:
     failed: list[str] = []
 
     def note(function: Any, path: str, what: Any) -> None:
+        """Collect an error of rmtree."""
         failed.append(f"{path}: {what[1].strerror or what[1]}")
 
     shutil.rmtree(folder, onerror=note)
@@ -303,7 +307,7 @@ class Cleaned:
     failed: bool = False  # whether some of `kept` is ours, and could not be removed
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: {"put_back": [{"from", "to"}], "removed": [{"path", "bytes"}], "kept": [{"path", "why"}],
+        """Return plain data: {"put_back": [{"from", "to"}], "removed": [{"path", "bytes"}], "kept": [{"path", "why"}],
         "failed"}."""
         return {
             "put_back": [{"from": a, "to": b} for a, b in self.put_back],
@@ -344,7 +348,7 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
 
 
 def _leftovers_in(folder: str) -> list[LeftoverFiles]:
-    """The destinations beside which something lies in a folder."""
+    """Return the destinations in a folder next to which something is left."""
     names: dict[str, str] = {}
     for entry in sorted(os.listdir(folder)):
         if entry.startswith(".") and (m := _SUFFIX.fullmatch(entry[1:])):
@@ -358,6 +362,7 @@ def _leftovers_in(folder: str) -> list[LeftoverFiles]:
 
 
 def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> None:
+    """Clean what is left next to one destination, and add to `out` what was done."""
     folders = leftovers.folders()
     if not folders and not os.path.lexists(leftovers.lock):
         return
@@ -384,13 +389,15 @@ def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> N
 
 
 def _disk_bytes(folder: str) -> int:
+    """Return how many bytes the files below a folder take on the disk."""
     return sum(
         os.lstat(os.path.join(where, name)).st_blocks * 512 for where, _, names in os.walk(folder) for name in names
     )
 
 
 def rename_special(a: str, b: str, flags: int, a_folder: int = -100) -> bool:
-    """renameat2(2) with NOREPLACE (1) or EXCHANGE (2); False where the system or the file system has no such thing.
+    """Call renameat2(2) with NOREPLACE (1) or EXCHANGE (2); returns False if the system or the file system has no such
+    thing.
 
     `a_folder` is the descriptor of the folder that `a` is relative to.
     """

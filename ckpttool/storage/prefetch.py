@@ -56,7 +56,7 @@ class Prefetcher:
             self._coming.append((deque(), iter(ranges)))
 
     def take(self, name: str, offset: int, n: int) -> bytes | memoryview | None:
-        """Bytes of a range that was announced, or of a part of one; None of any other."""
+        """Return the bytes of a range that was announced, or of a part of one; None for any other."""
         if n > self._sizes.range_bytes:
             return None  # what `stream.Reader` reads in many threads does not wait for each other here
         with self._lock:
@@ -66,6 +66,7 @@ class Prefetcher:
             return found
 
     def _find_kept(self, name: str, offset: int, n: int) -> memoryview | None:
+        """Return bytes that were fetched already; None if they are not all there."""
         starts = self._starts.get(name, [])
         i = bisect_right(starts, offset) - 1
         if i < 0:
@@ -78,7 +79,7 @@ class Prefetcher:
         )
 
     def _fetch_around(self, name: str, offset: int, n: int) -> bool:
-        """Fetch the announced range that holds this one, and those that follow it."""
+        """Fetch the announced range that holds this one, and those that follow it; returns False if none holds it."""
         for k in range(len(self._coming) - 1, -1, -1):
             waiting, more = self._coming[k]
             waiting.extend(islice(more, self._sizes.lookahead_ranges - len(waiting)))
@@ -94,6 +95,7 @@ class Prefetcher:
         return False
 
     def _fetch_next(self, waiting: deque[tuple[str, int, int]]) -> None:
+        """Fetch the next batch of waiting ranges, near ones with one request, many requests at a time."""
         batch: list[tuple[str, int, int]] = []
         room = self._sizes.kept_bytes // 4
         while waiting and len(batch) < self._sizes.batch_ranges and (not batch or waiting[0][2] <= room):
@@ -118,6 +120,7 @@ class Prefetcher:
                     self._keep(span[0], span[1], data)
 
     def _fetch_or_empty(self, span: list[Any]) -> bytes:
+        """Fetch a span (name, start, end); b"" after an error, which the read itself meets again and reports."""
         try:
             return self._fetch(span[0], span[1], span[2] - span[1])
         except Stalled:
@@ -126,6 +129,7 @@ class Prefetcher:
             return b""  # the read itself requests it again, and reports the error
 
     def _keep(self, name: str, start: int, data: bytes) -> None:
+        """Keep fetched bytes, and drop the oldest ones beyond `kept_bytes`."""
         if (name, start) in self._kept:
             if len(self._kept[name, start]) >= len(data):
                 return

@@ -55,7 +55,7 @@ _VERSION = (
 
 
 def filesystem_for(url: str) -> tuple[Any, str, str]:
-    """(fsspec file system, path in it, query that every request carries) of a URL.
+    """Return (fsspec file system, path in it, query that every request carries) for a URL.
 
     Raises:
         UsageError: no such kind of store, or its package is not installed.
@@ -100,8 +100,8 @@ def filesystem_for(url: str) -> tuple[Any, str, str]:
 
 @cache
 def _bounding_options(scheme: str) -> dict[str, Any]:
-    """Arguments that make a file system's clients keep to answer_limits.py. They are made once: fsspec tells file
-    systems apart by them."""
+    """Return arguments that make a file system's clients keep to answer_limits.py. They are made once: fsspec tells
+    file systems apart by them."""
     if scheme in ("s3", "s3a"):
         if find_spec("s3fs") is None:
             raise ImportError("s3fs")
@@ -137,8 +137,8 @@ class RemoteSource(Source):
         self._ahead = Prefetcher(self._fetch_range, self.sizes)
 
     def _pinned_prefix(self) -> str:
-        """The path that all objects are below. On the Hub it names the commit that was first seen, so that all reads
-        are of one commit even if the branch moves on."""
+        """Return the path that all objects are below. On the Hub it names the commit that was first seen, so that all
+        reads are of one commit even if the branch moves on."""
         if not self._hub:
             return self._prefix
         with self._pin:
@@ -147,13 +147,16 @@ class RemoteSource(Source):
             return self._pinned
 
     def _path(self, name: str) -> str:
+        """Return the path of an object for fsspec; raises Unsafe if the name leads elsewhere."""
         check_inside(name, self.root)
         return f"{self._pinned_prefix()}/{quote(name) if self._web else name}{self._query}"
 
     def _url(self, name: str) -> str:
+        """Return the URL of an object, or of the folder for "", for messages."""
         return f"{self.root}/{name}" if name else self.root
 
     def _fetch_identity(self, name: str) -> Identity:
+        """Ask the store for the identity of an object; raises NotFound or RemoteError."""
         path = self._path(name)
         info: dict[str, Any] = with_retries(self._url(name), lambda: self._fs.info(path))
         if info.get("type") != "file":
@@ -169,8 +172,8 @@ class RemoteSource(Source):
         return found
 
     def _identity_of_info(self, name: str, info: dict[str, Any]) -> Identity | None:
-        """The five numbers of a file, here: a hash of the URL, a hash of the version that the store gives, the size, 0
-        and 0."""
+        """Return the identity in fsspec's info: hash of the URL, hash of the version that the store gives, size, 0, 0.
+        None if it is a folder or has no size."""
         if info.get("type") != "file" or not isinstance(info.get("size"), int) or info["size"] < 0:
             return None
         if self._web and str(info.get("url", "")).partition("?")[0].endswith("/"):
@@ -179,16 +182,16 @@ class RemoteSource(Source):
         return _hash64(f"{self._prefix}/{name}{self._query}"), _hash64(version), info["size"], 0, 0
 
     def list(self, folder: str = "") -> list[str]:
-        """Sorted names of the objects and prefixes directly below the URL, or below one prefix under it; [] if there
-        are none. The store is asked once for each."""
+        """Return the sorted names of the objects and prefixes directly below the URL, or below one prefix under it; []
+        if there are none. The store is asked once for each."""
         if folder not in self._listed:
             no_folder = folder in self._files or (folder and self._known_from_listing(folder) is not None)
             self._listed[folder] = {} if no_folder else self._fetch_listing(folder)
         return sorted(self._listed[folder])
 
     def _known_from_listing(self, name: str) -> Identity | bool | None:
-        """What earlier listings say about a name: its identity; False if nothing has that name; None if it is a folder,
-        or if they do not say."""
+        """Return what earlier listings say about a name: its identity; False if nothing has that name; None if it is a
+        folder, or if they do not say."""
         if self._web:  # pages for people need not list everything
             return None
         parts = name.split("/")
@@ -199,6 +202,8 @@ class RemoteSource(Source):
         return self._listed.get("/".join(parts[:-1]), {}).get(parts[-1])
 
     def _fetch_listing(self, folder: str) -> dict[str, Identity | None]:
+        """Ask the store what is in a folder: {name: its identity, None for folders and where the listing has no
+        version}."""
         try:
             path = self._path(folder).removesuffix(self._query) if folder else self._pinned_prefix()
             found = list_entries(self._fs, path, self._query, self._url(folder))
@@ -215,7 +220,7 @@ class RemoteSource(Source):
         return out
 
     def exists(self, name: str) -> bool:
-        """Whether there is an object of that name."""
+        """Return whether there is an object of that name."""
         if (known := self._known_from_listing(name)) is not None:
             return bool(known)
         try:
@@ -229,11 +234,12 @@ class RemoteSource(Source):
         return True
 
     def glance(self, name: str) -> tuple[bool, int | None]:
-        """(whether an entry of `list` is a folder, bytes of the object if the listing has them); sends no request."""
+        """Return (whether an entry of `list` is a folder, bytes of the object if the listing has them); sends no
+        request."""
         return name not in self._files, self._files.get(name)
 
     def size(self, name: str) -> int:
-        """Bytes of an object.
+        """Return the bytes of an object.
 
         Raises:
             Corrupt: it is missing. Unsafe: the name leads elsewhere. RemoteError: the store does not tell.
@@ -249,8 +255,8 @@ class RemoteSource(Source):
         return self._identity[name][2]
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Ranges (name, offset, length) that will soon be read, in about this order: the first that is wanted brings
-        many that follow."""
+        """Announce ranges (name, offset, length) that will soon be read, in about this order: the first that is wanted
+        brings many that follow."""
         self._ahead.prefetch(ranges)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
@@ -286,6 +292,7 @@ class RemoteSource(Source):
                 pass
 
     def _fetch_range(self, name: str, start: int, n: int) -> bytes:
+        """Fetch `n` bytes of an object from `start` on with one request, with retries."""
         self._refuse_closed()
         path, how = self._path(name), {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead
 
@@ -315,11 +322,11 @@ class RemoteSource(Source):
         return data
 
     def identities(self) -> dict[str, Identity]:
-        """(place, version, size, 0, 0) of every object looked at so far."""
+        """Return (place, version, size, 0, 0) of every object looked at so far."""
         return dict(self._identity)
 
     def has_versions(self) -> bool:
-        """Whether the store gives versions, so that `assert_unchanged` proves something."""
+        """Return whether the store gives versions, so that `assert_unchanged` proves something."""
         return all(identity[1] != _NO_VERSION for identity in self._identity.values())
 
     def assert_unchanged(self) -> None:
@@ -349,7 +356,7 @@ class RemoteSource(Source):
                 pass
 
     def _check_same(self, names: Iterable[str], sure: bool = True) -> None:
-        """Prove that these objects did not change. If not `sure`, a request that fails is ignored."""
+        """Raise SourceChanged if one of these objects has changed. If not `sure`, a request that fails is ignored."""
         for name in names:
             try:
                 now = self._fetch_identity(name)
@@ -363,16 +370,17 @@ class RemoteSource(Source):
                 raise self._changed_error(name)
 
     def _changed_error(self, name: str) -> SourceChanged:
+        """Return the error for an object that was replaced."""
         return SourceChanged(f"{self._url(name)} changed while it was read. Wait until its writer has finished.")
 
     def close(self) -> None:
-        """Nothing is open, and nothing can be read any more."""
+        """Refuse all further reads; nothing is open."""
         self._closed = True
 
 
 def _pin_commit(fs: Any, path: str) -> tuple[str, str | None]:
-    """(a path on the Hub with the commit in the place of its branch, that commit); as it is where it names no
-    repository."""
+    """Return (a path on the Hub with the commit in the place of its branch, that commit); (the path, None) if it names
+    no repository."""
     from huggingface_hub import HfApi, constants
 
     try:
@@ -391,7 +399,7 @@ def _pin_commit(fs: Any, path: str) -> tuple[str, str | None]:
 
 
 def commit_of(found: Any, url: str) -> str:
-    """The commit that the Hub says a revision is.
+    """Return the commit that the Hub says a revision is.
 
     Raises:
         RemoteError: it is none.
@@ -405,6 +413,7 @@ def commit_of(found: Any, url: str) -> str:
 
 
 def _hash64(text: str) -> int:
+    """Return 64 bits of the SHA-256 of a text."""
     from hashlib import sha256
 
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
@@ -414,7 +423,7 @@ _NO_VERSION = 0x141CFC9842C4B0E3  # _number("")
 
 
 def _fetch_web_range(fs: Any, url: str, start: int, end: int) -> bytes:
-    """Bytes [start, end) of the file at a URL."""
+    """Fetch bytes [start, end) of the file at a web URL."""
     from fsspec.asyn import sync
 
     async def call() -> bytes:
@@ -430,5 +439,5 @@ def _fetch_web_range(fs: Any, url: str, start: int, end: int) -> bytes:
 
 
 def open_source(path: str) -> Source:
-    """The files of a folder, or the objects below a URL."""
+    """Return a source for a folder, or for the objects below a URL."""
     return RemoteSource(path) if is_url(path) else Source(path)

@@ -86,7 +86,7 @@ class Denied(RemoteError):
 
 
 def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
-    """The result of a request, which is sent again after a temporary failure; its answers are bounded
+    """Call something that sends a request, again after temporary failures, and return its result; answers are bounded
     (answer_limits.py).
 
     Args:
@@ -120,7 +120,8 @@ def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
 
 
 def find_own_error(e: BaseException, outer: BaseException | None = None) -> CkpttoolError | None:
-    """The error of errors.py among an exception and its causes: clients wrap what is raised while they read an answer.
+    """Return the error of errors.py among an exception and its causes; None if there is none. Clients wrap what is
+    raised while they read an answer.
 
     Args:
         outer: what was being handled when the call began; it is no cause.
@@ -129,6 +130,7 @@ def find_own_error(e: BaseException, outer: BaseException | None = None) -> Ckpt
 
 
 def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteError:
+    """Return our error of this class; `kind` None is for tries that all failed for a temporary reason."""
     if kind is None:
         return RemoteError(
             f"{url}: no answer in {POLICY.tries} tries ({text}). Check the network and the store, then run the same "
@@ -142,7 +144,7 @@ def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteErr
 
 
 def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
-    """(class of error, the exception that decided it); the class is None for a temporary failure.
+    """Return (class of error, the exception that decided it); the class is None for a temporary failure.
 
     fsspec wraps the errors of its clients, so the chain of causes is searched.
     """
@@ -168,6 +170,7 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
 
 
 def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes."""
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
         seen.add(id(e))
@@ -176,13 +179,13 @@ def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
 
 
 def _botocore_code(e: BaseException) -> str | None:
-    """The error code in an answer of botocore."""
+    """Return the error code in an answer of botocore; None for other exceptions."""
     response = getattr(e, "response", None)
     return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
 
 def _http_status(e: BaseException) -> int | None:
-    """The HTTP status: of botocore, of httpx and requests, of aiohttp, of gcsfs."""
+    """Return the HTTP status in an exception of botocore, httpx, requests, aiohttp or gcsfs; None if there is none."""
     response = getattr(e, "response", None)
     if isinstance(response, dict):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -192,7 +195,7 @@ def _http_status(e: BaseException) -> int | None:
 
 
 def redacted_message(e: BaseException) -> str:
-    """The message of an error in one line, without anything that may be a credential."""
+    """Return the message of an error in one line, without anything that may be a credential."""
     response = getattr(e, "response", None)
     text = "it redirects for ever" if type(e).__name__ == "TooManyRedirects" else str(e)
     if isinstance(response, dict):

@@ -51,22 +51,22 @@ class SharedObjects:
         self.cells: dict[str, Cells] = {}
 
     def cells_of(self, name: str) -> Cells:
-        """The cells of an object."""
+        """Return the cells of an object."""
         if name not in self.cells:
             url, upload = self.objects[name]
             self.cells[name] = Cells(url, upload, self)
         return self.cells[name]
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> CellRange:
-        """An object, to be filled from byte `start` on."""
+        """Return a file that fills an object from byte `start` on."""
         return CellRange(self.cells_of(name), start)
 
     def record_part(self, number: int, result: Mapping[str, Any]) -> None:
-        """The store lists what it has."""
+        """Do nothing: the store lists what it has."""
 
     def finish_sending(self) -> dict[str, Any]:
-        """What was sent, when all of it has arrived: "cells" {name: {cell: ETag}}, and how many of them were there
-        before, "kept".
+        """Wait until all has arrived; returns "cells" {name: {cell: ETag}}, and how many of them were there before,
+        "kept".
 
         Raises:
             RemoteError: the store fails, or the coordinator has completed or aborted the upload.
@@ -104,10 +104,11 @@ class Cells:
         self.pending: list[Future[None]] = []
 
     def _empty(self) -> IO[bytes]:
+        """Return an empty file for the bytes of a cell, on disk or in memory."""
         return tempfile.TemporaryFile() if self.shared.on_disk else io.BytesIO()
 
     def append_at(self, offset: int, data: bytes | memoryview) -> None:
-        """Bytes of the object; what was put before lies before them."""
+        """Add bytes of the object at an offset; calls come in ascending order. A cell is sent when it is full."""
         view = memoryview(data).cast("B")
         while len(view):
             number, inside = divmod(offset, self.size)
@@ -120,13 +121,13 @@ class Cells:
             view, offset = view[n:], offset + n
 
     def start_cell(self, number: int) -> None:
-        """From here on, this cell; what came of another one is dropped."""
+        """Fill this cell from here on; what came of another one is dropped."""
         self.number, self.have = number, 0
         self.body.seek(0)
         self.body.truncate()
 
     def write_cell(self, offset: int, data: bytes | memoryview) -> None:
-        """Bytes of the object that lie in the cell that was begun; none of them twice."""
+        """Write bytes of the object that lie in the cell that was started; none of them twice."""
         self.have += len(data)
         try:
             self.body.seek(offset - self.number * self.size)
@@ -142,7 +143,7 @@ class Cells:
         self.number, self.have, self.body = -1, 0, self._empty()
 
     def _send(self, number: int, body: IO[bytes]) -> None:
-        """Send a cell, unless the store has it."""
+        """Send a cell, unless the store has it already with the same bytes."""
         try:
             if self.there is None:
                 self.there = self.at.list_parts(self.upload)
@@ -169,6 +170,7 @@ class Cells:
 
 
 def _md5(body: IO[bytes]) -> str:
+    """Return the MD5 of a file in hex, which S3 uses as the ETag of a part."""
     body.seek(0)
     return hashlib.file_digest(body, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
 
@@ -182,9 +184,10 @@ class CellRange(DestinationFile):
         self.cells, self.path, self.at = cells, cells.at.url, start
 
     def append(self, data: bytes | memoryview) -> None:
+        """Append the next bytes of the object."""
         self.cells.append_at(self.at, data)
         self.at += len(data)
 
     def skip_to(self, to: int) -> None:
-        """Go on at a byte further behind; what lies between is for others."""
+        """Advance to offset `to`; other workers send the bytes skipped."""
         self.at = to

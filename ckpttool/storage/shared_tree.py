@@ -42,7 +42,7 @@ class SharedTree:
         self.coherent = bool(shared["coherent"])
 
     def may_write(self) -> None:
-        """Raise where the destination was committed, removed or begun anew since the request was made.
+        """Raise CkpttoolError if the destination was committed, removed or restarted since the request was made.
 
         Raises:
             CkpttoolError: it was.
@@ -56,21 +56,21 @@ class SharedTree:
             raise CkpttoolError(f"{self.folder} is no longer being filled; this worker has nothing to do there.")
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> LocalRange:
-        """A file, to be written from byte `start` on. On a network file system its `fringes` are for the
+        """Open a file, to be written from byte `start` on. On a network file system its `fringes` are for the
         coordinator."""
         self.may_write()
         fringes = None if self.coherent else list[tuple[int, bytes]]()
         return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write, fringes)
 
     def finish_sending(self) -> dict[str, Any]:
-        """Nothing: what is written stands in the files."""
+        """Return {}: what is written stands in the files."""
         return {}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def record_part(self, number: int, result: Mapping[str, Any]) -> None:
-        """Say durably that a part is filled; its bytes must be durable already."""
+        """Record durably that a part is filled; its bytes must be durable already."""
         path = os.path.join(self.folder, "parts", f"{number}.json")
         mine = f"{path}.{os.uname().nodename}.{os.getpid()}.{get_ident()}"  # two threads of a worker may fill it
         try:
@@ -86,7 +86,7 @@ class SharedTree:
 
 
 def is_coherent(folder: str, mounts: str = "/proc/self/mountinfo") -> bool:
-    """Whether processes on all machines that see a folder see the same page cache: not on NFS and SMB."""
+    """Return whether processes on all machines that see a folder see the same page cache: not on NFS, SMB and FUSE."""
     real, best = os.path.realpath(folder), ("", "")
     try:
         with open(mounts, encoding="utf-8", errors="surrogateescape") as f:
@@ -101,7 +101,8 @@ def is_coherent(folder: str, mounts: str = "/proc/self/mountinfo") -> bool:
 
 
 def read_filled_parts(folder: str, plan: str) -> dict[int, dict[str, Any]]:
-    """{number: what was said of it} of the parts of a plan that are filled, in a partial folder of ours."""
+    """Return {number: what its worker said of it} for the parts of a plan that are filled, in a partial folder of
+    ours."""
     out: dict[int, dict[str, Any]] = {}
     try:
         names = os.listdir(os.path.join(folder, "parts"))

@@ -61,7 +61,7 @@ def raise_file_limit() -> None:
 
 
 def missing_resource(e: OSError) -> str | None:
-    """The resource that a failed system call lacked, and what sets its limit; None for other failures."""
+    """Return which resource a failed system call lacked, and what sets its limit; None for other failures."""
     return {
         errno.EFBIG: "the file would be larger than this shell (`ulimit -f`) or the file system allows",
         errno.EMFILE: "this process has too many open files; allow more (`ulimit -n`)",
@@ -71,7 +71,7 @@ def missing_resource(e: OSError) -> str | None:
 
 
 def read_error(e: OSError, path: str) -> CkpttoolError:
-    """The error for a failed system call on a file that is being read."""
+    """Return the error for a failed system call on a file that is being read."""
     if (what := missing_resource(e)) is not None:
         return NoSpace(f"{path} cannot be read: {what}. Fix that, then run the same command again.")
     if kind_of_failure(e) is NotPermitted:
@@ -130,7 +130,7 @@ class Source:
         return frozenset()
 
     def list(self, folder: str = "") -> list[str]:
-        """Sorted names of the entries of the folder, or of a folder in it; [] if there is no such folder."""
+        """Return the sorted names of the entries of the folder, or of a folder in it; [] if there is no such folder."""
         try:
             return sorted(os.listdir(os.path.join(self.root, folder)))
         except (OSError, ValueError) as e:  # a name from a file may be no name at all
@@ -142,11 +142,12 @@ class Source:
             return []
 
     def exists(self, name: str) -> bool:
-        """Whether a regular file of that name is there."""
+        """Return whether a regular file of that name is there."""
         return os.path.isfile(os.path.join(self.root, name))
 
     def glance(self, name: str) -> tuple[bool, int | None]:
-        """(whether an entry of `list` is a folder, bytes of a file if they are known); opens nothing."""
+        """Return (whether an entry of `list` is a folder, bytes of a file or None if they are not known); opens
+        nothing."""
         try:
             st = os.stat(os.path.join(self.root, name))
         except (OSError, ValueError):
@@ -154,13 +155,14 @@ class Source:
         return stat.S_ISDIR(st.st_mode), st.st_size if stat.S_ISREG(st.st_mode) else None
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Return the bytes of a file."""
         if name not in self._identity:
             self.fd(name)
         return self._identity[name][2]
 
     def fd(self, name: str, flags: int = 0) -> int:
-        """A descriptor, kept open until many others were opened; `flags` may contain O_DIRECT. Use `borrow_fd` to read.
+        """Return a descriptor, kept open until many others were opened; `flags` may contain O_DIRECT. Use `borrow_fd`
+        to read.
 
         Raises:
             Unsafe: the file lies outside the folder, or is not a regular file.
@@ -183,8 +185,8 @@ class Source:
 
     @contextmanager
     def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
-        """A descriptor that no other thread closes meanwhile; the number of a closed one may soon belong to another
-        file."""
+        """Lend a descriptor that no other thread closes meanwhile; the number of a closed one may soon belong to
+        another file."""
         with self._lock:
             fd = self.fd(name, flags)
             self._busy[name, flags] += 1
@@ -199,6 +201,7 @@ class Source:
                         self._close_idle()
 
     def _open_file(self, name: str, flags: int) -> int:
+        """Open a file for reading, after checking its name and what was opened."""
         parts = Path(name).parts
         if not parts or os.path.isabs(name) or ".." in parts or "\0" in name:
             raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may name only files inside its own folder.")
@@ -229,6 +232,8 @@ class Source:
         return fd
 
     def _check_opened(self, name: str, path: str, fd: int) -> None:
+        """Raise Unsafe or SourceChanged if what was opened is no regular file inside the folder, or not the file of
+        before."""
         st = os.fstat(fd)
         if not stat.S_ISREG(st.st_mode):
             raise Unsafe(f"{path} is not a regular file.")
@@ -256,6 +261,7 @@ class Source:
             self._check_expected(name)
 
     def _check_expected(self, name: str) -> None:
+        """Raise SourceChanged if a file is not the one that `expect` asks for."""
         there, here = self._expected.get(name), self._identity[name]
         if there is not None and (there[2:4] != here[2:4] or (self.is_remote and there[1] != here[1])):
             raise SourceChanged(
@@ -265,7 +271,7 @@ class Source:
             )
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes.
+        """Read exactly `length` bytes.
 
         Raises:
             Corrupt: the file ends before.
@@ -298,11 +304,11 @@ class Source:
             got += n
 
     def reader_of(self, name: str) -> FileBytes:
-        """One file, as a function of offset and length."""
+        """Return a function (offset, length) -> bytes of one file."""
         return FileBytes(self, name)
 
     def below(self, folder: str) -> Source:
-        """The files of one of the folders, by names relative to it; they stay files of this source, which closes
+        """Return the files of one of the folders, by names relative to it; they stay files of this source, which closes
         them."""
         return FolderOfSource(self, folder)
 
@@ -316,24 +322,25 @@ class Source:
         self.prefetch(end for name in names for end in self._end_ranges(name))
 
     def _end_ranges(self, name: str) -> Iterator[tuple[str, int, int]]:
+        """Yield the ranges of the first and last bytes of a file."""
         size = self.size(name)
         yield name, 0, min(size, _END)
         if size > _END:
             yield name, max(_END, size - _END), min(size - _END, _END)
 
     def read_all(self, name: str, most: int) -> bytes:
-        """A whole small file, at most `most` bytes."""
+        """Read a whole small file; raise Corrupt if it has more than `most` bytes."""
         n = self.size(name)
         if n > most:
             raise Corrupt(f"{os.path.join(self.root, name)} has {n} bytes; such a file has at most {most}.")
         return self.read(name, 0, n)
 
     def identities(self) -> dict[str, Identity]:
-        """(device, inode, size, mtime, ctime) of every file opened so far."""
+        """Return (device, inode, size, mtime, ctime) of every file opened so far."""
         return dict(self._identity)
 
     def has_versions(self) -> bool:
-        """Whether identities differ when a file is replaced by another one of the same size."""
+        """Return whether identities differ when a file is replaced by another one of the same size."""
         return True
 
     def assert_unchanged(self) -> None:
@@ -366,6 +373,7 @@ class Source:
                 self._close_idle()
 
     def _close_idle(self) -> None:
+        """Close descriptors that nobody reads from."""
         for key in [k for k in self._open if not self._busy[k]]:
             try:
                 os.close(self._open.pop(key))
@@ -373,6 +381,7 @@ class Source:
                 pass  # only read from
 
     def _refuse_closed(self) -> None:
+        """Raise UsageError if the source was closed."""
         if self._closed:
             raise UsageError(
                 f"{self.root} was closed, and is read after that. Read inside the `with ckpttool.open(...)`."

@@ -75,7 +75,7 @@ class UploadPool:
         self.free = threading.Semaphore(many)
 
     def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
-        """Call it in a thread; waits until one is free."""
+        """Call it in a thread; wait until one is free."""
         self.free.acquire()
         future = self.pool.submit(call, *args)
         future.add_done_callback(lambda _: self.free.release())
@@ -144,16 +144,16 @@ class ObjectUpload:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of a part; 0 where the store has no parts."""
+        """Bytes of a part; 0 if the store has no parts."""
         return self._to.size if isinstance(self._to, PartsUpload) else 0
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Whether an earlier run left parts that `share` goes on from."""
+        """Whether an earlier run left parts that `share` continues from."""
         return len(self._left) == 1 and self._at.has_parts(self._left[0][1])
 
     def share(self) -> SharedUpload:
-        """From here on, others send the parts.
+        """Let others send the parts from here on; returns the upload that they share.
 
         Raises:
             RemoteError: the store fails.
@@ -165,7 +165,7 @@ class ObjectUpload:
         return self._to
 
     def append(self, data: bytes | memoryview) -> None:
-        """The next bytes; `data` may be reused afterwards."""
+        """Append bytes; `data` may be reused afterwards."""
         self._sweep()
         self._to.append(data)
 
@@ -187,7 +187,7 @@ class ObjectUpload:
 
 
 def upload_lost_error(url: str) -> RemoteError:
-    """The error for an upload that the store does not know any more."""
+    """Return the error for an upload that the store does not know any more."""
     return RemoteError(
         f"{url}: its parts are gone; another run began to write the same object. Nothing was replaced; run the command "
         "again when it has ended."
@@ -195,7 +195,7 @@ def upload_lost_error(url: str) -> RemoteError:
 
 
 def temp_space_error(e: OSError) -> NoSpace:
-    """The error for parts that cannot wait on the disk."""
+    """Return the error for parts that cannot wait on the local disk."""
     import tempfile
 
     return NoSpace(
@@ -205,7 +205,7 @@ def temp_space_error(e: OSError) -> NoSpace:
 
 
 def choose_part_bytes(expect_bytes: int, usual: int) -> int:
-    """Bytes of a part, so that 10,000 of them are enough."""
+    """Return the bytes of a part: `usual`, or more so that 10,000 of them hold `expect_bytes`."""
     need = -(-expect_bytes // SIZES.parts)
     return usual if need <= usual else -(-need // (1 << 20)) << 20
 
@@ -236,11 +236,13 @@ class PartsUpload:
         self.pending: list[Future[None]] = []
 
     def _new_part(self) -> IO[bytes]:
+        """Return an empty file for the next part, on disk or in memory."""
         import tempfile
 
         return tempfile.TemporaryFile() if self.on_disk else io.BytesIO()
 
     def _start_multipart(self, lock: dict[str, Any]) -> None:
+        """Start a multipart upload; `lock` is emptied if the bucket has no object lock."""
         try:
             answer = self.at.request("create_multipart_upload", Key=self.at.key, Metadata=self.mark, **lock)
         except RemoteError as e:
@@ -252,6 +254,7 @@ class PartsUpload:
         self.id = str(required_value(answer, "UploadId", self.at.url))
 
     def append(self, data: bytes | memoryview) -> None:
+        """Append bytes; a part is sent when it is full."""
         view = memoryview(data).cast("B")
         self.nbytes += len(view)
         while len(view):
@@ -265,6 +268,7 @@ class PartsUpload:
             view = view[n:]
 
     def _submit_part(self) -> None:
+        """Hand the part that is being filled to the pool, and begin the next one."""
         if self.number == SIZES.parts:
             raise RemoteError(
                 f"{self.at.url}: {SIZES.parts:,} parts of {self.size:,} bytes are full; S3 takes no more of them."
@@ -278,6 +282,7 @@ class PartsUpload:
         self.part = self._new_part()
 
     def _send_part(self, number: int, body: IO[bytes]) -> None:
+        """Send a part, in a thread of the pool."""
         assert self.id is not None
         self.done[number] = self.at.put_part(self.id, number, body)
         body.close()
@@ -292,6 +297,8 @@ class PartsUpload:
             self.part.close()
 
     def commit(self) -> None:
+        """Make the object visible, as a whole; raises DestinationExists if it was created meanwhile, without
+        `force`."""
         self.flush()
         only_new: dict[str, Any] = {} if self.force else {"IfNoneMatch": "*"}
         try:
@@ -337,10 +344,11 @@ class PartsUpload:
         )
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
-        """Whether an object (`S3Object.head`) is this upload."""
+        """Return whether an object (`S3Object.head`) is this upload."""
         return bool(found.get("Metadata", {}).get("ckpttool-upload") == self.mark["ckpttool-upload"])
 
     def abort(self) -> None:
+        """Cancel what waits, and abort the upload."""
         for future in self.pending:
             future.cancel()
         for future in self.pending:
@@ -371,13 +379,13 @@ class SharedUpload(PartsUpload):
 
     @property
     def upload_id(self) -> str:
-        """What a worker needs to send a part."""
+        """The id that a worker needs to send a part."""
         assert self.id is not None
         return self.id
 
     def find_wrong_parts(self, sent: Mapping[int, str], nbytes: int) -> list[int]:
-        """Compare what was sent with what the store lists, which is what will be completed; the parts that are missing
-        or others.
+        """Compare what was sent with what the store lists, which is what will be completed; returns the numbers of
+        parts that are missing or differ.
 
         Args:
             sent: {number of a part: its ETag}.
@@ -402,11 +410,12 @@ class SharedUpload(PartsUpload):
         return wrong
 
     def flush(self) -> None:
-        """Others have sent everything."""
+        """Close the empty part: others have sent everything."""
         self.part.close()
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
-        """By the ETag that S3 gives an object of these parts: the upload may be one that an earlier run began."""
+        """Return whether an object is this upload, by the ETag that S3 gives an object of these parts: an earlier run
+        may have begun it."""
         try:
             parts = b"".join(bytes.fromhex(self.done[k]["ETag"].strip('"')) for k in sorted(self.done))
         except ValueError:
@@ -432,10 +441,12 @@ class FileUpload:
             raise Unsupported(f"{self.url}: this kind of store is for reading only.") from None
 
     def _refuse_existing(self) -> None:
+        """Raise DestinationExists if there is such an object, without `force`."""
         if not self.force and with_retries(self.url, lambda: self.fs.exists(self.path)):
             raise exists_error(self.url)
 
     def append(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
         buffered = False
 
         def write() -> None:
@@ -449,13 +460,16 @@ class FileUpload:
         with_retries(self.url, write, writes=True)
 
     def flush(self) -> None:
+        """Send what is buffered."""
         if not self.file.closed:
             with_retries(self.url, self.file.close, writes=True)
 
     def commit(self) -> None:
+        """Make the object visible."""
         self._refuse_existing()
         self.flush()
         with_retries(self.url, self.file.commit, writes=True)
 
     def abort(self) -> None:
+        """Discard what was sent."""
         with_retries(self.url, self.file.discard, writes=True)

@@ -60,7 +60,8 @@ class UploadFolder:
         self.showing = False  # whether some of it may be visible
 
     def _inspect_target(self) -> tuple[list[str], str | None]:
-        """(names of the objects that will be replaced, token of the note that was found)."""
+        """Return (names of the objects that will be replaced, token of the note that was found); raises
+        DestinationExists."""
         found, token, ours = self._list_objects(), None, set[str]()
         if UNFINISHED in found:
             data, token = get_with_token(self._note)
@@ -76,7 +77,7 @@ class UploadFolder:
         return found, token
 
     def _list_objects(self) -> list[str]:
-        """Names of all objects below the URL, sorted."""
+        """Return the names of all objects below the URL, sorted."""
         try:
             found: list[str] = with_retries(redact_url(self.url), lambda: self._fs.find(self._path))
         except NotFound:
@@ -90,19 +91,20 @@ class UploadFolder:
         return self._far is not None
 
     def _earlier_uploads(self) -> dict[str, tuple[str, str]]:
-        """{name: (key, id)} of those uploads of an earlier run that are the only ones of objects of this run."""
+        """Return {name: (key, id)} for those uploads of an earlier run that are the only ones of objects of this
+        run."""
         many = Counter(name for name, _, _ in self._left)
         return {name: (key, upload) for name, key, upload in self._left if name in self.names and many[name] == 1}
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Whether an earlier run left parts that `share` goes on from."""
+        """Whether an earlier run left parts that `share` continues from."""
         return self._far is not None and any(
             self._far.has_parts(upload, key) for key, upload in self._earlier_uploads().values()
         )
 
     def share(self, names: Iterable[str]) -> None:
-        """From here on, others send the parts of these objects; what an earlier run left of them is kept.
+        """Let others send the parts of these objects from here on; what an earlier run left of them is kept.
 
         Raises:
             RemoteError: the store fails.
@@ -129,20 +131,21 @@ class UploadFolder:
         self._left = []
 
     def append(self, name: str, data: bytes | memoryview) -> None:
-        """The next bytes of one of the objects."""
+        """Append bytes to one of the objects."""
         self._sweep()
         if name not in self._uploads:
             self._uploads[name] = self._start_upload(name)
         self._uploads[name].append(data)
 
     def _start_upload(self, name: str) -> PartsUpload | FileUpload:
+        """Return the upload of a new object."""
         at = s3_object(f"{self.url}/{name}")
         if at is None:
             return FileUpload(f"{self.url}/{name}", force=True, block_bytes=self.part_bytes)
         return PartsUpload(at, force=True, part_bytes=self.part_bytes, pool=self._pool, on_disk=self.on_disk)
 
     def flush(self, name: str) -> None:
-        """The last byte of this object was appended: send what waits."""
+        """Send what waits of an object whose last byte was appended."""
         self._uploads[name].flush()
 
     def commit(self) -> None:
@@ -197,6 +200,7 @@ class UploadFolder:
         self._old += new
 
     def _other_run_error(self) -> DestinationExists:
+        """Return the error for another run that is committing to the same folder."""
         return DestinationExists(
             f"{redact_url(self.url)}: another run is making its files visible there. Wait for it and look at what it "
             "wrote; if it has stopped, run the same command again."

@@ -1,4 +1,4 @@
-"""URLs of stores: which paths are URLs, their parts, and how they are redact_url without credentials."""
+"""URLs of stores: parsing, checks of names below them, and display without credentials."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether it is the URL of a store rather than a path."""
+    """Return whether a path is the URL of a store."""
     return _URL.match(os.fspath(path)) is not None
 
 
 def lower_scheme(url: str) -> str:
-    """A URL with its scheme in lower case, as the code expects it: S3:// becomes s3://."""
+    """Return a URL with its scheme in lower case, as the code expects it: S3:// becomes s3://."""
     scheme, mark, rest = url.partition("://")
     return scheme.lower() + mark + rest
 
 
 def redact_url(url: str) -> str:
-    """A URL without user, password and query: these may be credentials."""
+    """Return a URL without user, password and query: these may be credentials."""
     url = re.sub(r"(://)[^/@\s]*@", r"\1", url)
     return url.split("?")[0].split("#")[0] if url.lower().startswith("http") else url
 
 
 def display_path(path: str | os.PathLike[str]) -> str:
-    """A path for messages and records: absolute, or a URL without credentials."""
+    """Return a path for messages and records: absolute, or a URL without credentials."""
     return redact_url(os.fspath(path)) if is_url(path) else os.path.abspath(path)
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """(URL of the folder, name of the object in it); the query of an http URL stays with the folder."""
+    """Return (URL of the folder, name of the object in it); the query of an http URL stays with the folder."""
     query = ""
     if url.lower().startswith("http"):
         url, mark, query = url.partition("?")
@@ -60,13 +60,13 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def scheme_of(url: str) -> str | None:
-    """The scheme of a URL in lower case; None of a path."""
+    """Return the scheme of a URL in lower case; None for a path."""
     found = _URL.match(url)
     return found[1].lower() if found else None
 
 
 def check_inside(name: str, root: str) -> str:
-    """A name below a URL, if it is one: what a checkpoint, a listing or a Hub calls a file.
+    """Return a name (of a checkpoint, a listing or the Hub) if it is one below the URL `root`.
 
     Raises:
         Unsafe: it leads elsewhere, or no store has such a name.
