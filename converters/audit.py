@@ -98,7 +98,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     for name in names:
         t, p = found.tensors[name], source.plan.places[name]
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, number[p.member], p.offset, p.nbytes))
-    held = source.values()
+    held = source.read_values()
     out = Checkpoint("audit", source.root, None, files, [source.size(f) for f in files], tensors, held)
     _agree(out, source)
     out.recorded = dict(found.digests)
@@ -127,7 +127,7 @@ def _agree(ckpt: Checkpoint, source: Archive) -> None:
     what = f"{source.root}/{plan.VALUES}"
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
     if (path := find_misplaced_path(paths)) is not None:
-        raise Corrupt(f"{what}: {tarball.short(joined(path))} is of no component, or lies in another entry.")
+        raise Corrupt(f"{what}: {tarball.shorten(joined(path))} is of no component, or lies in another entry.")
     if len(set(paths)) != len(paths) or ckpt.tensors.keys() & ckpt.values.keys():
         raise Corrupt(f"{what}: a value has the name of a tensor.")
     only = source.provenance["only"]
@@ -147,7 +147,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     from ckpttool.audit import archive_plan as plan
     from ckpttool.audit import manifest as records
     from ckpttool.audit import provenance, retention, tarball
-    from ckpttool.audit.archive import facts_of
+    from ckpttool.audit.archive import make_facts
     from ckpttool.audit.encryption import Encryptor
     from ckpttool.audit.frame_writer import FrameWriter
 
@@ -163,9 +163,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     refuse_surrogates(ckpt.values)
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     mtime = _mtime(own, source)
-    readme = records.readme(own.shuffle)
-    grouped = plan.groups(wanted, own.member_bytes, own.shuffle)
-    planned = plan.make(grouped, wanted, own.shuffle, mtime, readme)
+    readme = records.readme_text(own.shuffle)
+    grouped = plan.group_by_member(wanted, own.member_bytes, own.shuffle)
+    planned = plan.make_plan(grouped, wanted, own.shuffle, mtime, readme)
     held = values.encode(ckpt.values)
     tensors: dict[str, TensorEntry] = {}
     for name in (n for names in grouped for n in names):
@@ -193,15 +193,15 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         return _EncryptedSink(frames, seal) if seal else frames
 
     now = _time(own) or datetime.now(UTC).replace(microsecond=0)
-    story = provenance.collect(own, now, mtime, ckpt, source, options.config)
-    kept = retention.record(own.retain, own.hold, now)
-    parsed = retention.parse(kept, plan.RETENTION) if kept is not None else None
+    story = provenance.collect_provenance(own, now, mtime, ckpt, source, options.config)
+    kept = retention.encode_retention(own.retain, own.hold, now)
+    parsed = retention.decode_retention(kept, plan.RETENTION) if kept is not None else None
 
     def tail(file: int, written: object, digests: Mapping[str, Any]) -> bytes:
         sinks[-1].flush()
-        hashed = sinks[-1].sums()
+        hashed = sinks[-1].member_sums()
         hashes = {m.name: (m.end - m.start, hashed[m.name]) for m in planned.members}
-        hashes[plan.VALUES] = (len(held), records.sha256(held))
+        hashes[plan.VALUES] = (len(held), records.sha256_hex(held))
         manifest = records.Manifest(
             {n: wanted[n] for n in tensors},
             {n: digests[n] for n in tensors},
@@ -212,24 +212,24 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         )
         smalls = {
             plan.VALUES: held,
-            plan.MANIFEST: records.encode(manifest, planned.places),
-            plan.PROVENANCE: provenance.encode(story),
+            plan.MANIFEST: records.encode_manifest(manifest, planned.places),
+            plan.PROVENANCE: provenance.encode_provenance(story),
         }
         if kept is not None:
             smalls[plan.RETENTION] = kept
         listed = [(n, h) for n, (_, h) in hashes.items() if n != plan.VALUES]
-        listed += [(n, records.sha256(data)) for n, data in smalls.items()]
-        smalls[plan.SUMS] = records.sums(listed)
+        listed += [(n, records.sha256_hex(data)) for n, data in smalls.items()]
+        smalls[plan.SUMS] = records.encode_sums(listed)
         if own.key is not None:
-            listed.append((plan.SUMS, records.sha256(smalls[plan.SUMS])))
+            listed.append((plan.SUMS, records.sha256_hex(smalls[plan.SUMS])))
             smalls[plan.SIGNATURE] = _signed(listed, options.target, own)
         draft.summary = asdict(
-            facts_of(
+            make_facts(
                 options.target,
                 0,
                 manifest,
-                records.sha256(smalls[plan.MANIFEST]),
-                records.sha256(smalls[plan.SUMS]),
+                records.sha256_hex(smalls[plan.MANIFEST]),
+                records.sha256_hex(smalls[plan.SUMS]),
                 story,
                 parsed,
                 signature=smalls.get(plan.SIGNATURE),
@@ -238,7 +238,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         )
         for name, data in smalls.items():
             _refuse_unreadable(name, data, sent[0])
-        out = b"".join(plan.small(n, data, mtime) for n, data in smalls.items())
+        out = b"".join(plan.small_member(n, data, mtime) for n, data in smalls.items())
         return plan.padding_after(planned) + out + tarball.END
 
     size = planned.end + len(held) + 400 * len(tensors) + sum(map(len, planned.headers.values())) + (1 << 20)
@@ -250,16 +250,16 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         [made],
         before=lambda name, entry, row, written: planned.before.get(name, b""),
         tail=tail,
-        object_lock=retention.lock_arguments(parsed, own.lock_mode.upper()),
+        object_lock=retention.object_lock_arguments(parsed, own.lock_mode.upper()),
     )
     return draft
 
 
 def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
     """Refuse to write a record that would be refused when it is read."""
-    from ckpttool.audit.manifest import most_bytes
+    from ckpttool.audit.manifest import max_record_bytes
 
-    most = most_bytes(archive_bytes)
+    most = max_record_bytes(archive_bytes)
     try:
         bounded_json.refuse_bomb(data, name)
         if len(data) > most:

@@ -30,7 +30,7 @@ from .frame_format import FRAME, read_table
 from .frame_reader import DamagedFrame, FrameReader
 from .frame_writer import SplitPoint
 
-__all__ = ["ENCRYPTED", "SUFFIX", "Archive", "ArchiveFacts", "facts", "facts_of"]
+__all__ = ["ENCRYPTED", "SUFFIX", "Archive", "ArchiveFacts", "make_facts", "read_facts"]
 
 _MOST_README = 64 << 10  # its words may change from version to version; its hash is in the manifest
 _TAIL = (
@@ -61,49 +61,52 @@ class Archive(Source):
         self.table = read_table(base, file)
         self._starts: list[int] = []
         self._items: list[int] = []
-        self._reader = FrameReader(base, file, self.table, self._item)
+        self._reader = FrameReader(base, file, self.table, self._planes_at)
         self._members: dict[str, tuple[int, int]] = {}  # name -> (first byte in the tar, bytes)
         self._extra: dict[str, bytes] = {}
-        self._walk()
-        data = self.record(plan.MANIFEST)
-        head = self.record(plan.README)
-        self.manifest, self.plan = records.checked(data, self.mtime, head, f"{self.root}/{plan.MANIFEST}")
-        self.manifest_sha256 = records.sha256(data)
-        sums = self.record(plan.SUMS)
-        self.sums, self.sums_sha256 = records.sums_of(sums, f"{self.root}/{plan.SUMS}"), records.sha256(sums)
-        self._prove(head)
+        self._read_members()
+        data = self.read_record(plan.MANIFEST)
+        head = self.read_record(plan.README)
+        self.manifest, self.plan = records.check_manifest(data, self.mtime, head, f"{self.root}/{plan.MANIFEST}")
+        self.manifest_sha256 = records.sha256_hex(data)
+        sums = self.read_record(plan.SUMS)
+        self.sums, self.sums_sha256 = records.decode_sums(sums, f"{self.root}/{plan.SUMS}"), records.sha256_hex(sums)
+        self._check_against_plan(head)
         what = f"{self.root}/{plan.PROVENANCE}"
-        self.provenance = provenance.decode(self.record(plan.PROVENANCE), what)
-        if provenance.mtime(self.provenance) != self.mtime:
+        self.provenance = provenance.decode_provenance(self.read_record(plan.PROVENANCE), what)
+        if provenance.member_mtime(self.provenance) != self.mtime:
             raise Unsafe(f"{self.root}: the time of its members is not the one in {plan.PROVENANCE}.")
-        self._extra = provenance.config_files(self.provenance, what)
+        self._extra = provenance.decode_config_files(self.provenance, what)
         if both := sorted(self._extra.keys() & self._members.keys()):
             raise Unsafe(f"{what}: a configuration file is named like the member {both[0]}.")
         self._starts = [c.offset for c in self.plan.cuts]
         self._items = [c.item for c in self.plan.cuts]
-        self._reader = FrameReader(base, file, self.table, self._item)  # frames kept so far had their planes unmerged
+        self._reader = FrameReader(
+            base, file, self.table, self._planes_at
+        )  # frames kept so far had their planes unmerged
 
     # --------------------------------------------------------------------------------------------------- the layout
 
-    def _item(self, start: int) -> int:
+    def _planes_at(self, start: int) -> int:
+        """Return the number of byte planes of the frame whose content begins at `start`; 1 before the plan is known."""
         i = bisect_right(self._starts, start) - 1
         return self._items[i] if i >= 0 else 1
 
-    def _walk(self) -> None:
-        """Find the members by their headers, in order."""
+    def _read_members(self) -> None:
+        """Find the members by their tar headers, in order, and check that nothing is hidden between them."""
         at, total = 0, self.table.logical_size
         self.mtime = 0
         while True:
             if at + tarball.BLOCK > total:
                 raise Corrupt(f"{self.root}: the tar has no end. The copy is incomplete.")
-            found = tarball.entry(self._bytes(at, tarball.BLOCK), self.root)
+            found = tarball.parse_header(self._read_content(at, tarball.BLOCK), self.root)
             if found is None:
                 break
             if not self._members:
                 self.mtime = found.mtime
             if found.mtime != self.mtime:
-                raise Unsafe(f"{self.root}: member {tarball.short(found.name)} has another time than the first one.")
-            self._name(found.name)
+                raise Unsafe(f"{self.root}: member {tarball.shorten(found.name)} has another time than the first one.")
+            self._check_member_name(found.name)
             end = at + tarball.BLOCK + found.size
             if found.size > total or end > total:
                 raise Corrupt(
@@ -111,23 +114,23 @@ class Archive(Source):
                     f"{total}. The copy is incomplete."
                 )
             self._members[found.name] = (at + tarball.BLOCK, found.size)
-            if any(self._bytes(end, -end % tarball.BLOCK)):
+            if any(self._read_content(end, -end % tarball.BLOCK)):
                 raise Unsafe(f"{self.root}: bytes are hidden behind member {found.name}.")
             at = end + -end % tarball.BLOCK
-        if self._bytes(at, total - at, 2 * len(tarball.END)) != tarball.END:
+        if self._read_content(at, total - at, 2 * len(tarball.END)) != tarball.END:
             raise Unsafe(
                 f"{self.root}: {total - at} bytes follow the last member of the tar; its end takes {len(tarball.END)}."
             )
         if missing := sorted(_NEEDED - set(self._members)):
             raise Corrupt(f"{self.root} has no {missing[0]}. It is not an archive of ckpttool, or a damaged one.")
 
-    def _name(self, name: str) -> None:
-        """Check that the members have the right names, in the right order, once each."""
+    def _check_member_name(self, name: str) -> None:
+        """Check that a member has the right name, in the right order, once."""
         order = [plan.README, *_TAIL]
         before = next(reversed(self._members), None)
         data = len(self._members) - 1 if before and before.startswith("tensors-") else 0
         if name in self._members:
-            raise Unsafe(f"{self.root}: member {tarball.short(name)} is there twice; readers differ on which counts.")
+            raise Unsafe(f"{self.root}: member {tarball.shorten(name)} is there twice; readers differ on which counts.")
         if before is None:
             fits = name == plan.README
         elif name == f"tensors-{data + 1:05d}.safetensors":
@@ -137,17 +140,18 @@ class Archive(Source):
             fits = name in order and order.index(name) > rank
         if not fits:
             raise Unsafe(
-                f"{self.root}: member {tarball.short(name)} does not belong there: it cannot follow "
+                f"{self.root}: member {tarball.shorten(name)} does not belong there: it cannot follow "
                 f"{before or 'the beginning'}."
             )
 
-    def _bytes(self, at: int, length: int, most: int = FRAME) -> bytes:
+    def _read_content(self, at: int, length: int, most: int = FRAME) -> bytes:
+        """Read at most `most` bytes of the tar."""
         out = bytearray(min(length, most))
         self._reader.read_into(at, memoryview(out))
         return bytes(out)
 
-    def _prove(self, head: bytes) -> None:
-        """Check that the archive is what the plan says.
+    def _check_against_plan(self, head: bytes) -> None:
+        """Check that the archive is what the plan of its manifest says.
 
         Raises:
             Corrupt, Unsafe: with the member and the numbers.
@@ -163,15 +167,15 @@ class Archive(Source):
             raise Unsafe(f"{self.root}: {plan.README} has {len(head)} bytes; such a text has at most {_MOST_README}.")
         for name, text in self.plan.headers.items():
             start, size = self._members[name]
-            if size < len(text) or self._long(start, len(text)) != text:
+            if size < len(text) or self._read_long(start, len(text)) != text:
                 raise Corrupt(
                     f"{self.root}/{name}: its safetensors header is not the one that follows from the manifest."
                 )
-        self._frames()
+        self._check_frames()
         listed = [n for n in self._members if n not in (plan.SUMS, plan.SIGNATURE)]
         if list(self.sums) != listed:
             odd = sorted(set(self.sums) ^ set(listed) or set(listed))[0]
-            raise Corrupt(f"{self.root}: {plan.SUMS} and the members do not agree, first on {tarball.short(odd)}.")
+            raise Corrupt(f"{self.root}: {plan.SUMS} and the members do not agree, first on {tarball.shorten(odd)}.")
         data = [n for n in listed if n not in (plan.MANIFEST, plan.PROVENANCE, plan.RETENTION)]
         listed_hashes = {n: (self._members[n][1], self.sums[n]) for n in data}
         if listed_hashes != self.manifest.hashes:
@@ -180,19 +184,20 @@ class Archive(Source):
                 for n in listed_hashes.keys() | self.manifest.hashes.keys()
                 if listed_hashes.get(n) != self.manifest.hashes.get(n)
             )[0]
-            raise Corrupt(f"{self.root}: the manifest and {plan.SUMS} do not agree on member {tarball.short(odd)}.")
+            raise Corrupt(f"{self.root}: the manifest and {plan.SUMS} do not agree on member {tarball.shorten(odd)}.")
         for name in listed:
             if name.startswith("tensors-"):
                 continue
-            found = self.manifest_sha256 if name == plan.MANIFEST else records.sha256(self.record(name))
+            found = self.manifest_sha256 if name == plan.MANIFEST else records.sha256_hex(self.read_record(name))
             if found != self.sums[name]:
                 raise Corrupt(f"{self.root}/{name} does not have the SHA-256 that {plan.SUMS} says. It was altered.")
 
-    def _long(self, at: int, length: int) -> bytes:
-        return b"".join(self._bytes(at + i, min(FRAME, length - i)) for i in range(0, length, FRAME))
+    def _read_long(self, at: int, length: int) -> bytes:
+        """Read bytes of the tar, frame by frame."""
+        return b"".join(self._read_content(at + i, min(FRAME, length - i)) for i in range(0, length, FRAME))
 
-    def _frames(self) -> None:
-        """Check that frames begin where the plan cuts, and every `FRAME` bytes from there on."""
+    def _check_frames(self) -> None:
+        """Check that frames begin where the plan splits, and every `FRAME` bytes from there on."""
         want: list[int] = []
         cuts = [*self.plan.cuts, SplitPoint(self.table.logical_size, 1, False)]
         for a, b in pairwise(cuts):
@@ -205,13 +210,13 @@ class Archive(Source):
                 "in all). It was not written by ckpttool, or was assembled from parts."
             )
 
-    def record(self, name: str) -> bytes:
-        """A small member, whole.
+    def read_record(self, name: str) -> bytes:
+        """Read a small member, whole.
 
         Raises:
             Corrupt, Unsafe: it is too large for an archive of this size.
         """
-        most = records.most_bytes(self.base.size(self.file))
+        most = records.max_record_bytes(self.base.size(self.file))
         if self.size(name) > most:
             raise Unsafe(
                 f"{self.root}: {name} has {self.size(name)} bytes in an archive of {self.base.size(self.file)}; at "
@@ -220,29 +225,29 @@ class Archive(Source):
         return self.read(name, 0, self.size(name))
 
     def members(self) -> dict[str, tuple[int, int]]:
-        """{member: (its first byte in the tar, bytes)}."""
+        """Return {member: (its first byte in the tar, bytes)}."""
         return dict(self._members)
 
     # --------------------------------------------------------------------------------------------------- as a Source
 
     def list(self, folder: str = "") -> list[str]:
-        """Members, and the configuration files that PROVENANCE.json holds."""
+        """Return the names of the members, and of the configuration files that PROVENANCE.json holds."""
         return [] if folder else sorted([*self._members, *self._extra])
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a member or configuration file."""
+        """Return whether there is such a member or configuration file."""
         return name in self._members or name in self._extra
 
     def size(self, name: str) -> int:
-        """Bytes of a member."""
+        """Return the bytes of a member."""
         if name in self._extra:
             return len(self._extra[name])
         if name not in self._members:
-            raise Corrupt(f"{self.root} has no member {tarball.short(name)}.")
+            raise Corrupt(f"{self.root} has no member {tarball.shorten(name)}.")
         return self._members[name][1]
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Bytes of a member; of tensors in planes, the tensor's own."""
+        """Fill `into` with bytes of a member; of tensors in planes, with the tensor's own."""
         if offset < 0 or offset + len(into) > self.size(name):
             raise Corrupt(f"{self.root}/{name} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.")
         if name in self._extra:
@@ -254,10 +259,10 @@ class Archive(Source):
             end = e.start + e.length
             hit = [n for n, p in self.plan.places.items() if p.at < end and e.start < p.at + p.nbytes]
             more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
-            raise Corrupt(f"{e} These bytes belong to {tarball.short(hit[0])}{more}." if hit else str(e)) from None
+            raise Corrupt(f"{e} These bytes belong to {tarball.shorten(hit[0])}{more}." if hit else str(e)) from None
 
     def identities(self) -> dict[str, Identity]:
-        """Of the archive."""
+        """Return the identity of the archive's file."""
         return self.base.identities()
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
@@ -277,14 +282,14 @@ class Archive(Source):
         """Whether it contains a signature."""
         return plan.SIGNATURE in self._members
 
-    def values(self) -> dict[str, Value]:
-        """The values in values.json, whose step must be that of the manifest.
+    def read_values(self) -> dict[str, Value]:
+        """Return the values in values.json, whose step must be that of the manifest.
 
         Raises:
             Corrupt, Unsafe: it is damaged, or has another step.
         """
         what = f"{self.root}/{plan.VALUES}"
-        data = self.record(plan.VALUES)
+        data = self.read_record(plan.VALUES)
         held = values.decode(data, what)
         step = step_count(lambda name: held[name].data if name in held else None)
         if step != self.manifest.step:
@@ -292,15 +297,15 @@ class Archive(Source):
         return held
 
     def signed_files(self) -> Sequence[tuple[str, str]]:
-        """(member, SHA-256) of everything that a signature covers: every member but itself."""
+        """Return (member, SHA-256) of everything that a signature covers: every member but itself."""
         own = self.sums_sha256
         return [*self.sums.items(), (plan.SUMS, own)]
 
-    def retention(self) -> dict[str, Any] | None:
-        """The content of RETENTION.json."""
+    def read_retention(self) -> dict[str, Any] | None:
+        """Return the content of RETENTION.json; None if there is none."""
         if plan.RETENTION not in self._members:
             return None
-        return retention.parse(self.record(plan.RETENTION), f"{self.root}/{plan.RETENTION}")
+        return retention.decode_retention(self.read_record(plan.RETENTION), f"{self.root}/{plan.RETENTION}")
 
 
 # ------------------------------------------------------------------------------------------------------------ facts
@@ -333,32 +338,32 @@ class ArchiveFacts:
     signed_by: str = ""
 
 
-def facts(source: Source, file: str) -> ArchiveFacts:
-    """The facts in an archive's records, or, for an encrypted one, in the file next to it. Reads no tensor.
+def read_facts(source: Source, file: str) -> ArchiveFacts:
+    """Return the facts in an archive's records, or, for an encrypted one, in the file next to it. Reads no tensor.
 
     Raises:
         CkpttoolError: it is not a valid archive.
     """
     if file.endswith(ENCRYPTED):
-        return _sealed_facts(source, file)
+        return _facts_in_sidecar(source, file)
     if not file.endswith(SUFFIX):
         raise NotRecognised(f"{file} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
     archive = Archive(source, file)
-    archive.values()
-    return facts_of(
+    archive.read_values()
+    return make_facts(
         file,
         source.size(file),
         archive.manifest,
         archive.manifest_sha256,
         archive.sums_sha256,
         archive.provenance,
-        archive.retention(),
-        signature=archive.record(plan.SIGNATURE) if archive.signed else None,
+        archive.read_retention(),
+        signature=archive.read_record(plan.SIGNATURE) if archive.signed else None,
         encrypted=False,
     )
 
 
-def facts_of(
+def make_facts(
     file: str,
     nbytes: int,
     found: records.Manifest,
@@ -370,7 +375,7 @@ def facts_of(
     signature: bytes | None,
     encrypted: bool,
 ) -> ArchiveFacts:
-    """The facts in these records."""
+    """Put the facts together that these records state; `kept` is the content of RETENTION.json."""
     origin = provenance.get("source") or {}
     hold = (kept or {}).get("legal_hold") or {}
     return ArchiveFacts(
@@ -392,15 +397,17 @@ def facts_of(
         signed=signature is not None,
         encrypted=encrypted,
         sums_sha256=sums_sha256,
-        signed_by=signing.describe(signature) if signature is not None else "",
+        signed_by=signing.describe_signer(signature) if signature is not None else "",
     )
 
 
-def _sealed_facts(source: Source, file: str) -> ArchiveFacts:
-    parsed = sidecar.read(source, file)["archive"]
+def _facts_in_sidecar(source: Source, file: str) -> ArchiveFacts:
+    """Read the facts of an encrypted archive from its sidecar; raises Corrupt if a field is missing or of another
+    type."""
+    parsed = sidecar.read_sidecar(source, file)["archive"]
     kinds = {f.name: str(f.type) for f in fields(ArchiveFacts)}
     if parsed.keys() != kinds.keys() or not all(_FITS[kind](parsed[name]) for name, kind in kinds.items()):
-        raise Corrupt(f"{source.root}/{sidecar.name(file)} is damaged: it is not what ckpttool writes.")
+        raise Corrupt(f"{source.root}/{sidecar.sidecar_name(file)} is damaged: it is not what ckpttool writes.")
     return ArchiveFacts(
         **{
             **parsed,

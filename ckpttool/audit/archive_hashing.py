@@ -25,7 +25,7 @@ from . import manifest as records
 from .archive import Archive
 from .frame_format import FRAME, LOOK, read_table
 from .frame_reader import FrameReader
-from .frame_walk import FrameResult, walk, walk_frames
+from .frame_walk import FrameResult, walk_file, walk_frames
 
 __all__ = ["ArchiveFinding", "ArchiveHasher"]
 
@@ -71,8 +71,8 @@ class _Map:
     tensors: list[tuple[int, int, str, int]]  # start, end, name, bytes of an element where in planes
     starts: list[int]
 
-    def of(self, start: int, end: int) -> Iterator[ArchiveFinding]:
-        """What a range of the tar contains, as findings without text."""
+    def locate(self, start: int, end: int) -> Iterator[ArchiveFinding]:
+        """Yield what a range of the tar contains, as findings without text."""
         for a, b, member in self.members:
             if a >= end:
                 break
@@ -102,7 +102,7 @@ class ArchiveHasher:
         if archive is not None:
             self.found, planned = archive.manifest, archive.plan
         else:
-            self.found, planned = _salvaged(source, file)
+            self.found, planned = _recover_manifest(source, file)
         members = [(m.start, m.end, m.name) for m in planned.members] if planned else []
         if archive is not None:
             known = {m[2] for m in members}
@@ -120,17 +120,18 @@ class ArchiveHasher:
         self.sums: dict[str, str] = {}
         self.digests: dict[str, str] = {}
 
-    def note(self, finding: ArchiveFinding) -> None:
+    def add_finding(self, finding: ArchiveFinding) -> None:
+        """Keep a finding, up to a thousand."""
         if len(self.findings) < _MOST_FINDINGS:
             self.findings.append(finding)
 
-    def run(self, jobs: int, progress: Progress) -> None:
-        """Read it all."""
-        self._read(walk(self.source, self.file, jobs), progress)
+    def hash_all(self, jobs: int, progress: Progress) -> None:
+        """Read and hash the whole file with `jobs` threads."""
+        self._hash_frames(walk_file(self.source, self.file, jobs), progress)
 
-    def run_part(self, first: int, stop: int, jobs: int) -> dict[str, Any]:
-        """Read frames [first, stop), which begin and end with members, and nothing else; what was found, for `absorb`,
-        as plain data."""
+    def hash_part(self, first: int, stop: int, jobs: int) -> dict[str, Any]:
+        """Read frames [first, stop), which begin and end with members; returns what was found as plain data, for
+        `add_part_result`."""
         assert self.archive is not None
         table = self.archive.table
         begin = table.starts[first]
@@ -138,7 +139,7 @@ class ArchiveHasher:
         self.member = next(
             (k for k, (a, b, _) in enumerate(self.map.members) if b > begin or a >= begin), len(self.map.members)
         )
-        self._read(walk_frames(self.source, self.file, table, first, stop, jobs), silent)
+        self._hash_frames(walk_frames(self.source, self.file, table, first, stop, jobs), silent)
         return {
             "findings": [asdict(f) for f in self.findings],
             "wrong_members": sorted(self.wrong_members),
@@ -147,23 +148,24 @@ class ArchiveHasher:
             "digests": self.digests,
         }
 
-    def absorb(self, found: Mapping[str, Any]) -> None:
-        """Add what `run_part` found, part after part in their order."""
+    def add_part_result(self, found: Mapping[str, Any]) -> None:
+        """Add what `hash_part` found, part after part in their order."""
         for f in found["findings"]:
-            self.note(ArchiveFinding(**f))
+            self.add_finding(ArchiveFinding(**f))
         self.wrong_members.update(found["wrong_members"])
         self.wrong_tensors.update(found["wrong_tensors"])
         self.sums |= found["sums"]
         self.digests |= found["digests"]
 
-    def _read(self, rows: Iterable[FrameResult], progress: Progress) -> None:
+    def _hash_frames(self, rows: Iterable[FrameResult], progress: Progress) -> None:
+        """Hash frames by member in one thread, and by tensor in this one."""
         total = self.file_bytes
         waiting: list[Future[None]] = []
         first_tensor = 0
         with ThreadPoolExecutor(1, "ckpttool-sha256") as pool:
             for row in rows:
                 if row.fault is not None:
-                    self._damaged(row)
+                    self._note_damage(row)
                     if row.size and row.length:
                         self.frames_end = row.offset + row.size
                     continue
@@ -172,10 +174,10 @@ class ArchiveHasher:
                     continue
                 self.frames_end = row.offset + row.size
                 end = row.start + row.length
-                waiting.append(pool.submit(self._sha256, row.start, end, data))
+                waiting.append(pool.submit(self._hash_members, row.start, end, data))
                 if len(waiting) > 4:
                     waiting.pop(0).result()
-                first_tensor = self._blake3(row.start, end, data, first_tensor)
+                first_tensor = self._digest_tensors(row.start, end, data, first_tensor)
                 progress("verify", min(total, row.offset + row.size), total)
             for h in waiting:
                 h.result()
@@ -184,22 +186,24 @@ class ArchiveHasher:
         self._sums.clear()
         self._digests.clear()
 
-    def _damaged(self, row: FrameResult) -> None:
+    def _note_damage(self, row: FrameResult) -> None:
+        """Add findings for a damaged frame, or for bytes that are not a frame."""
         assert row.fault is not None
         fault = row.fault.removesuffix(LOOK)  # which names this command
         # a fault of the tables is in them: behind the last frame
         a, b = (row.offset, row.offset + row.size) if row.size else (self.frames_end, self.file_bytes)
-        named = list(self.map.of(row.start, row.start + row.length)) if row.start >= 0 and row.length else []
+        named = list(self.map.locate(row.start, row.start + row.length)) if row.start >= 0 and row.length else []
         for f in named:
             if f.member:
                 self.wrong_members.add(f.member)
             if f.tensor:
                 self.wrong_tensors.add(f.tensor)
-            self.note(replace(f, what=fault, file_start=a, file_end=b))
+            self.add_finding(replace(f, what=fault, file_start=a, file_end=b))
         if not named:
-            self.note(ArchiveFinding(fault, file_start=a, file_end=b))
+            self.add_finding(ArchiveFinding(fault, file_start=a, file_end=b))
 
-    def _sha256(self, start: int, end: int, data: bytes) -> None:
+    def _hash_members(self, start: int, end: int, data: bytes) -> None:
+        """Add a frame to the SHA-256 of the members that it meets."""
         view = memoryview(data)
         for k in range(self.member, len(self.map.members)):
             a, b, name = self.map.members[k]
@@ -210,8 +214,9 @@ class ArchiveHasher:
             if b <= end:
                 self.member = k + 1
 
-    def _blake3(self, start: int, end: int, data: bytes, k: int) -> int:
-        """Digest the tensors that a frame meets, from the k-th on; returns the first that the next one may meet."""
+    def _digest_tensors(self, start: int, end: int, data: bytes, k: int) -> int:
+        """Add a frame to the digests of the tensors that it meets, from the k-th on; returns the first that the next
+        frame may meet."""
         rows = self.map.tensors
         view = memoryview(data)
         while k < len(rows) and rows[k][1] <= start:
@@ -225,8 +230,8 @@ class ArchiveHasher:
                 self._digests.setdefault(name, blake3()).update(byte_planes.merge(part, item) if item > 1 else part)
         return k
 
-    def judge(self) -> list[ArchiveFinding]:
-        """Compare what was hashed, of the whole archive, with what was recorded; all findings."""
+    def compare(self) -> list[ArchiveFinding]:
+        """Compare what was hashed, of the whole archive, with what was recorded; returns all findings."""
         if self.found is None:
             return self.findings
         for x, y, name, _ in self.map.tensors:
@@ -236,16 +241,17 @@ class ArchiveHasher:
                 p = self.places[name]
                 self.wrong_members.add(p.member)
                 what = "the bytes do not have the digest of the manifest"
-                self.note(ArchiveFinding(what, p.member, p.offset, p.offset + p.nbytes, name, 0, p.nbytes))
+                self.add_finding(ArchiveFinding(what, p.member, p.offset, p.offset + p.nbytes, name, 0, p.nbytes))
         want = {n: h for n, (_, h) in self.found.hashes.items()} | (self.archive.sums if self.archive else {})
         for a, b, name in self.map.members:
             if name in want and name not in self.wrong_members and self.sums.get(name) != want[name]:
-                self.note(ArchiveFinding("the bytes do not have the SHA-256 that was recorded", name, 0, b - a))
+                self.add_finding(ArchiveFinding("the bytes do not have the SHA-256 that was recorded", name, 0, b - a))
         return self.findings
 
 
-def _salvaged(source: Source, file: str) -> tuple[records.Manifest | None, plan.ArchivePlan | None]:
-    """The manifest of an archive whose structure is damaged, found by the header before it; None where it is lost."""
+def _recover_manifest(source: Source, file: str) -> tuple[records.Manifest | None, plan.ArchivePlan | None]:
+    """Find the manifest of an archive whose structure is damaged by the tar header before it; (None, None) if it is
+    lost."""
     try:
         table = read_table(source, file)
         reader = FrameReader(source, file, table, lambda start: 1)
@@ -258,11 +264,11 @@ def _salvaged(source: Source, file: str) -> tuple[records.Manifest | None, plan.
             skip = -at % tarball.BLOCK
             k = tail.find(plan.MANIFEST.encode() + bytes(8))
             if k >= 0 and (k - skip) % tarball.BLOCK == 0:
-                found = tarball.entry(tail[k : k + tarball.BLOCK], file)
+                found = tarball.parse_header(tail[k : k + tarball.BLOCK], file)
                 assert found is not None
                 data = tail[k + tarball.BLOCK :][: found.size]
-                decoded = records.decode(data, file)
-                return records.checked(data, found.mtime, bytes(decoded.hashes[plan.README][0]), file)
+                decoded = records.decode_manifest(data, file)
+                return records.check_manifest(data, found.mtime, bytes(decoded.hashes[plan.README][0]), file)
             if len(tail) > 64 * FRAME:
                 break
     except (CkpttoolError, AssertionError, KeyError):

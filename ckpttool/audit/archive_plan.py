@@ -37,10 +37,10 @@ __all__ = [
     "VALUES",
     "ArchivePlan",
     "TensorPlace",
-    "groups",
-    "make",
+    "group_by_member",
+    "make_plan",
     "padding_after",
-    "small",
+    "small_member",
 ]
 
 README, VALUES, MANIFEST, PROVENANCE = "README.txt", "values.json", "MANIFEST.json", "PROVENANCE.json"
@@ -79,9 +79,9 @@ class ArchivePlan:
     end: int
 
 
-def groups(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list[list[str]]:
-    """Tensors by member: in the order of components and names, until `most` bytes are reached; larger ones get a member
-    of their own. Within a member as safetensors sorts them. The layout and the world size of the source do not
+def group_by_member(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list[list[str]]:
+    """Group tensors by member: in the order of components and names, until `most` bytes are reached; larger ones get a
+    member of their own. Within a member as safetensors sorts them. The layout and the world size of the source do not
     matter."""
     out: list[list[str]] = []
     size = 0
@@ -93,27 +93,27 @@ def groups(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list
         out[-1].append(name)
         size += n
     for names in out:
-        names.sort(key=lambda k: safetensors_header.sort_key(k, _stored(tensors[k], shuffle)[0]))
+        names.sort(key=lambda k: safetensors_header.sort_key(k, _stored_type(tensors[k], shuffle)[0]))
     return out
 
 
-def planes(t: TensorEntry, shuffle: bool) -> int:
-    """The number of planes of a tensor; 1: it is stored as it is."""
+def plane_count(t: TensorEntry, shuffle: bool) -> int:
+    """Return the number of byte planes of a tensor; 1: it is stored as it is."""
     return ITEMSIZE[t.dtype] if shuffle and t.nbytes >= LARGE else 1
 
 
-def _stored(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
-    """(dtype, shape) that the safetensors header gives a tensor."""
-    if planes(t, shuffle) > 1 or t.dtype not in safetensors_header.CODES:
+def _stored_type(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
+    """Return (dtype, shape) that the safetensors header gives a tensor."""
+    if plane_count(t, shuffle) > 1 or t.dtype not in safetensors_header.CODES:
         return "uint8", (t.nbytes,)
     return t.dtype, t.shape
 
 
-def make(
+def make_plan(
     grouped: Sequence[Sequence[str]], tensors: Mapping[str, TensorEntry], shuffle: bool, mtime: int, readme: bytes
 ) -> ArchivePlan:
-    """The plan of members with these tensors, in this order."""
-    head = tarball.header(README, len(readme), mtime) + readme + tarball.padding(len(readme))
+    """Plan members with these tensors, in this order."""
+    head = tarball.make_header(README, len(readme), mtime) + readme + tarball.padding(len(readme))
     plan = ArchivePlan(
         {}, [Member(README, tarball.BLOCK, tarball.BLOCK + len(readme))], [SplitPoint(0, 1, False)], {}, head, {}, 0
     )
@@ -123,41 +123,43 @@ def make(
         text = _header(names, tensors, shuffle)
         plan.headers[member] = text
         size = len(text) + sum(tensors[n].nbytes for n in names)
-        front = tarball.header(member, size, mtime) + text
+        front = tarball.make_header(member, size, mtime) + text
         if i == 0:
             plan.head += front
         else:
             plan.before[names[0]] = between + front
-        _cut(plan, at, 1, False)
+        _add_split(plan, at, 1, False)
         start = at + tarball.BLOCK
         at += len(front)
         for n in names:
             t = tensors[n]
-            item = planes(t, shuffle)
+            item = plane_count(t, shuffle)
             if t.nbytes >= LARGE:
-                _cut(plan, at, item, True)
+                _add_split(plan, at, item, True)
             plan.places[n] = TensorPlace(member, at - start, at, t.nbytes, item)
             at += t.nbytes
             if t.nbytes >= LARGE:
-                _cut(plan, at, 1, True)
+                _add_split(plan, at, 1, True)
         plan.members.append(Member(member, start, at))
-        _cut(plan, at, 1, False)
+        _add_split(plan, at, 1, False)
         between = tarball.padding(size)
         at += len(between)
     plan.end = at
     return plan
 
 
-def _cut(plan: ArchivePlan, at: int, item: int, fast: bool) -> None:
+def _add_split(plan: ArchivePlan, at: int, item: int, fast: bool) -> None:
+    """Let a frame begin at offset `at`, in place of an earlier one there."""
     while plan.cuts and plan.cuts[-1].offset == at:
         plan.cuts.pop()
     plan.cuts.append(SplitPoint(at, item, fast))
 
 
 def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: bool) -> bytes:
-    rows = [(n, *_stored(tensors[n], shuffle)) for n in names]
+    """Return the safetensors header of a member."""
+    rows = [(n, *_stored_type(tensors[n], shuffle)) for n in names]
     other = {
-        n: {"dtype": tensors[n].dtype, "shape": list(tensors[n].shape), "planes": planes(tensors[n], shuffle)}
+        n: {"dtype": tensors[n].dtype, "shape": list(tensors[n].shape), "planes": plane_count(tensors[n], shuffle)}
         for n, dtype, _ in rows
         if dtype != tensors[n].dtype
     }
@@ -166,11 +168,11 @@ def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: b
 
 
 def padding_after(plan: ArchivePlan) -> bytes:
-    """The zeros between the last member with tensors and what follows; none if there is no such member."""
+    """Return the zeros between the last member with tensors and what follows; none if there is no such member."""
     last = plan.members[-1]
     return b"" if last.name == README else tarball.padding(last.end - last.start)
 
 
-def small(name: str, data: bytes, mtime: int) -> bytes:
-    """A small member, whole."""
-    return tarball.header(name, len(data), mtime) + data + tarball.padding(len(data))
+def small_member(name: str, data: bytes, mtime: int) -> bytes:
+    """Return a small member, whole: tar header, data, padding."""
+    return tarball.make_header(name, len(data), mtime) + data + tarball.padding(len(data))

@@ -32,29 +32,29 @@ from ..storage import objects, remote, urls
 from ..storage.retries import Denied
 from ..storage.source import Source
 from . import ledger, sidecar
-from .archive import ENCRYPTED, SUFFIX, ArchiveFacts, facts
-from .retention import time_of
+from .archive import ENCRYPTED, SUFFIX, ArchiveFacts, read_facts
+from .retention import parse_time
 
 __all__ = [
     "History",
     "ListingRow",
-    "add",
+    "add_to_ledger",
     "archive_names",
-    "created_at",
-    "disagreements",
-    "evidence",
+    "export_time",
+    "hold_disagreements",
     "holds_in_file",
     "holds_in_ledger",
-    "listing",
-    "look",
-    "missing",
-    "order",
+    "identifying_fields",
+    "list_archives",
+    "list_missing",
+    "listing_order",
+    "make_row",
+    "read_archive_facts",
     "refuse_protected",
     "remove_file",
     "replacing",
-    "require",
-    "row_of",
-    "split_path",
+    "require_archive",
+    "split_archive_path",
     "why_protected",
 ]
 
@@ -80,8 +80,8 @@ class ListingRow:
     missing: bool = False
 
 
-def evidence(known: ArchiveFacts) -> dict[str, Any]:
-    """The fields of a ledger event that identify its archive."""
+def identifying_fields(known: ArchiveFacts) -> dict[str, Any]:
+    """Return the fields of a ledger event that identify its archive."""
     return {
         "merkle_root": known.merkle_root,
         "manifest_sha256": known.manifest_sha256,
@@ -90,20 +90,21 @@ def evidence(known: ArchiveFacts) -> dict[str, Any]:
     }
 
 
-def listing(store: str) -> list[ListingRow]:
-    """The archives of a store, the newest first, then those without a date, then what is missing, then what is damaged.
+def list_archives(store: str) -> list[ListingRow]:
+    """List the archives of a store, the newest first, then those without a date, then what is missing, then what is
+    damaged.
 
     Raises:
         UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
     """
     history = History.of(store)
-    rows = [row_of(name, look(store, name)[1], history) for name in archive_names(store)]
-    return sorted([*rows, *_missing(store, history, {r.name: r.facts for r in rows})], key=order)
+    rows = [make_row(name, read_archive_facts(store, name)[1], history) for name in archive_names(store)]
+    return sorted([*rows, *_missing(store, history, {r.name: r.facts for r in rows})], key=listing_order)
 
 
-def missing(store: str) -> list[ListingRow]:
-    """The archives that the ledger or a hold file of a store names, that no line deletes, and that are there under no
-    name.
+def list_missing(store: str) -> list[ListingRow]:
+    """List the archives that the ledger or a hold file of a store names, that no line deletes, and that are there under
+    no name.
 
     Opens only archives that the ledger does not record under their names.
 
@@ -111,26 +112,27 @@ def missing(store: str) -> list[ListingRow]:
         UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
     """
     history = History.of(store)
-    found = {n: None if n in history.recorded else look(store, n)[1] for n in archive_names(store)}
+    found = {n: None if n in history.recorded else read_archive_facts(store, n)[1] for n in archive_names(store)}
     return _missing(store, history, {n: f if isinstance(f, ArchiveFacts) else None for n, f in found.items()})
 
 
 def _missing(store: str, history: History, there: Mapping[str, ArchiveFacts | None]) -> list[ListingRow]:
-    gone = {n: line for n, line in _expected(history).items() if n not in there}
+    """List what is missing; `there` {archive: its facts, None if they were not read}."""
+    gone = {n: line for n, line in _expected_archives(history).items() if n not in there}
     if gone:  # a deletion since the ledger was read is in it now
-        gone = {n: line for n, line in gone.items() if n in _expected(History.of(store))}
+        gone = {n: line for n, line in gone.items() if n in _expected_archives(History.of(store))}
     others = {n: f for n, f in there.items() if f is not None and n not in history.recorded}
     out: list[ListingRow] = []
     for name, line in gone.items():
-        if (now := next((n for n, f in others.items() if _about(line, f)), None)) is not None:
+        if (now := next((n for n, f in others.items() if _is_about(line, f)), None)) is not None:
             del others[now]
         else:
             out.append(_missing_row(name, line, history))
     return out
 
 
-def _expected(history: History) -> dict[str, dict[str, Any]]:
-    """{archive: a line about it} of those that are recorded or on hold, and not deleted."""
+def _expected_archives(history: History) -> dict[str, dict[str, Any]]:
+    """Return {archive: a line about it} of those that are recorded or on hold, and not deleted."""
     lines = history.lines or []
     out: dict[str, dict[str, Any]] = {}
     for e in lines:
@@ -146,6 +148,7 @@ def _expected(history: History) -> dict[str, dict[str, Any]]:
 
 
 def _missing_row(name: str, line: Mapping[str, Any], history: History) -> ListingRow:
+    """Return the row of an archive that is missing although `line` is about it."""
     standing = RetentionStatus.of(name, None, history.events(name))
     row = ListingRow(name, None, standing.retain_until, tuple(standing.holds), standing.verified, None, missing=True)
     known = f"Line {line['seq']} of the ledger has it" if "seq" in line else f"{sidecar.hold_name(name)} holds it"
@@ -164,30 +167,30 @@ class History:
 
     @classmethod
     def of(cls, store: str, lines: list[dict[str, Any]] | None = None) -> History:
-        """Of a store; `lines` are those of its ledger, if they were read already."""
+        """Read the history of a store; `lines` are those of its ledger, if they were read already."""
         if not urls.is_url(store) and not os.path.isdir(store):
             raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
-        lines = ledger.read_or_none(store) if lines is None else lines
+        lines = ledger.read_entries_or_none(store) if lines is None else lines
         with remote.open_source(store) as source:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
-            return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.records(lines or []))
+            return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.latest_records(lines or []))
 
     def events(self, name: str) -> Iterable[dict[str, Any]]:
-        """All events that may apply to an archive. Its hold file comes last: a release in the ledger does not end these
-        holds."""
+        """Return all events that may apply to an archive. Its hold file comes last: a release in the ledger does not
+        end these holds."""
         others = (e for n, held in self.files.items() if n != name for e in held)
         return (*others, *(self.lines or ()), *self.files.get(name, ()))
 
 
 def holds_in_file(source: Source, name: str) -> list[dict[str, Any]]:
-    """The holds in the file next to an archive, as ledger events."""
-    return [{"event": "hold", "archive": name, **h} for h in sidecar.holds(source, name)]
+    """Return the holds in the file next to an archive, as ledger events."""
+    return [{"event": "hold", "archive": name, **h} for h in sidecar.read_holds(source, name)]
 
 
-def order(row: ListingRow) -> tuple[Any, ...]:
-    """The sort key of a listing: the newest first, then those without a date, then the missing, then the damaged
+def listing_order(row: ListingRow) -> tuple[Any, ...]:
+    """Return the sort key of a listing: the newest first, then those without a date, then the missing, then the damaged
     ones."""
-    made = created_at(row.facts) if row.facts else None
+    made = export_time(row.facts) if row.facts else None
     step = row.facts.step if row.facts and row.facts.step is not None else -1
     return (
         row.damaged is not None,
@@ -195,40 +198,41 @@ def order(row: ListingRow) -> tuple[Any, ...]:
         made is None,
         -made.timestamp() if made else 0.0,
         -step,
-        _backwards(row.name),
+        _descending(row.name),
     )
 
 
-def _backwards(name: str) -> tuple[int, ...]:
+def _descending(name: str) -> tuple[int, ...]:
+    """Return a sort key that sorts names from the last to the first."""
     return (*(-ord(c) for c in name), 1)
 
 
 def archive_names(store: str) -> list[str]:
-    """The files of a store that are named like archives."""
+    """Return the files of a store that are named like archives."""
     with remote.open_source(store) as source:
         return [n for n in source.list() if n.endswith((SUFFIX, ENCRYPTED))]
 
 
-def look(store: str, name: str) -> tuple[Source, ArchiveFacts | str]:
-    """A source that was used for this archive alone, and its facts, or what is wrong with it."""
+def read_archive_facts(store: str, name: str) -> tuple[Source, ArchiveFacts | str]:
+    """Return a source that was used for this archive alone, and its facts, or what is wrong with it."""
     with remote.open_source(store) as source:
         try:
-            return source, facts(source, name)
+            return source, read_facts(source, name)
         except RemoteError:
             raise
         except CkpttoolError as e:
             return source, str(e)
 
 
-def row_of(name: str, found: ArchiveFacts | str, history: History) -> ListingRow:
-    """What is known of an archive from all records together; `found` as `look` returned it."""
+def make_row(name: str, found: ArchiveFacts | str, history: History) -> ListingRow:
+    """Combine what all records say of an archive; `found` as `read_archive_facts` returned it."""
     known, damaged = (None, found) if isinstance(found, str) else (found, None)
     standing = RetentionStatus.of(name, known, history.events(name))
-    state, warnings = None, disagreements(name, history.lines, history.files.get(name, []))
+    state, warnings = None, hold_disagreements(name, history.lines, history.files.get(name, []))
     if known is not None and history.lines is None:
         state = "missing"
     elif known is not None:
-        found_there = ledger.match(history.recorded, name, asdict(known))
+        found_there = ledger.match_archive(history.recorded, name, asdict(known))
         state = found_there.state
         if state != "match":
             warnings.insert(0, found_there.says)
@@ -238,8 +242,10 @@ def row_of(name: str, found: ArchiveFacts | str, history: History) -> ListingRow
     )
 
 
-def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict[str, Any]] | None = None) -> list[str]:
-    """How the ledger and the hold file of an archive differ, as sentences; [] if there is no ledger.
+def hold_disagreements(
+    name: str, lines: list[dict[str, Any]] | None, held: list[dict[str, Any]] | None = None
+) -> list[str]:
+    """Return how the ledger and the hold file of an archive differ, as sentences; [] if there is no ledger.
 
     Args:
         lines: of the ledger; None if there is none.
@@ -264,8 +270,8 @@ def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict
 
 
 def holds_in_ledger(lines: Iterable[dict[str, Any]], name: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    """({reason: the line} of the holds that lines of this name placed and none ended, {reason: the line that ended
-    it})."""
+    """Return ({reason: the line} of the holds that lines of this name placed and none ended, {reason: the line that
+    ended it})."""
     held: dict[str, dict[str, Any]] = {}
     ended: dict[str, int] = {}
     begun = 0  # the line of the last deletion, which older versions gave no end
@@ -281,14 +287,14 @@ def holds_in_ledger(lines: Iterable[dict[str, Any]], name: str) -> tuple[dict[st
             ended |= dict.fromkeys(held, begun or e["seq"])
             held, begun = {}, 0
         elif e["event"] == "release":
-            for reason in _released(e):
+            for reason in _released_reasons(e):
                 if held.pop(reason, None):
                     ended[reason] = e["seq"]
     return held, ended
 
 
 def _failed_deletions(lines: Iterable[dict[str, Any]]) -> set[int]:
-    """The lines that announced a deletion which failed."""
+    """Return the numbers of the lines that announced a deletion which failed."""
     last: dict[str, int] = {}
     failed: set[int] = set()
     for e in lines:
@@ -300,16 +306,16 @@ def _failed_deletions(lines: Iterable[dict[str, Any]]) -> set[int]:
     return failed
 
 
-def _released(e: dict[str, Any]) -> list[str]:
-    """The reasons of the holds that a release ended."""
+def _released_reasons(e: dict[str, Any]) -> list[str]:
+    """Return the reasons of the holds that a release ended."""
     released = e.get("released")
     return [str(r) for r in released] if isinstance(released, list) else []
 
 
-def created_at(known: ArchiveFacts) -> datetime | None:
-    """When an archive was exported; None if it does not say."""
+def export_time(known: ArchiveFacts) -> datetime | None:
+    """Return when an archive was exported; None if it does not say."""
     try:
-        return time_of(known.created)
+        return parse_time(known.created)
     except ValueError:
         return None
 
@@ -319,7 +325,7 @@ def created_at(known: ArchiveFacts) -> datetime | None:
 
 @dataclass
 class RetentionStatus:
-    """The state of an archive after all events."""
+    """How long an archive must be kept, after all events."""
 
     retain_until: str | None = None
     holds: dict[str, None] = field(default_factory=dict)  # reasons, in order
@@ -329,24 +335,26 @@ class RetentionStatus:
 
     @classmethod
     def of(cls, name: str, known: ArchiveFacts | None, events: Iterable[dict[str, Any]]) -> RetentionStatus:
+        """Follow all events that apply to an archive; `known` are its facts, None if it is damaged or missing."""
         it = cls()
         events = tuple(events)
         failed = _failed_deletions(events)
         for e in events:
             if e["event"] == "delete" and e["seq"] in failed:
                 continue
-            own = e["archive"] == name or (known is not None and bool(known.created) and _about(e, known))
+            own = e["archive"] == name or (known is not None and bool(known.created) and _is_about(e, known))
             if own:
-                it._take(e, known)
+                it._apply(e, known)
             elif known is not None and e.get("manifest_sha256") == known.manifest_sha256:
                 it._protect(e)  # the same state under another name or date: too much is kept rather than too little
         if known is not None:
-            it._keep(known.retain_until)
+            it._extend_retention(known.retain_until)
             if known.legal_hold and known.legal_hold not in it.lifted:
                 it.holds = {known.legal_hold: None, **it.holds}
         return it
 
-    def _take(self, e: dict[str, Any], known: ArchiveFacts | None) -> None:
+    def _apply(self, e: dict[str, Any], known: ArchiveFacts | None) -> None:
+        """Apply an event of this very archive."""
         what = e["event"]
         if what == "add":
             self._protect(e)
@@ -359,35 +367,37 @@ class RetentionStatus:
             self.lifted.discard(str(e.get("reason")))
             self.deleted = False  # it was there
         elif what == "release":
-            if known is not None and _about(e, known):
-                self.lifted |= set(_released(e))
-            for reason in _released(e):
+            if known is not None and _is_about(e, known):
+                self.lifted |= set(_released_reasons(e))
+            for reason in _released_reasons(e):
                 self.holds.pop(reason, None)
         elif what == "verify":
-            if e.get("sound") is True and (known is None or _about(e, known)):
+            if e.get("sound") is True and (known is None or _is_about(e, known)):
                 self.verified = e["time"]
         elif what == "delete":
             self.deleted = True
 
     def _protect(self, e: dict[str, Any]) -> None:
-        """Retention and holds of an event."""
+        """Add retention and holds of an event."""
         if e["event"] in ("export", "add"):
-            self._keep(e.get("retain_until"))
+            self._extend_retention(e.get("retain_until"))
             if e.get("legal_hold"):
                 self.holds[str(e["legal_hold"])] = None
         elif e["event"] == "hold":
             self.holds[str(e.get("reason"))] = None
 
-    def _keep(self, until: Any) -> None:
+    def _extend_retention(self, until: Any) -> None:
+        """Keep the later of two ends of retention."""
         if isinstance(until, str) and (self.retain_until is None or until > self.retain_until):
             self.retain_until = until
 
 
-def _about(e: Mapping[str, Any], known: ArchiveFacts) -> bool:
+def _is_about(e: Mapping[str, Any], known: ArchiveFacts) -> bool:
+    """Return whether an event is about an archive with these facts."""
     return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
 
 
-def add(archive: str) -> dict[str, Any]:
+def add_to_ledger(archive: str) -> dict[str, Any]:
     """Record an archive of a store that its ledger does not know; returns the new line.
 
     It may have been copied there, or its export was killed before it wrote its line. The structure is checked, no data.
@@ -395,34 +405,35 @@ def add(archive: str) -> dict[str, Any]:
     Raises:
         UsageError: there is no such archive. Corrupt: it is damaged. Differs: another one is recorded under its name.
     """
-    store, name = split_path(archive)
-    require(store, name)
-    source, known = look(store, name)
+    store, name = split_archive_path(archive)
+    require_archive(store, name)
+    source, known = read_archive_facts(store, name)
     if isinstance(known, str):
         raise Corrupt(f"{urls.redact_url(archive)} is not a valid archive: {known}")
-    recorded = ledger.records(ledger.read(store))
+    recorded = ledger.latest_records(ledger.read_entries(store))
     facts = {k: v for k, v in asdict(known).items() if k != "name"}
     if name.endswith(ENCRYPTED):
         with remote.open_source(store) as fresh:
-            want = sidecar.read(fresh, name)["ciphertext"]
-            have = sidecar.ciphertext(fresh, name, silent)
+            want = sidecar.read_sidecar(fresh, name)["ciphertext"]
+            have = sidecar.hash_ciphertext(fresh, name, silent)
         if have != want:
             raise Corrupt(
-                f"{urls.redact_url(archive)}: the ciphertext is not the one that {sidecar.name(name)} describes."
+                f"{urls.redact_url(archive)}: the ciphertext is not the one that "
+                f"{sidecar.sidecar_name(name)} describes."
             )
         facts["ciphertext_sha256"] = have["sha256"]
-    found = ledger.match(recorded, name, facts)
+    found = ledger.match_archive(recorded, name, facts)
     if found.state == "match":
         return recorded[name]
     if found.state == "differs":
         raise Differs(f"{urls.redact_url(archive)}: {found.says} To record this one, give it another name.")
-    entry = ledger.append(store, "add", name, **facts)
+    entry = ledger.append_entry(store, "add", name, **facts)
     source.assert_unchanged()
     return entry
 
 
-def split_path(archive: str) -> tuple[str, str]:
-    """(store, name) of the path or URL of an archive.
+def split_archive_path(archive: str) -> tuple[str, str]:
+    """Return (store, name) of the path or URL of an archive.
 
     Raises:
         UsageError: it is not named like one.
@@ -433,7 +444,7 @@ def split_path(archive: str) -> tuple[str, str]:
     return store, name
 
 
-def require(store: str, name: str) -> None:
+def require_archive(store: str, name: str) -> None:
     """Raise UsageError unless the archive exists."""
     with remote.open_source(store) as source:
         if not source.exists(name):
@@ -453,7 +464,8 @@ def refuse_protected(archive: str) -> None:
 
 @contextmanager
 def replacing(archive: str) -> Iterator[None]:
-    """While an archive is replaced: nobody holds the old one meanwhile, and if somebody has, it is not replaced.
+    """Keep others from holding an archive while it is replaced in the `with` block; one that somebody holds is not
+    replaced.
 
     A store without a ledger gets none; there the look for holds comes right before the replacement.
 
@@ -461,11 +473,11 @@ def replacing(archive: str) -> Iterator[None]:
         DestinationExists: as `refuse_protected`.
     """
     store, name = _split(archive)
-    if not _exists(store, name) or ledger.read_or_none(store) is None:
+    if not _exists(store, name) or ledger.read_entries_or_none(store) is None:
         refuse_protected(archive)
         yield
         return
-    with ledger.turn(store) as turn:
+    with ledger.take_turn(store) as turn:
         if turn.alone:
             _refuse_protected(store, name, History.of(store, turn.read()))
             yield
@@ -486,7 +498,8 @@ def replacing(archive: str) -> Iterator[None]:
 
 
 def _refuse_protected(store: str, name: str, history: History) -> None:
-    row = row_of(name, look(store, name)[1], history)
+    """Raise DestinationExists if an archive is protected, or damaged."""
+    row = make_row(name, read_archive_facts(store, name)[1], history)
     why = f"it is not a valid archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
     if why:
         where = f"{urls.redact_url(store).rstrip('/')}/{name}" if urls.is_url(store) else os.path.join(store, name)
@@ -494,21 +507,23 @@ def _refuse_protected(store: str, name: str, history: History) -> None:
 
 
 def _split(archive: str) -> tuple[str, str]:
+    """Return (store, name) of any path or URL."""
     return urls.split_url(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
 
 
 def _exists(store: str, name: str) -> bool:
+    """Return whether a store has a file of that name."""
     with remote.open_source(store) as source:
         return source.exists(name)
 
 
 def why_protected(row: ListingRow, now: datetime) -> str:
-    """Why an archive must not be deleted, or ""."""
+    """Return why an archive must not be deleted, or ""."""
     if row.held:
         return "under legal hold: " + "; ".join(row.held)
     if row.retain_until is not None:
         try:
-            if time_of(row.retain_until) > now:
+            if parse_time(row.retain_until) > now:
                 return f"under retention until {row.retain_until}"
         except ValueError:
             return f"its retention is not a time: {row.retain_until[:40]!r}"

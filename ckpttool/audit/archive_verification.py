@@ -57,14 +57,14 @@ class ArchiveVerdict:
     workers: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with "sound", and "error" where it is not."""
+        """Return plain data, with "sound", and "error" where it is not."""
         out = {"sound": not self.findings, **asdict(self)}
         if self.findings:
-            out["error"] = {"kind": Corrupt.__name__, "exit_code": Corrupt.exit_code, "message": self.trouble()}
+            out["error"] = {"kind": Corrupt.__name__, "exit_code": Corrupt.exit_code, "message": self.describe_damage()}
         return out
 
-    def trouble(self) -> str:
-        """The damage, in a sentence or two."""
+    def describe_damage(self) -> str:
+        """Describe the damage in a sentence or two."""
         n = len(self.findings) - 1
         more = f" (and {n} more finding{'s' if n > 1 else ''})" if n else ""
         text = str(self.findings[0]).rstrip(". ")
@@ -85,7 +85,7 @@ def verify_archive(
     path_for_workers: str | None = None,
     progress: Progress = silent,
 ) -> ArchiveVerdict:
-    """Judge an archive; what is wrong with it is in the verdict.
+    """Verify an archive; what is wrong with it is in the verdict.
 
     Args:
         public_key, certificates: who must have signed it; where None a signature is only described.
@@ -104,18 +104,18 @@ def verify_archive(
     structure: CkpttoolError | None = None
     try:
         archive = Archive(source, file)
-        components = _components(archive)
-        archive.retention()
+        components = _components_of(archive)
+        archive.read_retention()
     except CkpttoolError as e:
         structure = e
     if not quick:
         hasher = ArchiveHasher(source, file, archive)
-        with _workers(archive, workers, path_for_workers, out) as crew:
+        with _open_workers(archive, workers, path_for_workers, out) as crew:
             if crew is None or path_for_workers is None:
-                hasher.run(jobs, progress)
+                hasher.hash_all(jobs, progress)
             else:
                 out.workers = read_with_workers(hasher, path_for_workers, crew, jobs, progress)
-        out.findings += hasher.judge()
+        out.findings += hasher.compare()
     if structure is not None and not out.findings:
         text = str(structure).removeprefix(path).lstrip("/: ")
         out.findings.append(ArchiveFinding(text.removesuffix(LOOK)))
@@ -127,7 +127,7 @@ def verify_archive(
     out.sums_sha256, out.created = archive.sums_sha256, archive.provenance["created"] or ""
     if out.findings:
         return out
-    _signature(archive, out, public_key, certificates)
+    _check_signature(archive, out, public_key, certificates)
     if root is not None:
         kind, _, wanted = root.rpartition(":")
         have = {"": out.merkle_root, "blake3": out.merkle_root, "sha256": out.manifest_sha256}[kind]
@@ -135,7 +135,7 @@ def verify_archive(
             what = "manifest has the SHA-256" if kind == "sha256" else "Merkle root is"
             raise Differs(f"{path}: its {what} {have}, not {wanted}. It is not the recorded state.")
     if against is not None:
-        out.against = _against(archive, against, components, workers, path_for_workers, progress)
+        out.against = _compare_with_checkpoint(archive, against, components, workers, path_for_workers, progress)
     elif root is not None:
         out.against = root
     source.assert_unchanged()
@@ -143,10 +143,10 @@ def verify_archive(
 
 
 @contextmanager
-def _workers(
+def _open_workers(
     archive: Archive | None, spec: WorkersSpec, path: str | None, out: ArchiveVerdict
 ) -> Iterator[Workers | None]:
-    """The workers that read an archive; None for one process, and a warning says why if others were asked for."""
+    """Yield the workers that read an archive; None for one process, and a warning says why if others were asked for."""
     why = None
     if path is None:
         why = "an encrypted archive is decrypted, and read, by one process"
@@ -161,7 +161,10 @@ def _workers(
     yield None
 
 
-def _signature(archive: Archive, out: ArchiveVerdict, public_key: str | None, certificates: Sequence[str]) -> None:
+def _check_signature(
+    archive: Archive, out: ArchiveVerdict, public_key: str | None, certificates: Sequence[str]
+) -> None:
+    """Check the signature, if a key or certificate was given; otherwise only describe it in `out`."""
     asked = public_key is not None or bool(certificates)
     if not archive.signed:
         if asked:
@@ -169,25 +172,24 @@ def _signature(archive: Archive, out: ArchiveVerdict, public_key: str | None, ce
         return
     bundle = archive.read_all(plan.SIGNATURE, 16 << 20)
     if not asked:
-        out.signature = (
-            f"{signing.describe(bundle)}, not checked (give {argument('public_key')} or {argument('certificates')})"
-        )
+        wanted = f"{argument('public_key')} or {argument('certificates')}"
+        out.signature = f"{signing.describe_signer(bundle)}, not checked (give {wanted})"
         return
     out.signature = "good: " + signing.verify(
         bundle, archive.signed_files(), public_key=public_key, certificates=certificates
     )
 
 
-def _components(archive: Archive) -> list[str]:
-    """The components that it holds, its records having been proved to agree."""
+def _components_of(archive: Archive) -> list[str]:
+    """Return the components that an archive holds, once its records are proved to agree."""
     ckpt = find("audit").read(Place(archive, None), ReadOptions())
     return sorted({str(ckpt.component(n)) for n in [*ckpt.tensors, *ckpt.values]})
 
 
-def _against(
+def _compare_with_checkpoint(
     archive: Archive, against: str, components: list[str], workers: WorkersSpec, path: str | None, progress: Progress
 ) -> str:
-    """Compare with a live checkpoint: all of it, or the components that were kept; says what was compared."""
+    """Compare with a live checkpoint: all of it, or the components that were kept; returns what was compared."""
     only = components if archive.provenance["only"] is not None else None
     found = diff(path or Place(archive.base, archive.file), against, only=only, workers=workers, progress=progress)
     if not found.equal:

@@ -21,16 +21,17 @@ BLOCK = 1 << 20
 
 
 def split(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
-    """The planes of whole blocks (the last may be short), written to `into` if given."""
+    """Return the planes of whole blocks (the last may be short), written to `into` if given."""
     return _each(data, item, into, _split)
 
 
 def merge(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
-    """The inverse of `split`."""
+    """Return the elements of planes, written to `into` if given: the inverse of `split`."""
     return _each(data, item, into, _merge)
 
 
 def _each(data: memoryview | bytes, item: int, into: memoryview | None, turn: Any) -> memoryview:
+    """Call `turn` for each block; bytes that do not fill an element stay as they are."""
     out = memoryview(bytearray(len(data))) if into is None else into
     if item == 1:  # headers and JSON: `inspect` of an archive needs no numpy
         out.cast("B")[:] = memoryview(data).cast("B")
@@ -50,7 +51,7 @@ def _each(data: memoryview | bytes, item: int, into: memoryview | None, turn: An
 
 
 def _halves(words: Any, item: int) -> tuple[Any, Any]:
-    """The lower and the upper half of every word; there are no words of 16 bytes, but pairs of 8."""
+    """Return the lower and the upper half of every word; there are no words of 16 bytes, but pairs of 8."""
     if item == 16:
         return words[0::2], words[1::2]
     half = f"<u{item // 2}"
@@ -58,10 +59,12 @@ def _halves(words: Any, item: int) -> tuple[Any, Any]:
 
 
 def _split(data: Any, planes: Any, item: int) -> None:
+    """Write the planes of a block of elements of `item` bytes."""
     _spread(data.view(f"<u{min(item, 8)}"), planes, item)
 
 
 def _spread(words: Any, planes: Any, item: int) -> None:
+    """Write words into their planes, by halves."""
     import numpy as np
 
     n = len(planes) // 2
@@ -74,6 +77,7 @@ def _spread(words: Any, planes: Any, item: int) -> None:
 
 
 def _merge(planes: Any, data: Any, item: int) -> None:
+    """Write the elements of a block from its planes."""
     _join(planes, data.view(f"<u{min(item, 8)}"), item)
 
 

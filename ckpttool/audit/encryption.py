@@ -44,15 +44,15 @@ class _CallbackFile:
     """A file object for pyrage, to read from or to write to."""
 
     def __init__(self, give: Callable[[int], bytes] | None = None, take: Callable[[bytes], None] | None = None) -> None:
-        self._give, self._take = give, take
+        self._give_plain, self._take_cipher = give, take
 
     def read(self, size: int) -> bytes:
-        assert self._give is not None
-        return self._give(size)
+        assert self._give_plain is not None
+        return self._give_plain(size)
 
     def write(self, data: bytes) -> int:
-        assert self._take is not None
-        self._take(bytes(data))
+        assert self._take_cipher is not None
+        self._take_cipher(bytes(data))
         return len(data)
 
     def flush(self) -> None:
@@ -93,7 +93,7 @@ class Encryptor:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-        while not self._drained():
+        while not self._write_rest():
             pass
         self._thread.join()
 
@@ -105,36 +105,38 @@ class Encryptor:
         self._encrypted.clear()
 
     def _offer(self, piece: bytes) -> bool:
-        """Put a piece into the queue, or pass on ciphertext; whether it was put there."""
+        """Put a piece into the queue, or pass on ciphertext; returns whether the piece was put there."""
         with self._changed:
-            self._changed.wait_for(lambda: self._room(piece) or self._worth() or self._done or self._closed)
+            self._changed.wait_for(lambda: self._has_room(piece) or self._should_write() or self._done or self._closed)
             self._refuse_failed()
-            if not self._worth():
+            if not self._should_write():
                 self._plain.append(piece)
                 self._plain_bytes += len(piece)
                 self._changed.notify_all()
                 return True
-        self._hand_on()
+        self._write_ready()
         return False
 
-    def _room(self, piece: bytes) -> bool:
+    def _has_room(self, piece: bytes) -> bool:
+        """Return whether a piece fits into the queue."""
         return self._plain_bytes + len(piece) <= WAITING and len(self._plain) < _MOST
 
-    def _worth(self) -> bool:
-        """Whether there is enough ciphertext for a call of `write`: switching threads every 64 KiB is slow."""
+    def _should_write(self) -> bool:
+        """Return whether there is enough ciphertext for a call of `write`: switching threads every 64 KiB is slow."""
         return self._encrypted_bytes >= _PIECE
 
-    def _drained(self) -> bool:
-        """Pass on ciphertext; whether that was the last of it."""
+    def _write_rest(self) -> bool:
+        """Pass on ciphertext; returns whether that was the last of it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._worth() or self._done or self._closed)
+            self._changed.wait_for(lambda: self._should_write() or self._done or self._closed)
             self._refuse_failed()
             if not self._encrypted:
                 return True
-        self._hand_on()
+        self._write_ready()
         return False
 
-    def _hand_on(self) -> None:
+    def _write_ready(self) -> None:
+        """Pass on all ciphertext that is ready."""
         with self._changed:
             ready = b"".join(self._encrypted)
             self._encrypted.clear()
@@ -147,12 +149,14 @@ class Encryptor:
             raise
 
     def _refuse_failed(self) -> None:
+        """Raise CkpttoolError if encryption failed or was given up."""
         if self._closed:
             raise CkpttoolError("encryption was abandoned; the file that was written is incomplete.")
         if self._error is not None:
             raise CkpttoolError(f"encryption failed ({self._error}); the file that was written is incomplete.")
 
     def _give_up(self) -> None:
+        """Tell the thread to stop."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -160,16 +164,20 @@ class Encryptor:
     # what follows runs in the thread
 
     def _run(self) -> None:
+        """Encrypt until the plain bytes end; runs in the thread."""
         error: BaseException | None = None
         try:
-            _library().encrypt_io(_CallbackFile(give=self._give), _CallbackFile(take=self._take), self._keys)
+            _import_pyrage().encrypt_io(
+                _CallbackFile(give=self._give_plain), _CallbackFile(take=self._take_cipher), self._keys
+            )
         except BaseException as e:
             error = e
         with self._changed:
             self._done, self._error = True, error
             self._changed.notify_all()
 
-    def _give(self, size: int) -> bytes:
+    def _give_plain(self, size: int) -> bytes:
+        """Return the next plain bytes to pyrage, at most `size`; b"" at the end."""
         if not self._at_hand:
             with self._changed:
                 self._changed.wait_for(lambda: self._plain or self._ended or self._closed)
@@ -183,21 +191,22 @@ class Encryptor:
         self._at_hand = self._at_hand[len(out) :]
         return out
 
-    def _take(self, data: bytes) -> None:
+    def _take_cipher(self, data: bytes) -> None:
+        """Take ciphertext from pyrage; waits while the queue is full."""
         with self._changed:
             self._changed.wait_for(lambda: self._encrypted_bytes + len(data) <= WAITING or self._closed)
             if self._closed:
                 raise _Closed
             self._encrypted.append(data)
             self._encrypted_bytes += len(data)
-            if self._worth():
+            if self._should_write():
                 self._changed.notify_all()
 
 
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-class _Ahead:
+class _ReadAhead:
     """The bytes of a file, read ahead; keeps errors, which pyrage would turn into text."""
 
     def __init__(self, source: Source, file: str, progress: Callable[[int, int], None]) -> None:
@@ -208,6 +217,7 @@ class _Ahead:
         self.error: BaseException | None = None
 
     def give(self, size: int) -> bytes:
+        """Return the next bytes of the file to pyrage, at most `size`; b"" at the end."""
         try:
             if not self.ahead and self.at < self.size:
                 n = min(_PIECE, self.size - self.at)
@@ -222,7 +232,7 @@ class _Ahead:
         return out
 
 
-class _Gathered:
+class _PieceWriter:
     """Collects plain bytes, so that `write` gets large pieces."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
@@ -231,12 +241,14 @@ class _Gathered:
         self.error: BaseException | None = None
 
     def take(self, data: bytes) -> None:
+        """Take plain bytes from pyrage."""
         self.held += data
         self.total += len(data)
         if len(self.held) >= _PIECE:
             self.flush()
 
     def flush(self) -> None:
+        """Write what was gathered."""
         data, self.held = bytes(self.held), bytearray()
         try:
             if data:
@@ -265,10 +277,10 @@ def decrypt(
     Raises:
         Corrupt: it is not an age file, or is damaged or cut; with the place. UsageError: no identity opens it.
     """
-    pyrage = _library()
+    pyrage = _import_pyrage()
     what = f"{source.root}/{file}"
-    start = _payload(source, file, what)
-    reader, out = _Ahead(source, file, progress), _Gathered(write)
+    start = _payload_start(source, file, what)
+    reader, out = _ReadAhead(source, file, progress), _PieceWriter(write)
     try:
         pyrage.decrypt_io(_CallbackFile(give=reader.give), _CallbackFile(take=out.take), list(identities))
         out.flush()
@@ -293,8 +305,8 @@ def decrypt(
         ) from None
 
 
-def _payload(source: Source, file: str, what: str) -> int:
-    """Where the pieces of an age file begin.
+def _payload_start(source: Source, file: str, what: str) -> int:
+    """Return where the pieces of an age file begin.
 
     Raises:
         Corrupt: it has no header, or one without end.
@@ -316,7 +328,7 @@ def _payload(source: Source, file: str, what: str) -> int:
 
 
 def parse_recipients(texts: Sequence[str]) -> list[Any]:
-    """Public keys, for pyrage.
+    """Return public keys, for pyrage.
 
     Args:
         texts: "age1...", "ssh-ed25519 ...", "ssh-rsa ...", or files with such a key a line and comments after "#".
@@ -324,14 +336,14 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
     Raises:
         UsageError: one is none of these, or there are none.
     """
-    pyrage = _library()
+    pyrage = _import_pyrage()
     out: list[Any] = []
     for text in texts:
         if text.startswith(("age1", "ssh-")):
-            out.append(_recipient(text, "the recipient"))
+            out.append(_parse_recipient(text, "the recipient"))
             continue
         lines = _lines(text, "recipient")
-        found = [_recipient(line, f"{text}, line {i}, the recipient") for i, line in lines]
+        found = [_parse_recipient(line, f"{text}, line {i}, the recipient") for i, line in lines]
         if not found:
             raise UsageError(f"{text} holds no recipients.")
         out += found
@@ -344,10 +356,11 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
     return out
 
 
-def _recipient(text: str, what: str) -> Any:
+def _parse_recipient(text: str, what: str) -> Any:
+    """Return one public key; `what` names it in messages."""
     import pyrage
 
-    if _secret(text):
+    if _is_secret_key(text):
         raise UsageError(f"{what}, is a secret key; give the public one.")
     kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
     try:
@@ -360,7 +373,7 @@ def _recipient(text: str, what: str) -> Any:
 
 
 def parse_identities(files: Sequence[str]) -> list[Any]:
-    """Secret keys, for pyrage.
+    """Return secret keys, for pyrage.
 
     Args:
         files: age identity files, or ssh private keys without a password.
@@ -368,7 +381,7 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
     Raises:
         UsageError: one of them is neither, or there are none.
     """
-    pyrage = _library()
+    pyrage = _import_pyrage()
     out: list[Any] = []
     for file in files:
         data = _read(file, "identity")
@@ -376,7 +389,7 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
             if data.lstrip().startswith(b"-----BEGIN") and b"PRIVATE KEY" in data[:200]:
                 out.append(pyrage.ssh.Identity.from_buffer(data))
                 continue
-            found = [pyrage.x25519.Identity.from_str(line) for _, line in _stripped(data, file)]
+            found = [pyrage.x25519.Identity.from_str(line) for _, line in _key_lines(data, file)]
         except pyrage.IdentityError as e:
             locked = "decrypted first" in str(e)
             more = (
@@ -394,11 +407,12 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
 
 
 def _lines(file: str, kind: str) -> list[tuple[int, str]]:
-    return _stripped(_read(file, kind), file)
+    """Return (number, text) of the lines of a key file that are not comments."""
+    return _key_lines(_read(file, kind), file)
 
 
-def _stripped(data: bytes, file: str) -> list[tuple[int, str]]:
-    """(number, text) of the lines that are not comments."""
+def _key_lines(data: bytes, file: str) -> list[tuple[int, str]]:
+    """Return (number, text) of the lines that are not comments."""
     if data.startswith((_MAGIC, b"-----BEGIN AGE ENCRYPTED FILE")):
         raise UsageError(f"{file} is encrypted itself; decrypt it first (age -d).")
     try:
@@ -409,7 +423,8 @@ def _stripped(data: bytes, file: str) -> list[tuple[int, str]]:
 
 
 def _read(file: str, kind: str) -> bytes:
-    if _secret(file):
+    """Read a key file of this kind; raises UsageError, also if its name is a secret key."""
+    if _is_secret_key(file):
         raise UsageError(f"this is a secret key; give the name of the {kind} file.")
     try:
         with open(os.path.expanduser(file), "rb") as f:
@@ -420,11 +435,13 @@ def _read(file: str, kind: str) -> bytes:
         raise kind_of(f"the {kind} file {file[:80]!r} cannot be read: {reason}.") from None
 
 
-def _secret(text: str) -> bool:
+def _is_secret_key(text: str) -> bool:
+    """Return whether a text is a secret key of age or ssh."""
     return "SECRET-KEY-" in text.upper() or "PRIVATE KEY" in text
 
 
-def _library() -> Any:
+def _import_pyrage() -> Any:
+    """Import pyrage; raises MissingPackage."""
     try:
         import pyrage
     except ImportError as e:

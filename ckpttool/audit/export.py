@@ -30,7 +30,7 @@ from ..storage import remote, urls
 from . import ledger, sidecar
 from .archive import ENCRYPTED, ArchiveFacts
 from .archive_options import ArchiveOptions
-from .spool import decrypted
+from .spool import decrypt_to_spool
 
 __all__ = ["Exported", "export", "export_archive", "restore", "restore_archive"]
 
@@ -90,7 +90,7 @@ def export_archive(
     folder, name = urls.split_url(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
     clock = None
     if in_ledger and (urls.is_url(folder) or os.path.isdir(folder)):
-        clock = ledger.clock_behind(ledger.refuse_unwritable(folder))  # warn now, not after everything was copied
+        clock = ledger.clock_warning(ledger.check_writable(folder))  # warn now, not after everything was copied
     result = run_conversion(
         src,
         dst,
@@ -104,15 +104,17 @@ def export_archive(
     try:
         with remote.open_source(folder) as source:
             known = ArchiveFacts(**{**result.about, "bytes": source.size(name)})
-            ciphertext = sidecar.ciphertext(source, name, running.progress) if sealed else None
+            ciphertext = sidecar.hash_ciphertext(source, name, running.progress) if sealed else None
         if ciphertext is not None:
-            sidecar.put(folder, sidecar.name(name), sidecar.encode(asdict(known), ciphertext))
+            sidecar.write_small_file(
+                folder, sidecar.sidecar_name(name), sidecar.encode_sidecar(asdict(known), ciphertext)
+            )
             recorded = True
         if in_ledger:
             facts = {k: v for k, v in asdict(known).items() if k != "name"}
             if ciphertext is not None:
                 facts["ciphertext_sha256"] = ciphertext["sha256"]
-            entry = ledger.append(folder, "export", name, **facts)
+            entry = ledger.append_entry(folder, "export", name, **facts)
     except (CkpttoolError, OSError) as e:
         raise _unrecorded(e, dst, recorded) from e
     except KeyboardInterrupt:
@@ -123,13 +125,13 @@ def export_archive(
 
 
 def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> CkpttoolError:
-    """The same error, with what it leaves behind: an archive that neither sidecar nor ledger knows."""
+    """Return the same error, with what it leaves behind: an archive that neither sidecar nor ledger knows."""
     where = urls.redact_url(dst)
     kind = type(e) if isinstance(e, CkpttoolError) else CkpttoolError
     if not sidecar_there:
         return kind(
-            f"{e} The archive {where} is whole, but {sidecar.name(where)} is missing, and without it nobody can list "
-            "or keep it. Delete the archive and export again."
+            f"{e} The archive {where} is whole, but {sidecar.sidecar_name(where)} is missing, and without it nobody "
+            "can list or keep it. Delete the archive and export again."
         )
     return kind(
         f"{e} The archive {where} is whole, but the ledger has no line for it. When the ledger can be written, run "
@@ -186,7 +188,7 @@ def restore_archive(
     where = place(archive)
     if where.file is not None and where.file.endswith(ENCRYPTED) and identities:
         folder = scratch or os.path.dirname(os.path.abspath(dst))
-        spool, name = decrypted(where.source, where.file, identities, folder, running.progress)
+        spool, name = decrypt_to_spool(where.source, where.file, identities, folder, running.progress)
         where.source.close()
         where = Place(spool, name)
     done = run_conversion(where, dst, replace(reading, source_layout="audit"), writing, running)

@@ -41,11 +41,11 @@ __all__ = [
     "FrameFault",
     "FrameTable",
     "ThreadLocal",
-    "content_size",
     "crc_table",
-    "crcs_in",
     "decompress_frame",
     "frame_header",
+    "parse_crc_table",
+    "parse_frame_header",
     "read_table",
     "seek_table",
     "u32_array",
@@ -76,7 +76,7 @@ class ThreadLocal(threading.local):
 
 
 def u32_array(data: bytes | bytearray | memoryview) -> array[int]:
-    """Little-endian numbers of four bytes."""
+    """Return little-endian numbers of four bytes as an array."""
     out = array("I")
     assert out.itemsize == 4
     out.frombytes(data)
@@ -86,13 +86,13 @@ def u32_array(data: bytes | bytearray | memoryview) -> array[int]:
 
 
 def u32_columns(rows: bytes | bytearray | memoryview, width: int) -> list[array[int]]:
-    """The columns of a table with `width` numbers in each row."""
+    """Return the columns of a table with `width` numbers in each row."""
     numbers = u32_array(rows)
     return [numbers[i::width] for i in range(width)]
 
 
 def u32_bytes(numbers: array[int]) -> bytes:
-    """The numbers, little-endian."""
+    """Return the numbers as little-endian bytes."""
     if sys.byteorder == "big":
         numbers = numbers[:]
         numbers.byteswap()
@@ -100,13 +100,13 @@ def u32_bytes(numbers: array[int]) -> bytes:
 
 
 def crc_table(crcs: array[int]) -> bytes:
-    """The CRC table of these frames, a skippable frame."""
+    """Return the CRC table of these frames, a skippable frame."""
     payload = CRC_TAG + struct.pack("<I", len(crcs)) + u32_bytes(crcs)
     return struct.pack("<II", CRC_MAGIC, len(payload) + 4) + payload + struct.pack("<I", crc32(payload))
 
 
 def seek_table(sizes: array[int], lengths: array[int], checksums: array[int], last: int) -> bytes:
-    """The seek table of the frames and of the CRC table, which takes `last` bytes."""
+    """Return the seek table of the frames and of the CRC table, which takes `last` bytes."""
     rows = array("I", bytes(12 * len(sizes) + 12))
     rows[0:-3:3], rows[1:-3:3], rows[2:-3:3] = sizes, lengths, checksums
     rows[-3] = last
@@ -133,7 +133,7 @@ LOOK = " Fetch the file again, or run `ckpttool audit verify` to see what is lef
 
 
 def read_table(source: Source, file: str) -> FrameTable:
-    """The tables at the end of a file.
+    """Read and check the tables at the end of a file.
 
     Raises:
         NotRecognised: there are none, or not those of ckpttool. Corrupt: they contradict each other or the file.
@@ -170,7 +170,7 @@ def read_table(source: Source, file: str) -> FrameTable:
         raise NotRecognised(
             f"{path}: the CRC table before its seek table is missing. It is not an archive of ckpttool."
         )
-    crcs = crcs_in(crc[8:])
+    crcs = parse_crc_table(crc[8:])
     if crcs is None:
         raise Corrupt(f"{wrong}the CRC table does not have its own CRC32.{LOOK}")
     if frames:
@@ -188,8 +188,8 @@ def read_table(source: Source, file: str) -> FrameTable:
     return FrameTable(offsets, sizes, starts, lengths, checksums, crcs, total)
 
 
-def crcs_in(payload: memoryview) -> array[int] | None:
-    """The CRCs that the payload of a CRC table has; None if it is damaged."""
+def parse_crc_table(payload: memoryview) -> array[int] | None:
+    """Return the CRCs in the payload of a CRC table; None if it is damaged."""
     fixed = len(CRC_TAG) + 4
     if len(payload) < fixed + 4 or len(payload) % 4 or payload[:8] != CRC_TAG:
         return None
@@ -205,14 +205,14 @@ class FrameFault(Exception):
 
 
 def frame_header(length: int) -> bytes:
-    """The only form of a frame's header: size of the content, single segment, checksum, no dictionary."""
+    """Return the only form of a frame's header: size of the content, single segment, checksum, no dictionary."""
     flag, size = (0, 1) if length < 256 else (1, 2) if length < 65792 else (2, 4)
     header = length - 256 if flag == 1 else length
     return struct.pack("<IB", ZSTD_MAGIC, flag << 6 | 0x24) + header.to_bytes(size, "little")
 
 
-def content_size(frame: memoryview) -> tuple[int, int] | None:
-    """(bytes of content, bytes of the header) of a frame whose header has that form."""
+def parse_frame_header(frame: memoryview) -> tuple[int, int] | None:
+    """Return (bytes of content, bytes of the header) of a frame whose header has that form; None for others."""
     if len(frame) < 6 or frame[4] & 0x3F != 0x24 or frame[4] >> 6 == 3:
         return None
     flag = frame[4] >> 6
@@ -225,7 +225,7 @@ _local = ThreadLocal()
 
 
 def decompress_frame(frame: memoryview, crc: int | None) -> bytes:
-    """The content of a frame.
+    """Return the content of a frame.
 
     Raises:
         FrameFault: it does not have this CRC32, or contradicts itself.
@@ -234,7 +234,7 @@ def decompress_frame(frame: memoryview, crc: int | None) -> bytes:
 
     if crc is not None and (have := crc32(frame)) != crc:
         raise FrameFault(f"the frame has CRC32 {have:08x}, the CRC table of the file says {crc:08x}")
-    header = content_size(frame)
+    header = parse_frame_header(frame)
     if header is None:
         raise FrameFault("the header of the frame is not one that ckpttool writes")
     if "unfold" not in _local.made:

@@ -60,13 +60,13 @@ class FrameReader:
             skip = offset - table.starts[i]
             n = min(len(view), table.lengths[i] - skip)
             if n == table.lengths[i] and i not in self._frames:
-                byte_planes.merge(self._stored(i), self.item_at(offset), view[:n])
+                byte_planes.merge(self._read_frame(i), self.item_at(offset), view[:n])
             else:
-                view[:n] = self._kept(i)[skip : skip + n]
+                view[:n] = self._cached_frame(i)[skip : skip + n]
             view, offset, i = view[n:], offset + n, i + 1
 
-    def _kept(self, i: int) -> memoryview:
-        """A cached frame; the first thread that asks decompresses it, others wait."""
+    def _cached_frame(self, i: int) -> memoryview:
+        """Return a frame with its planes merged; the first thread that asks decompresses it, others wait."""
         with self._lock:
             future = self._frames.get(i)
             mine = future is None
@@ -77,14 +77,15 @@ class FrameReader:
             self._frames.move_to_end(i)
         if mine:
             try:
-                future.set_result(byte_planes.merge(self._stored(i), self.item_at(self.table.starts[i])))
+                future.set_result(byte_planes.merge(self._read_frame(i), self.item_at(self.table.starts[i])))
             except BaseException as e:
                 with self._lock:
                     self._frames.pop(i, None)
                 future.set_exception(e)
         return future.result()
 
-    def _stored(self, i: int) -> bytes:
+    def _read_frame(self, i: int) -> bytes:
+        """Read and decompress a frame, as it is stored."""
         t = self.table
         raw = memoryview(bytearray(t.sizes[i]))
         self.source.readinto(self.file, t.offsets[i], raw)

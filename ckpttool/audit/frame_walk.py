@@ -22,13 +22,13 @@ from .frame_format import (
     ZSTD_MAGIC,
     FrameFault,
     FrameTable,
-    content_size,
-    crcs_in,
     decompress_frame,
+    parse_crc_table,
+    parse_frame_header,
     read_table,
 )
 
-__all__ = ["FrameResult", "walk", "walk_frames"]
+__all__ = ["FrameResult", "walk_file", "walk_frames"]
 
 
 _MAGIC = re.compile(rb"\x28\xb5\x2f\xfd|[\x5c\x5e]\x2a\x4d\x18")
@@ -73,8 +73,8 @@ class _CheckedFrame(NamedTuple):
     beside: str | None = None  # what is wrong with the tables
 
 
-def walk(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
-    """Every frame of a file, in order, decompressed by `jobs` threads; damaged frames and other damage as faults.
+def walk_file(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
+    """Yield every frame of a file, in order, decompressed by `jobs` threads; damaged frames and other damage as faults.
 
     If the tables at the end are damaged, frames are found by their own headers and blocks.
 
@@ -85,15 +85,15 @@ def walk(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
     search: _Search | None = None
     try:
         table = read_table(source, file)
-        pieces = _listed(table, 0, len(table.offsets))
+        pieces = _spans_in_table(table, 0, len(table.offsets))
     except (SourceChanged, RemoteError):
         raise
     except CkpttoolError as e:
         search = _Search(source, file, size)
-        pieces = search.pieces()
+        pieces = search.spans()
         yield FrameResult(-1, 0, size, 0, None, str(e))
     crcs = array("I")
-    yield from _walked(source, file, pieces, jobs, 0, crcs)
+    yield from _results_of(source, file, pieces, jobs, 0, crcs)
     if search is not None and search.crcs is not None and search.crcs != crcs:
         k = next(
             (k for k, (a, b) in enumerate(zip(search.crcs, crcs, strict=False)) if a != b),
@@ -106,20 +106,21 @@ def walk(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
 def walk_frames(
     source: Source, file: str, table: FrameTable, first: int, stop: int, jobs: int
 ) -> Iterator[FrameResult]:
-    """The frames [first, stop) of a file whose tables are sound, as `walk`.
+    """Yield the frames [first, stop) of a file whose tables are sound, as `walk_file`.
 
     Raises:
         SourceChanged, RemoteError: the file cannot be read. Damage is never raised.
     """
-    return _walked(source, file, _listed(table, first, stop), jobs, table.starts[first], array("I"))
+    return _results_of(source, file, _spans_in_table(table, first, stop), jobs, table.starts[first], array("I"))
 
 
-def _walked(
+def _results_of(
     source: Source, file: str, pieces: Iterator[_FrameSpan], jobs: int, start: int, crcs: array[int]
 ) -> Iterator[FrameResult]:
-    """Pieces, checked; the content of the first begins at `start`. The CRC32s of frames are added to `crcs`."""
+    """Check spans, and yield their results; the content of the first begins at `start`. The CRC32s of frames are added
+    to `crcs`."""
     size = source.size(file)
-    for piece, seen in _look(source, file, pieces, jobs):
+    for piece, seen in _check_in_threads(source, file, pieces, jobs):
         if seen.crc is not None:
             crcs.append(seen.crc)
         if seen.length:
@@ -131,21 +132,22 @@ def _walked(
             yield FrameResult(-1, 0, size, 0, None, seen.beside)
 
 
-def _listed(table: FrameTable, first: int, stop: int) -> Iterator[_FrameSpan]:
+def _spans_in_table(table: FrameTable, first: int, stop: int) -> Iterator[_FrameSpan]:
+    """Yield the frames [first, stop) that the tables list."""
     for k in range(first, stop):
         offset = table.offsets[k]
         yield _FrameSpan(offset, table.sizes[k], None, table.lengths[k], table.crcs[k], table.checksums[k])
 
 
-def _look(
+def _check_in_threads(
     source: Source, file: str, pieces: Iterator[_FrameSpan], jobs: int
 ) -> Iterator[tuple[_FrameSpan, _CheckedFrame]]:
-    """The pieces, checked in threads, in order; at most 2 * jobs at once."""
+    """Yield the spans with what was found, in order; at most 2 * jobs are checked at once."""
     flying: deque[tuple[_FrameSpan, Future[_CheckedFrame]]] = deque()
     pool = ThreadPoolExecutor(jobs, "ckpttool-unfold")
     try:
         for piece in pieces:
-            flying.append((piece, pool.submit(_see, source, file, piece)))
+            flying.append((piece, pool.submit(_check_span, source, file, piece)))
             if len(flying) >= 2 * jobs:
                 done, future = flying.popleft()
                 yield done, future.result()
@@ -156,7 +158,8 @@ def _look(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _see(source: Source, file: str, piece: _FrameSpan) -> _CheckedFrame:
+def _check_span(source: Source, file: str, piece: _FrameSpan) -> _CheckedFrame:
+    """Read, decompress and check one frame."""
     if piece.fault is not None:
         return _CheckedFrame(piece.length, None, piece.fault)
     raw = piece.raw
@@ -198,8 +201,8 @@ class _Search:
         self._base, self._data = 0, memoryview(b"")
         self._steps = self._vain = 0
 
-    def _get(self, at: int, length: int) -> memoryview:
-        """Bytes of the file, as many as there are."""
+    def _bytes_at(self, at: int, length: int) -> memoryview:
+        """Return bytes of the file, as many as there are."""
         length = max(0, min(length, self.size - at))
         if at < self._base or at + length > self._base + len(self._data):
             want = memoryview(bytearray(min(max(length, 2 * MOST_FRAME_BYTES), self.size - at)))
@@ -207,23 +210,23 @@ class _Search:
             self._base, self._data = at, want
         return self._data[at - self._base :][:length]
 
-    def pieces(self) -> Iterator[_FrameSpan]:
-        """What is there, from the first byte to the last."""
+    def spans(self) -> Iterator[_FrameSpan]:
+        """Yield what is there, from the first byte to the last."""
         at = 0
         try:
             while at < self.size:
-                end = self._end(at)
+                end = self._frame_end(at)
                 if end is None:
-                    end = self._next(at + 1)
-                    header = content_size(self._get(at, 16)) if self._magic(at) == ZSTD_MAGIC else None
+                    end = self._find_next_frame(at + 1)
+                    header = parse_frame_header(self._bytes_at(at, 16)) if self._magic_at(at) == ZSTD_MAGIC else None
                     fault = "the frame is damaged or cut off" if header else "these bytes are not a frame"
                     yield _FrameSpan(at, end - at, None, header[0] if header else 0, fault=fault)
-                elif self._magic(at) == ZSTD_MAGIC:
-                    frame = self._get(at, end - at)
-                    header = content_size(frame)
+                elif self._magic_at(at) == ZSTD_MAGIC:
+                    frame = self._bytes_at(at, end - at)
+                    header = parse_frame_header(frame)
                     assert header is not None
                     yield _FrameSpan(at, end - at, memoryview(bytes(frame)), header[0])
-                elif not self._table(at, end):
+                elif not self._is_table(at, end):
                     yield _FrameSpan(at, end - at, None, 0, fault="a skippable frame that is not a table of an archive")
                 at = end
         except SourceChanged:
@@ -231,36 +234,38 @@ class _Search:
         except Corrupt as e:
             yield _FrameSpan(at, self.size - at, None, 0, fault=f"the file cannot be read from here on ({e})")
 
-    def _magic(self, at: int) -> int:
-        return int.from_bytes(self._get(at, 4), "little")
+    def _magic_at(self, at: int) -> int:
+        """Return the four bytes at an offset as a number."""
+        return int.from_bytes(self._bytes_at(at, 4), "little")
 
-    def _known(self, at: int) -> bool:
-        """Whether a frame or the end of the file can be here."""
-        magic = self._magic(at)
+    def _is_boundary(self, at: int) -> bool:
+        """Return whether a frame or the end of the file can be here."""
+        magic = self._magic_at(at)
         return at == self.size or magic == ZSTD_MAGIC or magic >> 4 == CRC_MAGIC >> 4
 
-    def _end(self, at: int) -> int | None:
-        """Where the frame that begins here ends; None if none does.
+    def _frame_end(self, at: int) -> int | None:
+        """Return where the frame that begins here ends; None if none does.
 
         It counts as a frame if something known follows, or if it is intact.
         """
-        magic = self._magic(at)
+        magic = self._magic_at(at)
         if magic == ZSTD_MAGIC:
-            end = self._blocks(at)
+            end = self._end_by_blocks(at)
         elif magic >> 4 == CRC_MAGIC >> 4 and self.size - at >= 8:
-            end = at + 8 + int.from_bytes(self._get(at + 4, 4), "little")
+            end = at + 8 + int.from_bytes(self._bytes_at(at + 4, 4), "little")
         else:
             return None
         if end is None or end > self.size:
             return None
-        return end if self._known(end) or self._sound(at, end) else None
+        return end if self._is_boundary(end) or self._is_sound(at, end) else None
 
-    def _sound(self, at: int, end: int) -> bool:
-        if self._magic(at) != ZSTD_MAGIC:
+    def _is_sound(self, at: int, end: int) -> bool:
+        """Return whether the bytes are an intact frame or table."""
+        if self._magic_at(at) != ZSTD_MAGIC:
             self._steps += (end - at) >> 10
             return self._crcs_at(at, end) is not None
-        frame = self._get(at, end - at)
-        header = content_size(frame)
+        frame = self._bytes_at(at, end - at)
+        header = parse_frame_header(frame)
         self._steps += header[0] >> 10 if header else 0
         try:
             decompress_frame(frame, None)
@@ -268,9 +273,10 @@ class _Search:
             return False
         return True
 
-    def _blocks(self, at: int) -> int | None:
-        frame = self._get(at, MOST_FRAME_BYTES)
-        header = content_size(frame)
+    def _end_by_blocks(self, at: int) -> int | None:
+        """Return where a zstd frame ends, as its blocks say; None if they make no sense."""
+        frame = self._bytes_at(at, MOST_FRAME_BYTES)
+        header = parse_frame_header(frame)
         if header is None:
             return None
         p = header[1]
@@ -288,31 +294,36 @@ class _Search:
         return None
 
     def _crcs_at(self, at: int, end: int) -> array[int] | None:
-        """The CRCs of the table in this skippable frame, if it is intact."""
-        if self._magic(at) != CRC_MAGIC or end - at > 4 * MOST_FRAMES or self._get(at + 8, len(CRC_TAG)) != CRC_TAG:
+        """Return the CRCs of the table in this skippable frame; None if it is not intact."""
+        if (
+            self._magic_at(at) != CRC_MAGIC
+            or end - at > 4 * MOST_FRAMES
+            or self._bytes_at(at + 8, len(CRC_TAG)) != CRC_TAG
+        ):
             return None
-        return crcs_in(memoryview(bytes(self._get(at + 8, end - at - 8))))
+        return parse_crc_table(memoryview(bytes(self._bytes_at(at + 8, end - at - 8))))
 
-    def _table(self, at: int, end: int) -> bool:
-        """Whether this skippable frame looks like one of the tables."""
-        if self._magic(at) == SEEK_MAGIC:
+    def _is_table(self, at: int, end: int) -> bool:
+        """Return whether this skippable frame looks like one of the tables."""
+        if self._magic_at(at) == SEEK_MAGIC:
             return end == self.size
         if self.crcs is None:
             self.crcs = self._crcs_at(at, end)
             return self.crcs is not None
         return False
 
-    def _next(self, at: int) -> int:
-        """Where the next sound frame begins; the end of the file if none does, or if the search takes too long."""
+    def _find_next_frame(self, at: int) -> int:
+        """Return where the next sound frame begins; the end of the file if none does, or if the search takes too
+        long."""
         while at + 4 <= self.size and self._vain < _PATIENCE:
-            view = self._get(at, min(MOST_FRAME_BYTES, self.size - at))
+            view = self._bytes_at(at, min(MOST_FRAME_BYTES, self.size - at))
             found = _MAGIC.search(view)
             if found is None:
                 at += len(view) - 3
                 continue
             at += found.start()
             before = self._steps
-            if self._end(at) is not None:
+            if self._frame_end(at) is not None:
                 return at
             self._vain += self._steps - before + 1
             at += 1

@@ -72,6 +72,7 @@ class _Compress:
         self.local = ThreadLocal()
 
     def _compressor(self, hash_log: int) -> Any:
+        """Return this thread's compressor with this size of its hash; 0 leaves it to the level."""
         import zstandard
 
         key = str(hash_log)
@@ -95,6 +96,7 @@ class _Compress:
         return frame, crc32(frame)
 
     def _repeats(self, data: memoryview, item: int) -> bool:
+        """Return whether a sample of the mantissa plane compresses, as rows do that are there twice."""
         sample = bytearray()
         for at in range(0, len(data), byte_planes.BLOCK):
             block = data[at : at + byte_planes.BLOCK]
@@ -104,7 +106,7 @@ class _Compress:
 
 
 @dataclass
-class _Flying:
+class _FrameInFlight:
     """A frame between its last byte and the file."""
 
     buffer: memoryview
@@ -143,7 +145,7 @@ class FrameWriter:
         self._hash_pool = ThreadPoolExecutor(1, "ckpttool-sha256")
         self._free: list[memoryview] = []
         self._made = 0
-        self._flying: deque[_Flying] = deque()
+        self._flying: deque[_FrameInFlight] = deque()
         self._buffer: memoryview | None = None  # of the frame that is open
         self._block = memoryview(bytearray(0))  # a block whose rest has not come yet
         self._waiting = 0  # bytes in it
@@ -163,7 +165,7 @@ class FrameWriter:
         while len(view):
             if self._buffer is None:
                 self._open()
-            n = self._take(view)
+            n = self._fill_frame(view)
             self.at += n
             view = view[n:]
             if self.at == self._end:
@@ -177,14 +179,14 @@ class FrameWriter:
         if self._cut + 1 < len(self.cuts):
             self._end = min(self._end, self.cuts[self._cut + 1].offset)
         if not self._free and self._made == self.most:
-            self._land()
+            self._write_oldest()
         if not self._free:
             self._free.append(memoryview(bytearray(FRAME)))
             self._made += 1
         self._buffer = self._free.pop()
 
-    def _take(self, view: memoryview) -> int:
-        """Store the first bytes of `view` in the open frame; their number."""
+    def _fill_frame(self, view: memoryview) -> int:
+        """Store the first bytes of `view` in the open frame; returns how many."""
         assert self._buffer is not None
         item, at, room = self.cuts[self._cut].item, self.at - self._start, self._end - self.at
         if item == 1:
@@ -206,26 +208,28 @@ class FrameWriter:
         return n
 
     def _split_waiting(self, end: int) -> None:
+        """Split the waiting block into planes, which end at byte `end` of the frame."""
         assert self._buffer is not None
         item, n = self.cuts[self._cut].item, self._waiting
         byte_planes.split(self._block[:n], item, self._buffer[end - n : end])
         self._waiting = 0
 
     def _submit(self) -> None:
-        """Compress and hash the open frame."""
+        """Compress and hash the open frame in threads."""
         assert self._buffer is not None
         n = self.at - self._start
         cut = self.cuts[self._cut]
         hashed = self._hash_to(self.at)
         there = self._earlier.popleft() if self._earlier else None
-        frame = self._pool.submit(self._frame, self._buffer[:n], cut, there)
-        self._flying.append(_Flying(self._buffer, n, frame, hashed))
+        frame = self._pool.submit(self._make_frame, self._buffer[:n], cut, there)
+        self._flying.append(_FrameInFlight(self._buffer, n, frame, hashed))
         self._buffer = None
         while self._flying and self._flying[0].frame.done() and self._flying[0].hashed.done():
-            self._land()
+            self._write_oldest()
 
-    def _frame(self, data: memoryview, cut: SplitPoint, there: tuple[int, int] | None) -> tuple[bytes, int]:
-        """(the frame, CRC32 of its bytes): the one at this (offset, length) of the file, if it holds the data."""
+    def _make_frame(self, data: memoryview, cut: SplitPoint, there: tuple[int, int] | None) -> tuple[bytes, int]:
+        """Return (a frame, CRC32 of its bytes): the earlier one at this (offset, length) of the file, if it holds the
+        data."""
         if there and self._read:
             frame = self._read(*there)
             try:
@@ -235,7 +239,7 @@ class FrameWriter:
                 pass  # the one that is made now will not be equal to it either, and `write` says so
         return self._compress(data, cut.item, cut.fast)
 
-    def _land(self) -> None:
+    def _write_oldest(self) -> None:
         """Wait for the oldest frame in flight and write it."""
         f = self._flying.popleft()
         frame, crc = f.frame.result()
@@ -245,6 +249,7 @@ class FrameWriter:
         self.write(frame)
 
     def _hash_to(self, end: int) -> Future[None]:
+        """Hash the open frame up to this offset, in a thread."""
         assert self._buffer is not None
         part = self._buffer[self._hashed - self._start : end - self._start]
         future = self._hash_pool.submit(self._hash, self._hashed, part)
@@ -252,6 +257,7 @@ class FrameWriter:
         return future
 
     def _hash(self, start: int, data: memoryview) -> None:
+        """Add content to the SHA-256 of the members that it meets; runs in one thread, in order."""
         end = start + len(data)
         while self._ended < len(self.members):
             m = self.members[self._ended]
@@ -268,8 +274,8 @@ class FrameWriter:
             self._hasher = None
             self._ended += 1
 
-    def sums(self) -> dict[str, str]:
-        """{member: SHA-256 of its stored bytes} of those that have ended."""
+    def member_sums(self) -> dict[str, str]:
+        """Return {member: SHA-256 of its stored bytes} of those that have ended."""
         if self._buffer is not None:
             self._hash_to(self.at - self._waiting).result()
         elif self._flying:
@@ -277,11 +283,12 @@ class FrameWriter:
         return dict(self._sums)
 
     def resumable(self) -> bool:
-        """Whether an unfinished file can be continued from here: a frame begins, and no member is cut in two."""
+        """Return whether an unfinished file can be continued from here: a frame begins, and no member is cut in two."""
         i = bisect_left(self.cuts, self.at, key=lambda c: c.offset)
-        return i < len(self.cuts) and self.cuts[i].offset == self.at and self._outside(self.at)
+        return i < len(self.cuts) and self.cuts[i].offset == self.at and self._is_between_members(self.at)
 
-    def _outside(self, at: int) -> bool:
+    def _is_between_members(self, at: int) -> bool:
+        """Return whether no member begins before this offset and ends behind it."""
         i = bisect_left(self.members, at, key=lambda m: m.start)  # the members before i begin before
         return i == 0 or self.members[i - 1].end <= at
 
@@ -293,15 +300,15 @@ class FrameWriter:
             self._over = True
             self._submit()
         while self._flying:
-            self._land()
+            self._write_oldest()
 
     def state(self) -> dict[str, Any]:
-        """Where the frames are, after `flush`, as data for JSON."""
+        """Return where the frames are, after `flush`, as data for JSON."""
         assert not self._flying and self.resumable()
         return {"frames": base64.b64encode(u32_bytes(u32_columns(self._rows, 4)[0])).decode()}
 
     def finish(self) -> None:
-        """The last frame and the tables."""
+        """Write the last frame and the tables."""
         self.flush()
         self._over = True
         sizes, lengths, checksums, crcs = u32_columns(self._rows, 4)
@@ -316,7 +323,8 @@ class FrameWriter:
 
 
 def _earlier_frames(earlier: EarlierFile | None) -> deque[tuple[int, int]]:
-    """(offset, length) of the frames that an earlier writer says it has written; none if the record makes no sense."""
+    """Return (offset, length) of the frames that an earlier writer says it has written; none if the record makes no
+    sense."""
     out: deque[tuple[int, int]] = deque()
     try:
         sizes = u32_array(base64.b64decode(earlier.state["frames"], validate=True)) if earlier else ()

@@ -3,8 +3,8 @@
 A hold is a line in the ledger and a file, NAME.hold.json, that `release` removes after its own line. While the file is
 there its holds count, whatever the ledger says; where the two disagree, `archive_store.listing` says so.
 
-A hold that succeeded is not followed by a deletion: see `ledger.turn`. Object lock makes the store itself refuse, so
-there a hold may even come between a deletion's line and the deletion.
+A hold that succeeded is not followed by a deletion: see `ledger.take_turn`. Object lock makes the store itself refuse,
+so there a hold may even come between a deletion's line and the deletion.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from . import ledger, sidecar
 from .archive import ArchiveFacts
 from .archive_store import (
     History,
-    evidence,
     holds_in_ledger,
-    look,
+    identifying_fields,
+    make_row,
+    read_archive_facts,
     remove_file,
-    require,
-    row_of,
-    split_path,
+    require_archive,
+    split_archive_path,
 )
 
 __all__ = ["hold", "release"]
@@ -41,13 +41,14 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
         Locked: another run is deleting or replacing it. CkpttoolError: the file cannot be written; the hold is in the
             ledger.
     """
-    store, name = _placed(archive, reason)
-    require(store, name)
+    store, name = _split_with_reason(archive, reason)
+    require_archive(store, name)
     locked = urls.is_url(archive) and objects.set_legal_hold(archive, on=True)
-    with ledger.turn(store) as turn:
+    with ledger.take_turn(store) as turn:
 
         def still_there(lines: list[dict[str, Any]]) -> dict[str, Any]:
-            begun = None if turn.alone or locked else ledger.unfinished(lines, name)
+            """Return the facts of the archive; raises if it is about to be deleted, or gone."""
+            begun = None if turn.alone or locked else ledger.find_unfinished(lines, name)
             if begun is not None:
                 raise Locked(
                     f"{urls.redact_url(archive)} is not held: since line {begun['seq']} of the ledger, "
@@ -55,14 +56,14 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
                     "If that run was killed, run it again, or hold the archive an hour after that line: by then it "
                     "cannot be deleted any more."
                 )
-            require(store, name)
-            _, known = look(store, name)
-            return evidence(known) if isinstance(known, ArchiveFacts) else {}
+            require_archive(store, name)
+            _, known = read_archive_facts(store, name)
+            return identifying_fields(known) if isinstance(known, ArchiveFacts) else {}
 
         entry = turn.append("hold", name, following=still_there, reason=reason, object_lock=locked)
-        require(store, name)
+        require_archive(store, name)
         try:
-            _write_beside(store, name, turn, entry)
+            _write_hold_file(store, name, turn, entry)
         except CkpttoolError as e:
             raise type(e)(
                 f"{e} {name} is held by line {entry['seq']} of the ledger, but the hold would be lost with the ledger. "
@@ -71,16 +72,16 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
         return entry
 
 
-def _write_beside(store: str, name: str, turn: ledger.Turn, entry: dict[str, Any]) -> None:
+def _write_hold_file(store: str, name: str, turn: ledger.Turn, entry: dict[str, Any]) -> None:
     """Add a hold to the file next to an archive; in an object store, also those that others placed meanwhile."""
     seen: list[dict[str, Any]] = []
     new = [entry]
     while new:
         with remote.open_source(store) as source:
-            held = sidecar.holds(source, name) if sidecar.hold_name(name) in source.list() else []
+            held = sidecar.read_holds(source, name) if sidecar.hold_name(name) in source.list() else []
         reasons = {h["reason"] for h in new}
         held = [h for h in held if h["reason"] not in reasons] + [{**h, "since": h["time"]} for h in new]
-        sidecar.put(store, sidecar.hold_name(name), sidecar.encode_holds(name, held))
+        sidecar.write_small_file(store, sidecar.hold_name(name), sidecar.encode_holds(name, held))
         seen += new
         standing = [] if turn.alone else holds_in_ledger(turn.read(), name)[0].values()
         new = [e for e in standing if e["seq"] > entry["seq"] and e not in seen]
@@ -94,17 +95,18 @@ def release(archive: str, reason: str) -> dict[str, Any]:
         UsageError: no reason, no such archive, or nothing holds it. RemoteError: the store still holds the object; run
             the same command again.
     """
-    store, name = _placed(archive, reason)
-    require(store, name)
-    if not urls.is_url(store) and not row_of(name, look(store, name)[1], History.of(store)).held:
+    store, name = _split_with_reason(archive, reason)
+    require_archive(store, name)
+    if not urls.is_url(store) and not make_row(name, read_archive_facts(store, name)[1], History.of(store)).held:
         raise _NothingHeld(f"{archive} is not under a legal hold.")  # before a ledger is made for it
-    with ledger.turn(store) as turn:
-        _, known = look(store, name)
-        identity = evidence(known) if isinstance(known, ArchiveFacts) else {}
+    with ledger.take_turn(store) as turn:
+        _, known = read_archive_facts(store, name)
+        identity = identifying_fields(known) if isinstance(known, ArchiveFacts) else {}
         history = History.of(store, turn.read())
 
         def ended(lines: list[dict[str, Any]]) -> dict[str, Any]:
-            held = row_of(name, known, replace(history, lines=lines)).held
+            """Return the reasons of the holds that end; raises if nothing holds the archive."""
+            held = make_row(name, known, replace(history, lines=lines)).held
             if not held:
                 raise _NothingHeld(f"{urls.redact_url(archive)} is not under a legal hold.")
             return {"released": list(held)}
@@ -120,24 +122,25 @@ def release(archive: str, reason: str) -> dict[str, Any]:
             remove_file(store, sidecar.hold_name(name))
         if not turn.alone:
             objects.set_legal_hold(archive, on=False)
-            _restore_later(archive, turn, entry)
+            _restore_later_holds(archive, turn, entry)
         return entry
 
 
-def _restore_later(archive: str, turn: ledger.Turn, entry: dict[str, Any]) -> None:
-    """What a release removed may have been of a hold that came after its line."""
-    store, name = split_path(archive)
+def _restore_later_holds(archive: str, turn: ledger.Turn, entry: dict[str, Any]) -> None:
+    """Put back holds that came after the line of a release, which may have removed them."""
+    store, name = split_archive_path(archive)
     for later in holds_in_ledger(turn.read(), name)[0].values():
         if later["seq"] > entry["seq"]:
             objects.set_legal_hold(archive, on=True)
-            _write_beside(store, name, turn, later)
+            _write_hold_file(store, name, turn, later)
 
 
 class _NothingHeld(UsageError):
     """There is nothing to release."""
 
 
-def _placed(archive: str, reason: str) -> tuple[str, str]:
+def _split_with_reason(archive: str, reason: str) -> tuple[str, str]:
+    """Return (store, name) of an archive; raises UsageError if the reason is empty."""
     if not reason.strip():
         raise UsageError("A legal hold, and its release, need a reason.")
-    return split_path(archive)
+    return split_archive_path(archive)

@@ -7,16 +7,16 @@ A line is the canonical JSON of its entry (keys sorted, no spaces, ASCII) and a 
 canonical JSON of all other fields, `prev` the hash of the line before, 64 zeros in the first. So no line can be
 altered, removed, inserted, swapped or doubled without rewriting all that follow. The chain alone does not show that
 lines are missing at its end, or that somebody rewrote all of it; a hash that was written down elsewhere does (`head` of
-`verify`).
+`verify_chain`).
 
 In a folder, a line is appended under a lock, in one write, and made durable. A run killed in that write may leave a
 torn last line; nothing is appended until somebody has looked at it and removed it, since a ledger that repairs itself
 hides what was done to it. In an object store, the whole object is replaced, on the condition that it has not changed.
 
-Whoever holds, releases, deletes or replaces an archive does so in a `turn`. In a folder, the lock lasts as long as the
-turn, so one of them acts at a time. An object store has no locks, and there the order of the lines decides: a deletion
-looks for holds in the lines before its own, and a hold is refused while a deletion in the lines before it has no end
-(`unfinished`).
+Whoever holds, releases, deletes or replaces an archive does so in a turn (`take_turn`). In a folder, the lock lasts as
+long as the turn, so one of them acts at a time. An object store has no locks, and there the order of the lines decides:
+a deletion looks for holds in the lines before its own, and a hold is refused while a deletion in the lines before it
+has no end (`find_unfinished`).
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from ..errors import (
     note_change,
 )
 from ..storage import objects, urls
-from .retention import stamp, time_of
+from .retention import format_time, parse_time
 
 __all__ = [
     "FILE",
     "FIRST",
     "Match",
     "Turn",
-    "append",
-    "backwards",
-    "clock_behind",
-    "in_time",
-    "match",
-    "read",
-    "read_or_none",
-    "records",
-    "refuse_unwritable",
-    "turn",
-    "unfinished",
-    "verify",
+    "append_entry",
+    "check_writable",
+    "clock_warning",
+    "find_backward_times",
+    "find_unfinished",
+    "is_in_time",
+    "latest_records",
+    "match_archive",
+    "read_entries",
+    "read_entries_or_none",
+    "take_turn",
+    "verify_chain",
 ]
 
 FILE = "ledger.jsonl"
@@ -87,15 +87,15 @@ _HASHES = ("manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256")
 _OWN = {"seq", "time", "event", "archive", "by", "prev", "hash"}
 
 
-def append(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
-    """Add an entry in a turn of its own (`Turn.append`)."""
-    with turn(store) as mine:
+def append_entry(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
+    """Add an entry in a turn of its own (`Turn.append`), and return it."""
+    with take_turn(store) as mine:
         return mine.append(event, archive, **facts)
 
 
 @contextmanager
-def turn(store: str) -> Iterator[Turn]:
-    """A turn at a store; in a folder, wait for it, and keep all others from the ledger until it ends.
+def take_turn(store: str) -> Iterator[Turn]:
+    """Wait for a turn at a store; in a folder, all others are kept from the ledger until it ends.
 
     Raises:
         Corrupt: there is no such folder. Unsafe, CkpttoolError: the ledger cannot be opened or locked.
@@ -104,25 +104,25 @@ def turn(store: str) -> Iterator[Turn]:
         fd = None
         if not urls.is_url(store):
             try:
-                fd = held.enter_context(_opened(store, os.O_RDWR | os.O_CREAT | os.O_APPEND))
+                fd = held.enter_context(_open_locked(store, os.O_RDWR | os.O_CREAT | os.O_APPEND))
             except FileNotFoundError:
                 raise Corrupt(f"{store}: no such folder.") from None
         yield Turn(store, fd)
 
 
 class Turn:
-    """What `turn` gives. `alone` says whether nobody else acts before it ends: in a folder, not in an object store."""
+    """A turn at a store; `alone` says whether nobody else acts before it ends: in a folder, not in an object store."""
 
     def __init__(self, store: str, fd: int | None) -> None:
         self.store, self._fd, self.alone = store, fd, fd is not None
 
     def read(self) -> list[dict[str, Any]]:
-        """Every entry, after checking the chain."""
+        """Return every entry, after checking the chain."""
         if self._fd is None:
-            return read(self.store)
+            return read_entries(self.store)
         with open(self._fd, "rb", closefd=False) as f:
             f.seek(0)
-            return _checked(f.read(), _place(self.store))
+            return _check_chain(f.read(), _ledger_path(self.store))
 
     def append(
         self,
@@ -148,7 +148,7 @@ class Turn:
             raise UsageError(f"{taken[0]!r} is a field of the ledger's own; an event cannot give it.")
         if not archive or "/" in archive or not event:
             raise UsageError(f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.")
-        facts = {"event": event, "archive": archive, "by": _who(), **facts}
+        facts = {"event": event, "archive": archive, "by": _current_user(), **facts}
         if self._fd is None:
             entry = _append_object(self.store, facts, following)
         else:
@@ -163,13 +163,14 @@ class Turn:
         return entry
 
 
-def in_time(entry: Mapping[str, Any]) -> bool:
-    """Whether what this machine began with a line may still be done; later, others take the run for killed."""
-    return -_SKEW < datetime.now(UTC) - time_of(entry["time"]) < _ACTS_WITHIN
+def is_in_time(entry: Mapping[str, Any]) -> bool:
+    """Return whether what this machine began with a line may still be done; later, others take the run for killed."""
+    return -_SKEW < datetime.now(UTC) - parse_time(entry["time"]) < _ACTS_WITHIN
 
 
-def unfinished(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[str, Any] | None:
-    """The line that began to delete or replace an archive and has no end, unless an hour has passed; else None."""
+def find_unfinished(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[str, Any] | None:
+    """Return the line that began to delete or replace an archive and has no end; None if there is none, or after an
+    hour."""
     begun: dict[int, Mapping[str, Any]] = {}
     for e in (e for e in entries if e["archive"] == archive):
         if e["event"] in ("delete", "replace"):
@@ -179,13 +180,13 @@ def unfinished(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[st
             for seq in ended:
                 begun.pop(seq, None)
     now = datetime.now(UTC)
-    return next((e for e in begun.values() if now - time_of(e["time"]) < _DEAD_AFTER), None)
+    return next((e for e in begun.values() if now - parse_time(e["time"]) < _DEAD_AFTER), None)
 
 
-def refuse_unwritable(store: str) -> list[dict[str, Any]]:
+def check_writable(store: str) -> list[dict[str, Any]]:
     """Refuse a store whose ledger cannot be written, before work that would end with a line; returns its entries.
 
-    An existing ledger is opened for writing and locked, as `append` does it.
+    An existing ledger is opened for writing and locked, as `Turn.append` does it.
 
     Raises:
         Unsupported: the store has no conditional writes. Corrupt: its ledger is damaged. CkpttoolError: it cannot be
@@ -197,35 +198,35 @@ def refuse_unwritable(store: str) -> list[dict[str, Any]]:
                 f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use {argument('no_ledger', True)}, "
                 "and keep the hashes elsewhere."
             )
-        return read(store)
+        return read_entries(store)
     try:
-        with _opened(store, os.O_RDWR | os.O_APPEND) as fd, open(fd, "rb", closefd=False) as f:
-            return _checked(f.read(), _place(store))
+        with _open_locked(store, os.O_RDWR | os.O_APPEND) as fd, open(fd, "rb", closefd=False) as f:
+            return _check_chain(f.read(), _ledger_path(store))
     except FileNotFoundError:
         return []
 
 
-def read(store: str) -> list[dict[str, Any]]:
-    """Every entry, after checking the chain; [] if there is no ledger.
+def read_entries(store: str) -> list[dict[str, Any]]:
+    """Return every entry, after checking the chain; [] if there is no ledger.
 
     Raises:
         Corrupt: with the number of the first altered line.
     """
-    return read_or_none(store) or []
+    return read_entries_or_none(store) or []
 
 
-def read_or_none(store: str) -> list[dict[str, Any]] | None:
-    """As `read`, but None if there is no ledger, which differs from an empty one."""
-    data = _bytes(store)
-    return None if data is None else _checked(data, _place(store))
+def read_entries_or_none(store: str) -> list[dict[str, Any]] | None:
+    """Return every entry as `read_entries`, but None if there is no ledger, which differs from an empty one."""
+    data = _read_bytes(store)
+    return None if data is None else _check_chain(data, _ledger_path(store))
 
 
-def verify(store: str, head: str | None = None) -> dict[str, Any]:
+def verify_chain(store: str, head: str | None = None) -> dict[str, Any]:
     """Check the chain: {"entries", "head", "first", "last", "backwards"}, head being the hash of the last line.
 
-    `first` and `last` are times; `backwards` are the lines that `backwards` finds. `head` is the hash of any line,
-    written down when it was the last one: lines that are missing at the end, or a ledger that was written anew, show
-    only by it.
+    `first` and `last` are times; `backwards` are the lines that `find_backward_times` finds. `head` is the hash of any
+    line, written down when it was the last one: lines that are missing at the end, or a ledger that was written anew,
+    show only by it.
 
     Raises:
         Corrupt: with the number of the first altered line; or there is no ledger.
@@ -235,35 +236,36 @@ def verify(store: str, head: str | None = None) -> dict[str, Any]:
         raise UsageError(f"{head!r} is not the hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.")
     if not urls.is_url(store) and not os.path.isdir(store):
         raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
-    entries = read_or_none(store)
+    entries = read_entries_or_none(store)
     if entries is None:
         raise Corrupt(
-            f"{_place(store)} is missing: {store} has no ledger, so nothing shows what was done to its archives. If "
-            "there was one, bring it back."
+            f"{_ledger_path(store)} is missing: {store} has no ledger, so nothing shows what was done to its archives. "
+            "If there was one, bring it back."
         )
     if head is not None and all(e["hash"] != head for e in entries):
         raise Differs(
-            f"{_place(store)}: the chain of its {len(entries)} lines is whole, but none has the hash {head}. Lines at "
-            "its end were cut off, or it was written anew."
+            f"{_ledger_path(store)}: the chain of its {len(entries)} lines is whole, but none has the hash {head}. "
+            "Lines at its end were cut off, or it was written anew."
         )
     return {
         "entries": len(entries),
         "head": entries[-1]["hash"] if entries else FIRST,
         "first": entries[0]["time"] if entries else None,
         "last": entries[-1]["time"] if entries else None,
-        "backwards": backwards(entries),
+        "backwards": find_backward_times(entries),
     }
 
 
-def backwards(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Lines whose time is more than five minutes before that of the line before: {"line", "time", "before", "seconds"}.
+def find_backward_times(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return lines whose time is more than five minutes before that of the line before: {"line", "time", "before",
+    "seconds"}.
 
     `before` is the time of the line before, `seconds` by how much it is later. A clock was wrong when one of the two
     was written; the ledger does not show which.
     """
     out = []
     for a, b in pairwise(entries):
-        step = time_of(a["time"]) - time_of(b["time"])
+        step = parse_time(a["time"]) - parse_time(b["time"])
         if step > _SKEW:
             out.append(
                 {
@@ -276,13 +278,13 @@ def backwards(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def clock_behind(entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """A warning if this machine's clock is more than five minutes before the last line, else None."""
+def clock_warning(entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if this machine's clock is more than five minutes before the last line; otherwise None."""
     now = datetime.now(UTC).replace(microsecond=0)
-    if not entries or time_of(entries[-1]["time"]) - now <= _SKEW:
+    if not entries or parse_time(entries[-1]["time"]) - now <= _SKEW:
         return None
     return (
-        f"this machine's clock says {stamp(now)}, and the last line of the ledger was written at "
+        f"this machine's clock says {format_time(now)}, and the last line of the ledger was written at "
         f"{entries[-1]['time']}. One of the two clocks is wrong. Dates of archives, and so retention and prune, follow "
         "the clock"
     )
@@ -303,30 +305,30 @@ class Match:
     says: str
 
 
-def records(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """{name: the last line that says which archive has it}."""
+def latest_records(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return {name: the last line that says which archive has it}."""
     return {e["archive"]: e for e in entries if e["event"] in _RECORDS and isinstance(e.get("manifest_sha256"), str)}
 
 
-def match(recorded: Mapping[str, dict[str, Any]], name: str, known: Mapping[str, Any]) -> Match:
+def match_archive(recorded: Mapping[str, dict[str, Any]], name: str, known: Mapping[str, Any]) -> Match:
     """Compare an archive with what was recorded under its name.
 
     Args:
-        recorded: what `records` found.
+        recorded: what `latest_records` found.
         known: what was found of it: "manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256", "signed"
         (bool)
             and "signed_by"; what is None, empty or missing on either side is not compared.
     """
     line = recorded.get(name)
     others = (e for n, e in recorded.items() if n != name and known.get("manifest_sha256") == e["manifest_sha256"])
-    alias = next((e for e in others if not _unlike(known, e)), None)
+    alias = next((e for e in others if not _describe_difference(known, e)), None)
     if line is None:
         if alias is None:
             return Match("unknown", f"the ledger does not know this archive: no line records {name}")
         return Match(
             "renamed", f"recorded as {alias['archive']} by line {alias['seq']} of {alias['time']}, not as {name}"
         )
-    if unlike := _unlike(known, line):
+    if unlike := _describe_difference(known, line):
         also = f" It is the archive that line {alias['seq']} records as {alias['archive']}." if alias else ""
         return Match(
             "differs", f"{unlike}, so it is another archive than the one recorded as {name} on {line['time']}.{also}"
@@ -334,8 +336,8 @@ def match(recorded: Mapping[str, dict[str, Any]], name: str, known: Mapping[str,
     return Match("match", f"the archive that line {line['seq']} recorded on {line['time']}")
 
 
-def _unlike(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
-    """How an archive differs from the one that a line records, or ""."""
+def _describe_difference(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
+    """Return how an archive differs from the one that a line records, or ""."""
     for key in _HASHES:
         have, listed = known.get(key), line.get(key)
         if have and listed and have != listed:
@@ -355,11 +357,13 @@ def _unlike(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------------------------- the chain
 
 
-def _place(store: str) -> str:
+def _ledger_path(store: str) -> str:
+    """Return the path of a ledger for messages, or its URL without credentials."""
     return f"{urls.redact_url(store).rstrip('/')}/{FILE}" if urls.is_url(store) else os.path.join(store, FILE)
 
 
-def _who() -> str:
+def _current_user() -> str:
+    """Return "user@host" of this process."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -367,26 +371,28 @@ def _who() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _canonical(entry: dict[str, Any]) -> bytes:
+def _canonical_json(entry: dict[str, Any]) -> bytes:
+    """Return the only form in which an entry is hashed and written."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _hash(entry: dict[str, Any]) -> str:
-    return sha256(_canonical({k: v for k, v in entry.items() if k != "hash"})).hexdigest()
+    """Return the SHA-256 of an entry without its own hash."""
+    return sha256(_canonical_json({k: v for k, v in entry.items() if k != "hash"})).hexdigest()
 
 
-def _next(facts: dict[str, Any], last: dict[str, Any] | None) -> tuple[dict[str, Any], bytes]:
-    """The entry after `last`, and its line."""
+def _make_entry(facts: dict[str, Any], last: dict[str, Any] | None) -> tuple[dict[str, Any], bytes]:
+    """Return the entry after `last` (None: it is the first), and its line."""
     entry = {
         "seq": last["seq"] + 1 if last else 1,
-        "time": stamp(datetime.now(UTC).replace(microsecond=0)),
+        "time": format_time(datetime.now(UTC).replace(microsecond=0)),
         "prev": last["hash"] if last else FIRST,
         **facts,
     }
     try:
-        entry = json.loads(_canonical(entry))
+        entry = json.loads(_canonical_json(entry))
         entry["hash"] = _hash(entry)
-        line = _canonical(entry) + b"\n"
+        line = _canonical_json(entry) + b"\n"
     except (TypeError, ValueError, RecursionError) as e:
         raise UsageError(f"An entry of the ledger must be plain data ({e}).") from None
     if len(line) > _LINE:
@@ -394,15 +400,15 @@ def _next(facts: dict[str, Any], last: dict[str, Any] | None) -> tuple[dict[str,
     return entry, line
 
 
-def _entry(line: bytes, what: str, number: int) -> dict[str, Any]:
-    """The entry of a line, if its own hash is right.
+def _parse_line(line: bytes, what: str, number: int) -> dict[str, Any]:
+    """Return the entry of a line, if its own hash is right.
 
     Raises:
         Corrupt: it is not.
     """
     try:
         entry = parse(line, what)
-        if not isinstance(entry, dict) or not entry.keys() >= _OWN or _canonical(entry) != line:
+        if not isinstance(entry, dict) or not entry.keys() >= _OWN or _canonical_json(entry) != line:
             raise ValueError("it is not written as ckpttool writes it")
         if entry["hash"] != _hash(entry):
             raise ValueError("its hash is wrong")
@@ -410,27 +416,29 @@ def _entry(line: bytes, what: str, number: int) -> dict[str, Any]:
             raise ValueError("its number is not a number")
         if not all(isinstance(entry[k], str) for k in ("event", "archive", "by", "prev")):
             raise ValueError("its fields have wrong types")
-        time_of(entry["time"])
+        parse_time(entry["time"])
     except (TypeError, ValueError, RecursionError) as e:
-        raise _altered(what, number, str(e)) from None
+        raise _altered_error(what, number, str(e)) from None
     except (Corrupt, Unsafe):
-        raise _altered(what, number, "it is not JSON that ckpttool writes") from None
+        raise _altered_error(what, number, "it is not JSON that ckpttool writes") from None
     return entry
 
 
-def _altered(what: str, number: int, why: str) -> Corrupt:
+def _altered_error(what: str, number: int, why: str) -> Corrupt:
+    """Return the error for a line that was altered."""
     return Corrupt(f"{what}: line {number} was altered: {why}. What it and the lines after it say proves nothing.")
 
 
-def _checked(data: bytes, what: str) -> list[dict[str, Any]]:
+def _check_chain(data: bytes, what: str) -> list[dict[str, Any]]:
+    """Return all entries of a ledger; raises Corrupt at the first line that does not belong there."""
     entries: list[dict[str, Any]] = []
     prev, at = FIRST, 0
     while at < len(data):
         end = data.find(b"\n", at)
         number = len(entries) + 1
         if end < 0:
-            raise _torn(what, number, at, len(data))
-        entry = _entry(data[at:end], what, number)
+            raise _torn_error(what, number, at, len(data))
+        entry = _parse_line(data[at:end], what, number)
         if (entry["seq"], entry["prev"]) != (number, prev):
             raise Corrupt(
                 f"{what}: line {number} does not follow the line before: it is entry {entry['seq']}, and the hash that "
@@ -442,7 +450,8 @@ def _checked(data: bytes, what: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
+def _torn_error(what: str, number: int, at: int, size: int) -> Corrupt:
+    """Return the error for a last line without end, which begins at byte `at`."""
     return Corrupt(
         f"{what}: line {number} is torn: its {size - at} bytes have no end. A run was killed while it wrote them, or "
         f"they were altered. Keep a copy, cut them off (truncate -s {at} FILE), and see that the archives are as "
@@ -453,25 +462,25 @@ def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
 # -------------------------------------------------------------------------------------------------------------- folder
 
 
-def _bytes(store: str) -> bytes | None:
-    """The whole ledger; None if there is none."""
+def _read_bytes(store: str) -> bytes | None:
+    """Return the whole ledger; None if there is none."""
     if urls.is_url(store):
-        data, token = objects.get_with_token(_place_url(store))
+        data, token = objects.get_with_token(_ledger_url(store))
         return None if token is None else data
     try:
-        with _opened(store, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as f:
+        with _open_locked(store, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as f:
             return f.read()
     except FileNotFoundError:
         return None
 
 
 @contextmanager
-def _opened(store: str, flags: int) -> Iterator[int]:
-    """The ledger's file, locked: for reading with others, for writing alone."""
+def _open_locked(store: str, flags: int) -> Iterator[int]:
+    """Open the ledger's file, locked: for reading with others, for writing alone."""
     import fcntl
     import stat
 
-    path = _place(store)
+    path = _ledger_path(store)
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except FileNotFoundError:
@@ -494,10 +503,11 @@ def _opened(store: str, flags: int) -> Iterator[int]:
 
 
 def _append_file(store: str, fd: int, facts: dict[str, Any]) -> dict[str, Any]:
-    path = _place(store)
+    """Append a line to the ledger of a folder, whose lock is held, and make it durable."""
+    path = _ledger_path(store)
     try:
         size = os.fstat(fd).st_size
-        entry, line = _next(facts, _last(fd, size, path))
+        entry, line = _make_entry(facts, _read_last_entry(fd, size, path))
         try:
             if os.write(fd, line) != len(line):
                 raise OSError(28, os.strerror(28))
@@ -516,45 +526,49 @@ def _append_file(store: str, fd: int, facts: dict[str, Any]) -> dict[str, Any]:
         raise kind_of_failure(e)(f"{path}: {e.strerror}. The entry was not written.") from None
 
 
-def _last(fd: int, size: int, what: str) -> dict[str, Any] | None:
-    """The entry of the last line, checked as far as it can be without those before."""
+def _read_last_entry(fd: int, size: int, what: str) -> dict[str, Any] | None:
+    """Return the entry of the last line, checked as far as it can be without those before; None if there is none."""
     if not size:
         return None
     start = max(0, size - _LINE - 1)
     tail = os.pread(fd, size - start, start)
     at = tail.rfind(b"\n", 0, len(tail) - 1) + 1
     if not tail.endswith(b"\n") or (at == 0 and start):
-        number = _count(fd, size) + 1
-        raise _torn(what, number, start + tail.rfind(b"\n") + 1, size)
+        number = _count_lines(fd, size) + 1
+        raise _torn_error(what, number, start + tail.rfind(b"\n") + 1, size)
     try:
-        return _entry(tail[at:-1], what, 0)
+        return _parse_line(tail[at:-1], what, 0)
     except Corrupt:
-        return _entry(tail[at:-1], what, _count(fd, size))  # the number is worth looking for only now
+        return _parse_line(tail[at:-1], what, _count_lines(fd, size))  # the number is worth looking for only now
 
 
-def _count(fd: int, size: int) -> int:
+def _count_lines(fd: int, size: int) -> int:
+    """Return the number of newlines in a file."""
     return sum(os.pread(fd, 1 << 20, at).count(b"\n") for at in range(0, size, 1 << 20))
 
 
 # -------------------------------------------------------------------------------------------------------- object store
 
 
-def _place_url(store: str) -> str:
+def _ledger_url(store: str) -> str:
+    """Return the URL of a store's ledger."""
     return f"{store.rstrip('/')}/{FILE}"
 
 
 def _append_object(
     store: str, facts: dict[str, Any], following: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None
 ) -> dict[str, Any]:
-    url, what = _place_url(store), _place(store)
+    """Append a line to the ledger of an object store: replace the object if nobody else has, and try again
+    otherwise."""
+    url, what = _ledger_url(store), _ledger_path(store)
     sent: tuple[dict[str, Any], bytes] | None = None
     for k in range(_SWAPS):
         data, token = objects.get_with_token(url)
         if sent and data.startswith(sent[1]):
             return sent[0]  # it had been written, only the answer was lost
-        entries = _checked(data, what)
+        entries = _check_chain(data, what)
         more = following(entries) if following is not None else {}
-        entry, line = _next({**facts, **more}, entries[-1] if entries else None)
+        entry, line = _make_entry({**facts, **more}, entries[-1] if entries else None)
         if objects.put_if_unchanged(url, data + line, token):
             return entry
         sent = entry, data + line

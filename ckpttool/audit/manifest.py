@@ -26,12 +26,12 @@ from .byte_planes import BLOCK
 __all__ = [
     "SCHEMA",
     "Manifest",
-    "checked",
-    "encode",
-    "most_bytes",
-    "readme",
-    "sums",
-    "sums_of",
+    "check_manifest",
+    "decode_sums",
+    "encode_manifest",
+    "encode_sums",
+    "max_record_bytes",
+    "readme_text",
 ]
 
 SCHEMA = "ckpttool.audit/1"
@@ -54,17 +54,17 @@ class Manifest:
 
     @property
     def merkle_root(self) -> str:
-        """Of all tensors."""
+        """The Merkle root of all tensors."""
         return merkle_root((n, t.dtype, t.shape, self.digests[n]) for n, t in self.tensors.items())
 
 
-def most_bytes(archive_bytes: int) -> int:
-    """The longest allowed record of an archive of this size, so that a small file cannot fill the memory."""
+def max_record_bytes(archive_bytes: int) -> int:
+    """Return the longest allowed record of an archive of this size, so that a small file cannot fill the memory."""
     return min(_MOST, _FLOOR + _RATIO * archive_bytes)
 
 
-def encode(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> bytes:
-    """MANIFEST.json: one line a member, one line a tensor."""
+def encode_manifest(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> bytes:
+    """Return MANIFEST.json: one line a member, one line a tensor."""
     parts: dict[str, list[str]] = {}
     for name, t in found.tensors.items():
         parts.setdefault(t.component, []).append(name)
@@ -91,10 +91,11 @@ def encode(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> bytes:
     members = [{"name": n, "bytes": size, "sha256": h} for n, (size, h) in found.hashes.items()]
     rows = [_row(n, found, places[n]) for names in found.grouped for n in names]
     text = encode_json(head, indent=1)[:-2]
-    return text + b',\n "members": ' + _lines(members) + b',\n "tensors": ' + _lines(rows) + b"\n}\n"
+    return text + b',\n "members": ' + _json_lines(members) + b',\n "tensors": ' + _json_lines(rows) + b"\n}\n"
 
 
 def _row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, Any]:
+    """Return the entry of a tensor."""
     t = found.tensors[name]
     row = {
         "name": name,
@@ -109,12 +110,13 @@ def _row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, Any]:
     return row | {"planes": place.item} if place.item > 1 else row
 
 
-def _lines(rows: Sequence[Any]) -> bytes:
+def _json_lines(rows: Sequence[Any]) -> bytes:
+    """Return a JSON array with one line for each row."""
     return b"[\n" + b",\n".join(b"  " + encode_json(r) for r in rows) + b"\n ]" if rows else b"[]"
 
 
-def decode(data: bytes, what: str) -> Manifest:
-    """The inverse of `encode`; places are planned again and compared by `checked`.
+def decode_manifest(data: bytes, what: str) -> Manifest:
+    """Return the content of MANIFEST.json; places are planned again and compared by `check_manifest`.
 
     Raises:
         Corrupt, Unsafe: it is damaged.
@@ -132,12 +134,12 @@ def decode(data: bytes, what: str) -> Manifest:
             name.encode()
             if joined(path) != name or name in tensors:
                 raise Corrupt(f"{what}: the entry of {name[:200]!r} is damaged, or there twice.")
-            tensors[name], digests[name] = t, _hex(row["digest"])
+            tensors[name], digests[name] = t, _checked_digest(row["digest"])
             by_member.setdefault(row["member"], []).append(name)
-        hashes = {str(m["name"]): (_count(m["bytes"]), _hex(m["sha256"])) for m in parsed["members"]}
+        hashes = {str(m["name"]): (_checked_count(m["bytes"]), _checked_digest(m["sha256"])) for m in parsed["members"]}
         step = parsed["step"]
         if step is not None:
-            _count(step)
+            _checked_count(step)
         grouped = list(by_member.values())
         return Manifest(tensors, digests, grouped, hashes, parsed["coding"] != "plain", step)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -145,6 +147,7 @@ def decode(data: bytes, what: str) -> Manifest:
 
 
 def _entry(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
+    """Return a tensor without chunks; raises Corrupt or Unsafe if path, dtype or shape make no sense."""
     if not path or path[0] not in COMPONENTS or not all(type(p) is int or type(p) is str for p in path):
         raise Corrupt(f"{what}: {str(path)[:80]} is not the path of a tensor.")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
@@ -153,67 +156,69 @@ def _entry(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
         raise Corrupt(f"{what}: {str(shape)[:80]} is not a shape.")
     total = 1
     for n in shape:
-        total *= _count(n)
+        total *= _checked_count(n)
         if total > MAX_NUMEL:
             raise Unsafe(f"{what}: a tensor of shape {str(shape)[:80]} has more elements than any file holds.")
     return TensorEntry(dtype, tuple(shape), path, Chunks(len(shape)))
 
 
-def _count(n: Any) -> int:
+def _checked_count(n: Any) -> int:
+    """Return a number of things; raises ValueError if it is none."""
     if type(n) is not int or not 0 <= n <= MAX_NUMEL:
         raise ValueError(f"{str(n)[:40]} is not a count")
     return n
 
 
-def _hex(text: Any) -> str:
+def _checked_digest(text: Any) -> str:
+    """Return a digest in hex; raises ValueError if it is none."""
     if not isinstance(text, str) or len(text) != 64 or not set(text) <= set("0123456789abcdef"):
         raise ValueError(f"{str(text)[:80]!r} is not a digest")
     return text
 
 
-def checked(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Manifest, plan.ArchivePlan]:
-    """A manifest, and the plan of the archive that contains it.
+def check_manifest(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Manifest, plan.ArchivePlan]:
+    """Return a manifest, and the plan of the archive that contains it.
 
     Raises:
         Corrupt, Unsafe: it is not, byte for byte, what ckpttool would write for its content.
     """
-    found = decode(data, what)
-    planned = plan.make(found.grouped, found.tensors, found.shuffle, mtime, head)
-    if encode(found, planned.places) != data:
+    found = decode_manifest(data, what)
+    planned = plan.make_plan(found.grouped, found.tensors, found.shuffle, mtime, head)
+    if encode_manifest(found, planned.places) != data:
         raise Corrupt(f"{what} contradicts itself: its content, written again, gives other bytes.")
     return found, planned
 
 
-def sums(hashes: Iterable[tuple[str, str]]) -> bytes:
-    """SHA256SUMS, for `sha256sum -c`."""
+def encode_sums(hashes: Iterable[tuple[str, str]]) -> bytes:
+    """Return SHA256SUMS, for `sha256sum -c`."""
     return "".join(f"{h}  {name}\n" for name, h in hashes).encode()
 
 
-def sums_of(data: bytes, what: str) -> dict[str, str]:
-    """The inverse: {member: SHA-256}.
+def decode_sums(data: bytes, what: str) -> dict[str, str]:
+    """Return {member: SHA-256} of SHA256SUMS.
 
     Raises:
-        Corrupt: it is not what `sums` writes.
+        Corrupt: it is not what `encode_sums` writes.
     """
     found = {}
     for line in data.decode("utf-8", "replace").splitlines():
         h, _, name = line.partition("  ")
         found[name] = h
     try:
-        if sums((n, _hex(h)) for n, h in found.items()) == data:
+        if encode_sums((n, _checked_digest(h)) for n, h in found.items()) == data:
             return found
     except ValueError:
         pass
     raise Corrupt(f"{what} is damaged: it is not a list of SHA-256 and names.")
 
 
-def sha256(data: bytes) -> str:
-    """Hex."""
+def sha256_hex(data: bytes) -> str:
+    """Return the SHA-256 in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
-def readme(shuffle: bool) -> bytes:
-    """README.txt: how to read the archive without ckpttool."""
+def readme_text(shuffle: bool) -> bytes:
+    """Return README.txt: how to read the archive without ckpttool."""
     return (_README + (_PLANES.format(block=BLOCK) if shuffle else "")).encode()
 
 

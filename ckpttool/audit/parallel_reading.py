@@ -1,7 +1,7 @@
 """The frames of an archive, read by any number of workers: the coordinator's side, and what a worker runs.
 
     {"path", "archive", "first", "stop", "jobs"}              frames [first, stop)
-    what `ArchiveHasher.run_part` returns, or {"error": ...}
+    what `ArchiveHasher.hash_part` returns, or {"error": ...}
 
 A part is a run of members, since the SHA-256 of a member needs its bytes in order; frames begin and end with members
 (archive_plan.py). A worker opens the archive for itself, and refuses one with another manifest.
@@ -23,11 +23,11 @@ from ..layouts import place
 from .archive import Archive
 from .archive_hashing import ArchiveHasher
 
-__all__ = ["cut_members", "read_with_workers", "run"]
+__all__ = ["cut_members", "hash_requested_part", "read_with_workers"]
 
 
 def cut_members(archive: Archive) -> list[Part]:
-    """Parts of an archive: runs of frames that begin and end with members."""
+    """Cut an archive into parts: runs of frames that begin and end with members."""
     table = archive.table
     least = least_part_bytes(table.logical_size)
     out: list[Part] = []
@@ -44,7 +44,7 @@ def cut_members(archive: Archive) -> list[Part]:
 def read_with_workers(
     hasher: ArchiveHasher, path: str, workers: Workers, jobs: int, progress: Progress
 ) -> dict[str, Any]:
-    """Read every frame of an archive whose structure is sound, as `ArchiveHasher.run`; returns facts of the run.
+    """Read every frame of an archive whose structure is sound, as `ArchiveHasher.hash_all`; returns facts of the run.
 
     The facts: "name" and "count" of the workers, "parts", and how many of them were submitted "again".
 
@@ -61,21 +61,24 @@ def read_with_workers(
     same = {"path": absolute_path(path), "archive": _archive_id(archive), "jobs": jobs}
 
     def request(number: int) -> str:
+        """Return the request for a part."""
         return json.dumps({**same, "first": parts[number].first, "stop": parts[number].stop})
 
     results: dict[int, dict[str, Any]] = {}
-    again = run_parts(parts, results, request, workers, lambda done, total: progress("verify", done, total), run)
+    again = run_parts(
+        parts, results, request, workers, lambda done, total: progress("verify", done, total), hash_requested_part
+    )
     for part in parts:
-        hasher.absorb(results[part.number])
+        hasher.add_part_result(results[part.number])
     return {"name": workers.name, "count": workers.count, "parts": len(parts), "again": again}
 
 
-def run(request: str) -> str:
-    """What a worker calls: read some frames; an error of ours is an answer, too."""
+def hash_requested_part(request: str) -> str:
+    """Read and hash some frames, in a worker; an error of ours is an answer, too."""
     asked = json.loads(request)
     try:
         with _opened.answer(json.dumps([asked["path"], asked["archive"]])) as archive:
-            found = ArchiveHasher(archive.base, archive.file, archive).run_part(
+            found = ArchiveHasher(archive.base, archive.file, archive).hash_part(
                 asked["first"], asked["stop"], asked["jobs"]
             )
             archive.assert_unchanged()
@@ -85,13 +88,13 @@ def run(request: str) -> str:
 
 
 def _archive_id(archive: Archive) -> list[Any]:
-    """What tells an archive from others, on any machine: its manifest, and the identity of its file without the
+    """Return what tells an archive from others, on any machine: its manifest, and the identity of its file without the
     device."""
     return [archive.manifest_sha256, *archive.identities()[archive.file][1:]]
 
 
-def _open(asked: str) -> Archive:
-    """An open archive.
+def _open_archive(asked: str) -> Archive:
+    """Open the archive that a request names.
 
     Raises:
         CkpttoolError: this worker finds another one.
@@ -112,4 +115,4 @@ def _open(asked: str) -> Archive:
     )
 
 
-_opened = SingleEntryCache(_open)
+_opened = SingleEntryCache(_open_archive)

@@ -22,16 +22,16 @@ from .archive_store import (
     History,
     ListingRow,
     archive_names,
-    created_at,
-    evidence,
+    export_time,
     holds_in_file,
-    look,
-    order,
+    identifying_fields,
+    listing_order,
+    make_row,
+    read_archive_facts,
     remove_file,
-    row_of,
     why_protected,
 )
-from .retention import stamp
+from .retention import format_time
 
 __all__ = ["Pruned", "prune"]
 
@@ -92,33 +92,33 @@ def prune(
     names = archive_names(store)
     if names and history.lines is None and not no_ledger:
         raise Corrupt(
-            f"{urls.redact_url(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows "
+            f"{urls.redact_url(store)} holds {_count(len(names), 'archive')} and no {ledger.FILE}. The ledger knows "
             "which are under a legal hold; without it, one of those could be deleted. Restore the ledger, or pass "
             f"{argument('no_ledger', True)} if there never was one."
         )
-    seen = {name: look(store, name) for name in names}
-    rows = sorted((row_of(name, known, history) for name, (_, known) in seen.items()), key=order)
+    seen = {name: read_archive_facts(store, name) for name in names}
+    rows = sorted((make_row(name, known, history) for name, (_, known) in seen.items()), key=listing_order)
     kept: dict[str, tuple[str, ...]] = {}
     refused: dict[str, str] = {}
     going: list[ListingRow] = []
     ranks: dict[str, int] = {}
     for row in rows:
-        why = _not_judged(row, now)
+        why = _why_unjudged(row, now)
         if why or row.facts is None:
             refused[row.name] = why
             continue
         run = row.facts.meta.get("run", "")
         ranks[run] = rank = ranks.get(run, 0) + 1
-        reasons = _policies(row.facts, rank, now, keep_last, keep_within, keep_every)
+        reasons = _keep_reasons(row.facts, rank, now, keep_last, keep_within, keep_every)
         if reasons:
             kept[row.name] = reasons
-        elif why := why_protected(row, now) or _unrecorded(row, no_ledger):
+        elif why := why_protected(row, now) or _why_unrecorded(row, no_ledger):
             refused[row.name] = why
         else:
             going.append(row)
     gone: list[ListingRow] = []
     for row in going:
-        why = "" if dry_run else _delete(store, row, seen[row.name][0], history, now)
+        why = "" if dry_run else _delete_archive(store, row, seen[row.name][0], history, now)
         if why:
             refused[row.name] = why
         else:
@@ -126,11 +126,11 @@ def prune(
     return Pruned(tuple(r.name for r in gone), kept, refused, sum(r.facts.bytes for r in gone if r.facts))
 
 
-def _not_judged(row: ListingRow, now: datetime) -> str:
-    """Why an archive cannot be judged, or ""."""
+def _why_unjudged(row: ListingRow, now: datetime) -> str:
+    """Return why an archive cannot be judged, or ""."""
     if row.facts is None:
         return f"it is not a valid archive: {row.damaged}"
-    made = created_at(row.facts)
+    made = export_time(row.facts)
     if made is None:
         return (
             f"it has no date (it was exported with {argument('reproducible', True)})"
@@ -138,38 +138,40 @@ def _not_judged(row: ListingRow, now: datetime) -> str:
             else "its date is invalid"
         )
     if made > now:
-        return f"it was exported in the future, at {row.facts.created}; it is {stamp(now)}"
+        return f"it was exported in the future, at {row.facts.created}; it is {format_time(now)}"
     return ""
 
 
-def _policies(
+def _keep_reasons(
     known: ArchiveFacts, rank: int, now: datetime, last: int | None, within: timedelta | None, every: int | None
 ) -> tuple[str, ...]:
-    made = created_at(known)
+    """Return which policies keep an archive that is the `rank`-th newest of its run."""
+    made = export_time(known)
     out: list[str] = []
     if last is not None and rank <= last:
         out.append(f"one of the last {last}" + (f" of run {known.meta['run']}" if "run" in known.meta else ""))
     if within is not None and made is not None and now - made <= within:
-        out.append(f"exported within {_age(within)}")
+        out.append(f"exported within {_describe_age(within)}")
     if every is not None and known.step is not None and known.step % every == 0:
         out.append(f"step {known.step} is a multiple of {every}")
     return tuple(out)
 
 
-def _age(within: timedelta) -> str:
-    """A duration for people: "90 days", "12 hours", "1 day"."""
+def _describe_age(within: timedelta) -> str:
+    """Return a duration for people: "90 days", "12 hours", "1 day"."""
     hours, rest = divmod(int(within.total_seconds()), 3600)
     if rest or not hours:
-        return _counted(int(within.total_seconds()), "second")
-    return _counted(hours // 24, "day") if hours % 24 == 0 else _counted(hours, "hour")
+        return _count(int(within.total_seconds()), "second")
+    return _count(hours // 24, "day") if hours % 24 == 0 else _count(hours, "hour")
 
 
-def _counted(n: int, what: str) -> str:
+def _count(n: int, what: str) -> str:
+    """Return a number with its noun: "1 archive", "2 archives"."""
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
-def _unrecorded(row: ListingRow, no_ledger: bool) -> str:
-    """Why the ledger does not allow an archive to be deleted, or ""."""
+def _why_unrecorded(row: ListingRow, no_ledger: bool) -> str:
+    """Return why the ledger does not allow an archive to be deleted, or ""."""
     if row.ledger == "differs":
         return row.warnings[0].rstrip(".")
     if row.ledger == "unknown" and not no_ledger:
@@ -181,13 +183,14 @@ def _unrecorded(row: ListingRow, no_ledger: bool) -> str:
     return ""
 
 
-def _delete(store: str, row: ListingRow, source: Source, history: History, now: datetime) -> str:
-    """Delete an archive, after recording that in the ledger; why it was not deleted, or ""."""
+def _delete_archive(store: str, row: ListingRow, source: Source, history: History, now: datetime) -> str:
+    """Delete an archive, after recording that in the ledger; returns why it was not deleted, or ""."""
     assert row.facts is not None
-    with ledger.turn(store) as turn:
+    with ledger.take_turn(store) as turn:
 
         def record(event: str, **facts: Any) -> dict[str, Any]:
-            entry = turn.append(event, row.name, **facts, **evidence(known))
+            """Append a line about the archive, and keep `history` up to date."""
+            entry = turn.append(event, row.name, **facts, **identifying_fields(known))
             lines = history.lines or []
             if entry["prev"] == (lines[-1]["hash"] if lines else ledger.FIRST):
                 lines.append(entry)
@@ -203,8 +206,8 @@ def _delete(store: str, row: ListingRow, source: Source, history: History, now: 
             if fresh.exists(sidecar.hold_name(row.name)):
                 files[row.name] = holds_in_file(fresh, row.name)
         lines = [e for e in history.lines or () if e["seq"] < entry["seq"]]
-        why = why_protected(row_of(row.name, known, History(lines, files, history.recorded)), now)
-        if not why and not turn.alone and not ledger.in_time(entry):
+        why = why_protected(make_row(row.name, known, History(lines, files, history.recorded)), now)
+        if not why and not turn.alone and not ledger.is_in_time(entry):
             why = (
                 f"the deletion that line {entry['seq']} of the ledger announced comes too late; others may rely on the "
                 "archive by now"
@@ -215,7 +218,7 @@ def _delete(store: str, row: ListingRow, source: Source, history: History, now: 
                 source.assert_unchanged()
                 remove_file(store, row.name)
                 if row.name.endswith(ENCRYPTED):
-                    lost = sidecar.name(row.name)
+                    lost = sidecar.sidecar_name(row.name)
                     remove_file(store, lost)
             except CkpttoolError as e:
                 why = str(e) if lost == row.name else f"it is deleted, but {lost} is not: {e}"

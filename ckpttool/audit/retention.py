@@ -19,56 +19,67 @@ from typing import Any
 from .. import bounded_json
 from ..errors import Corrupt, UsageError, argument
 
-__all__ = ["SCHEMA", "age", "lock_arguments", "parse", "record", "stamp", "time_of", "until"]
+__all__ = [
+    "SCHEMA",
+    "decode_retention",
+    "encode_retention",
+    "format_time",
+    "object_lock_arguments",
+    "parse_age",
+    "parse_retention",
+    "parse_time",
+]
 
 SCHEMA = "ckpttool.retention/1"
 _LONG, _SHORT = re.compile(r"([0-9]{1,6})([dwmy])"), re.compile(r"([0-9]{1,6})([hdwmy])")
 _HOURS = {"h": 1, "d": 24, "w": 24 * 7, "m": 24 * 31, "y": 24 * 366}
 
 
-def stamp(time: datetime) -> str:
-    """A time in the format of records: UTC, fractions of a second rounded up."""
+def format_time(time: datetime) -> str:
+    """Return a time in the format of records: UTC, fractions of a second rounded up."""
     time = time.astimezone(UTC)
     if time.microsecond:
         time = time.replace(microsecond=0) + timedelta(seconds=1)
     return f"{time:%Y-%m-%dT%H:%M:%SZ}"
 
 
-def time_of(text: str) -> datetime:
-    """The time of a record.
+def parse_time(text: str) -> datetime:
+    """Return the time of a record.
 
     Raises:
-        ValueError: it is not in the format of `stamp`.
+        ValueError: it is not in the format of `format_time`.
     """
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text, re.ASCII):
         raise ValueError(f"{text!r} is not a UTC time like 2033-01-01T00:00:00Z")
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
 
 
-def until(text: str, start: datetime) -> datetime:
-    """When a retention ends that begins at `start`: "7y", "18m" (months), "2w", "90d", a date or an ISO time (UTC if it
-    says nothing else).
+def parse_retention(text: str, start: datetime) -> datetime:
+    """Return when a retention ends that begins at `start`: "7y", "18m" (months), "2w", "90d", a date or an ISO time
+    (UTC if it says nothing else).
 
     Raises:
         UsageError: it is none of these, or has passed.
     """
     try:
         if found := _LONG.fullmatch(text):
-            end = _later(start, int(found[1]), found[2])
+            end = _add_duration(start, int(found[1]), found[2])
         else:
             end = datetime.fromisoformat(text)
             end = (end.replace(tzinfo=UTC) if end.tzinfo is None else end).astimezone(UTC)
-            stamp(end)  # rounds up, and there is no year 10000
+            format_time(end)  # rounds up, and there is no year 10000
     except (ValueError, OverflowError):
         raise UsageError(
             f"{text!r} is not a retention period; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01."
         ) from None
     if end <= start:
-        raise UsageError(f"The retention ends at {stamp(end)}, which has passed; it is {stamp(start)}.")
+        raise UsageError(f"The retention ends at {format_time(end)}, which has passed; it is {format_time(start)}.")
     return end
 
 
-def _later(start: datetime, n: int, unit: str) -> datetime:
+def _add_duration(start: datetime, n: int, unit: str) -> datetime:
+    """Return `start` plus `n` days, weeks, months or years of the calendar; raises OverflowError after the year
+    9999."""
     start = start.astimezone(UTC)
     if unit in "dw":
         return start + timedelta(hours=n * _HOURS[unit])
@@ -79,8 +90,8 @@ def _later(start: datetime, n: int, unit: str) -> datetime:
     return start.replace(year=year, month=month + 1, day=min(start.day, calendar.monthrange(year, month + 1)[1]))
 
 
-def age(text: str) -> timedelta:
-    """How old an archive may be: "12h", "90d", "2w", "18m" (months of 31 days), "7y" (years of 366).
+def parse_age(text: str) -> timedelta:
+    """Return how old an archive may be: "12h", "90d", "2w", "18m" (months of 31 days), "7y" (years of 366).
 
     Raises:
         UsageError: it is none of these.
@@ -91,8 +102,8 @@ def age(text: str) -> timedelta:
     return timedelta(hours=int(found[1]) * _HOURS[found[2]])
 
 
-def record(retain: str | None, hold: str | None, start: datetime) -> bytes | None:
-    """RETENTION.json for `--retain` and `--legal-hold`; None without either.
+def encode_retention(retain: str | None, hold: str | None, start: datetime) -> bytes | None:
+    """Return RETENTION.json for `--retain` and `--legal-hold`; None without either.
 
     Raises:
         UsageError: the retention is invalid, or the hold has no reason.
@@ -103,18 +114,18 @@ def record(retain: str | None, hold: str | None, start: datetime) -> bytes | Non
         raise UsageError(f"A legal hold needs a reason: {argument('hold')} must not be empty.")
     parsed = {
         "schema": SCHEMA,
-        "retain_until": stamp(until(retain, start)) if retain is not None else None,
+        "retain_until": format_time(parse_retention(retain, start)) if retain is not None else None,
         "retain": retain,
-        "legal_hold": {"reason": hold, "since": stamp(start)} if hold is not None else None,
+        "legal_hold": {"reason": hold, "since": format_time(start)} if hold is not None else None,
     }
     return bounded_json.encode(parsed, indent=1) + b"\n"
 
 
-def parse(data: bytes, what: str) -> dict[str, Any]:
-    """The content of RETENTION.json.
+def decode_retention(data: bytes, what: str) -> dict[str, Any]:
+    """Return the content of RETENTION.json.
 
     Raises:
-        Corrupt, Unsafe: it is not what `record` writes; with `what`.
+        Corrupt, Unsafe: it is not what `encode_retention` writes; with `what`.
     """
     parsed = bounded_json.parse(data, what)
     if not isinstance(parsed, dict) or parsed.get("schema") != SCHEMA:
@@ -124,23 +135,23 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
         if set(parsed) != {"schema", "retain_until", "retain", "legal_hold"} or (until is None) != (retain is None):
             raise ValueError("its fields")
         if until is not None:
-            time_of(until)
+            parse_time(until)
         if retain is not None and not isinstance(retain, str):
             raise ValueError("retain")
         if hold is not None:
             if set(hold) != {"reason", "since"} or not isinstance(hold["reason"], str) or not hold["reason"].strip():
                 raise ValueError("legal_hold")
-            time_of(hold["since"])
+            parse_time(hold["since"])
     except (KeyError, TypeError, ValueError) as e:
         raise Corrupt(f"{what} is damaged: {e}.") from None
     return parsed
 
 
-def lock_arguments(retention: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
-    """S3's arguments for the object lock of a RETENTION.json. Nobody can shorten mode COMPLIANCE."""
+def object_lock_arguments(retention: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
+    """Return S3's arguments for the object lock of a RETENTION.json. Nobody can shorten mode COMPLIANCE."""
     out: dict[str, Any] = {}
     if retention and retention["retain_until"]:
-        out |= {"ObjectLockMode": mode, "ObjectLockRetainUntilDate": time_of(retention["retain_until"])}
+        out |= {"ObjectLockMode": mode, "ObjectLockRetainUntilDate": parse_time(retention["retain_until"])}
     if retention and retention["legal_hold"]:
         out["ObjectLockLegalHoldStatus"] = "ON"
     return out

@@ -34,7 +34,18 @@ from ..storage.source import Source
 if TYPE_CHECKING:
     from ..engine.copy.fill import Progress
 
-__all__ = ["BLOCK", "HOLD", "ciphertext", "encode", "encode_holds", "hold_name", "holds", "name", "put", "read"]
+__all__ = [
+    "BLOCK",
+    "HOLD",
+    "encode_holds",
+    "encode_sidecar",
+    "hash_ciphertext",
+    "hold_name",
+    "read_holds",
+    "read_sidecar",
+    "sidecar_name",
+    "write_small_file",
+]
 
 BLOCK = 64 << 20
 HOLD = ".hold.json"
@@ -43,13 +54,13 @@ _MOST_HOLDS = 16 << 20  # bytes of a file of holds
 _PIECE = 4 << 20
 
 
-def name(file: str) -> str:
-    """The name of the sidecar of an encrypted archive."""
+def sidecar_name(file: str) -> str:
+    """Return the name of the sidecar of an encrypted archive."""
     return file + ".json"
 
 
-def ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
-    """The hashes of a file."""
+def hash_ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
+    """Hash a file: {"bytes", "sha256", "blake3", "block_bytes", "blocks"}."""
     whole, tree = hashlib.sha256(), blake3()
     blocks = []
     size = source.size(file)
@@ -70,8 +81,8 @@ def ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
     }
 
 
-def encode(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
-    """The sidecar of an archive with these facts and hashes."""
+def encode_sidecar(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
+    """Return the sidecar of an archive with these facts and hashes."""
     parsed = {
         "schema": _SCHEMA,
         "open": f"age -d -i SECRET.key -o {archive['name'].removesuffix('.age')} {archive['name']}",
@@ -81,18 +92,18 @@ def encode(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
     return bounded_json.encode(parsed, indent=1) + b"\n"
 
 
-def read(source: Source, file: str) -> dict[str, Any]:
-    """The sidecar of an encrypted archive.
+def read_sidecar(source: Source, file: str) -> dict[str, Any]:
+    """Read the sidecar of an encrypted archive.
 
     Raises:
         UsageError: there is none. Corrupt, Unsafe: it is damaged.
     """
-    what = f"{source.root}/{name(file)}"
-    if not source.exists(name(file)):
+    what = f"{source.root}/{sidecar_name(file)}"
+    if not source.exists(sidecar_name(file)):
         raise UsageError(
             f"{what} is missing; it says what is in {file}. To look inside, pass {argument('identities')}."
         )
-    parsed = bounded_json.parse(source.read_all(name(file), 256 << 20), what)
+    parsed = bounded_json.parse(source.read_all(sidecar_name(file), 256 << 20), what)
     parts = ("archive", "ciphertext")
     if (
         not isinstance(parsed, dict)
@@ -112,12 +123,12 @@ def read(source: Source, file: str) -> dict[str, Any]:
 
 
 def hold_name(file: str) -> str:
-    """The name of the hold file of an archive."""
+    """Return the name of the hold file of an archive."""
     return file + HOLD
 
 
 def encode_holds(file: str, held: Sequence[Mapping[str, Any]]) -> bytes:
-    """The hold file of an archive."""
+    """Return the hold file of an archive."""
     parsed = {"schema": _HOLD_SCHEMA, "archive": file, "holds": [{k: h.get(k) for k in _HELD} for h in held]}
     return bounded_json.encode(parsed, indent=1) + b"\n"
 
@@ -125,8 +136,9 @@ def encode_holds(file: str, held: Sequence[Mapping[str, Any]]) -> bytes:
 _HELD = ("reason", "since", "by", "manifest_sha256", "created")
 
 
-def holds(source: Source, file: str) -> list[dict[str, Any]]:
-    """The holds in the hold file of an archive, which must exist; a damaged file is a hold for an unknown reason.
+def read_holds(source: Source, file: str) -> list[dict[str, Any]]:
+    """Return the holds in the hold file of an archive, which must exist; a damaged file is a hold for an unknown
+    reason.
 
     Raises:
         RemoteError: the store fails.
@@ -145,6 +157,7 @@ def holds(source: Source, file: str) -> list[dict[str, Any]]:
 
 
 def _is_hold(h: Any) -> bool:
+    """Return whether an entry of a hold file has the right fields and types."""
     return (
         isinstance(h, dict)
         and h.keys() == set(_HELD)
@@ -153,7 +166,7 @@ def _is_hold(h: Any) -> bool:
     )
 
 
-def put(folder: str, name: str, data: bytes) -> None:
+def write_small_file(folder: str, name: str, data: bytes) -> None:
     """Write or replace a small file next to an archive, atomically.
 
     Raises:

@@ -37,7 +37,7 @@ from ..errors import Corrupt, Differs, Unsupported, UsageError, argument, kind_o
 from ..extras import missing
 from ..printable import printable
 
-__all__ = ["describe", "sign", "verify"]
+__all__ = ["describe_signer", "sign", "verify"]
 
 SIGNATURE = "model.sig"
 _MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
@@ -53,7 +53,7 @@ def sign(
     certificate: str | None = None,
     chain: Sequence[str] = (),
 ) -> bytes:
-    """The bundle over files, (path, SHA-256 in hex) each.
+    """Return the signature bundle over files, (path, SHA-256 in hex) each.
 
     Args:
         name: the name of the signed model; it is not checked.
@@ -64,7 +64,7 @@ def sign(
     Raises:
         UsageError: model-signing is not installed, or a file is not what it should be.
     """
-    with _library() as lib, tempfile.TemporaryDirectory() as folder:
+    with _import_model_signing() as lib, tempfile.TemporaryDirectory() as folder:
         private = _private_key(key, password)
         if certificate is not None:
             found = _certificates(certificate)[0]
@@ -72,7 +72,7 @@ def sign(
                 raise UsageError(f"{certificate} is not the certificate of {key}.")
             for file in chain:
                 _certificates(file)
-        config = lib.signing.Config().set_hashing_config(_known(lib, name, resources))
+        config = lib.signing.Config().set_hashing_config(_known_hashes(lib, name, resources))
         with _as_file(private) as path:
             if certificate is None:
                 config.use_elliptic_key_signer(private_key=path)
@@ -105,14 +105,14 @@ def verify(
         Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
         UsageError: model-signing is not installed, or the key or certificate for the check is missing or unreadable.
     """
-    material = _material(bundle)
-    with _library() as lib, tempfile.TemporaryDirectory() as folder:
+    material = _verification_material(bundle)
+    with _import_model_signing() as lib, tempfile.TemporaryDirectory() as folder:
         config = lib.verifying.Config()
         if "publicKey" in material:
             _use_key(config, material["publicKey"]["hint"], public_key, certificates)
         else:
             _use_certificates(config, certificates)
-        known = _known(lib, "", resources)
+        known = _known_hashes(lib, "", resources)
         config.set_hashing_config(known)
         path = os.path.join(folder, SIGNATURE)
         with open(path, "wb") as f:
@@ -121,29 +121,30 @@ def verify(
             config.verify(folder, path)
         except Exception as e:  # of the library's many parts; it has no class of its own
             if known.manifest.signed is not None:
-                raise _difference(known.manifest.signed, resources) from None
+                raise _difference_error(known.manifest.signed, resources) from None
             if type(e).__name__ == "ValidationError":
                 raise Corrupt(f"{SIGNATURE} is not a signature bundle, or damaged ({_reason(e)}).") from None
             raise Differs(
-                f"{SIGNATURE}: the signature is invalid: {_reason(e)}. It names {_who(material)}, which is not proven."
+                f"{SIGNATURE}: the signature is invalid: {_reason(e)}. It names {_signer(material)}, which is not "
+                "proven."
             ) from None
-    return _who(material)
+    return _signer(material)
 
 
-def describe(bundle: bytes) -> str:
-    """Who signed, according to the bundle, without verification; works without model-signing.
+def describe_signer(bundle: bytes) -> str:
+    """Return who signed, according to the bundle, without verification; works without model-signing.
 
     Raises:
         Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
     """
-    return _who(_material(bundle))
+    return _signer(_verification_material(bundle))
 
 
 # --------------------------------------------------------------------------------------------------------- bundles
 
 
-def _material(bundle: bytes) -> dict[str, Any]:
-    """The verification material, checked: {"publicKey": {"hint": str}} or {"x509CertificateChain": ...}."""
+def _verification_material(bundle: bytes) -> dict[str, Any]:
+    """Return the verification material, checked: {"publicKey": {"hint": str}} or {"x509CertificateChain": ...}."""
     tree = bounded_json.parse(bundle, SIGNATURE)
     try:
         if tree["mediaType"] != _MEDIA_TYPE:
@@ -168,7 +169,8 @@ def _material(bundle: bytes) -> dict[str, Any]:
     return found
 
 
-def _who(material: dict[str, Any]) -> str:
+def _signer(material: dict[str, Any]) -> str:
+    """Return the key or certificate that a bundle names, for people."""
     if "publicKey" in material:
         return f"EC key SHA256:{material['publicKey']['hint']}"
     der = base64.b64decode(material["x509CertificateChain"]["certificates"][0]["rawBytes"])
@@ -190,8 +192,8 @@ def _who(material: dict[str, Any]) -> str:
     return printable(text)
 
 
-def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
-    """Which files differ from those of a manifest whose signature is valid."""
+def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
+    """Return the error that says which files differ from those of a manifest whose signature is valid."""
     method = signed.serialization_type
     if (method.get("method"), method.get("hash_type")) != ("files", "sha256"):
         return Unsupported(
@@ -212,12 +214,13 @@ def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | 
 
 
 def _names(names: list[str]) -> str:
+    """Return at most five names, for a message."""
     shown = ", ".join(printable(n)[:200] for n in sorted(names)[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _reason(e: Exception) -> str:
-    """The library's error, in a line; a wrong signature has no message."""
+    """Return the library's error, in a line; a wrong signature has no message."""
     return printable(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
 
 
@@ -225,6 +228,7 @@ def _reason(e: Exception) -> str:
 
 
 def _use_key(config: Any, hint: str, public_key: str | None, certificates: Sequence[str]) -> None:
+    """Have the library verify with a public key, which must be the one that the bundle hints at."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -247,6 +251,7 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
 
 
 def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
+    """Have the library verify with root certificates."""
     if not certificates:  # the library would trust whoever has a web site
         raise UsageError(
             f"the archive was signed with a certificate; give {argument('certificates')}, the root that you trust."
@@ -257,6 +262,7 @@ def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
 
 
 def _private_key(file: str, password: str | None) -> Any:
+    """Load a private key; raises UsageError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -275,6 +281,7 @@ def _private_key(file: str, password: str | None) -> Any:
 
 
 def _refuse_curve(key: Any, file: str) -> None:
+    """Raise UsageError unless a key is on one of the curves that model-signing knows."""
     curve = getattr(getattr(key, "curve", None), "name", None)
     if curve not in _CURVES:
         raise UsageError(
@@ -283,6 +290,7 @@ def _refuse_curve(key: Any, file: str) -> None:
 
 
 def _certificates(file: str) -> Any:
+    """Load the certificates in a PEM file; raises UsageError."""
     from cryptography import x509
 
     pem = _read(file)
@@ -293,6 +301,7 @@ def _certificates(file: str) -> Any:
 
 
 def _read(file: str) -> bytes:
+    """Read a key or certificate file; raises UsageError."""
     try:
         with open(file, "rb") as f:
             return f.read(1 << 20)
@@ -302,7 +311,7 @@ def _read(file: str) -> bytes:
 
 @contextmanager
 def _as_file(private: Any) -> Iterator[str]:
-    """A path that the library reads the key from: a pipe, so that a decrypted key is never on a disk.
+    """Yield a path that the library reads the key from: a pipe, so that a decrypted key is never on a disk.
 
     The library takes keys only by path, expects passwords of the wrong type, and none together with a certificate.
     """
@@ -326,8 +335,8 @@ def _as_file(private: Any) -> Iterator[str]:
 
 
 @contextmanager
-def _library() -> Iterator[Any]:
-    """model_signing, without its warnings and logs."""
+def _import_model_signing() -> Iterator[Any]:
+    """Yield model_signing, without its warnings and logs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -340,8 +349,9 @@ def _library() -> Iterator[Any]:
         yield model_signing
 
 
-def _known(lib: Any, name: str, resources: Sequence[tuple[str, str]]) -> Any:
-    """Stands for the library's hashing of a folder, with known hashes; `manifest.signed` are those of the bundle."""
+def _known_hashes(lib: Any, name: str, resources: Sequence[tuple[str, str]]) -> Any:
+    """Return a stand-in for the library's hashing of a folder, with known hashes; its `manifest.signed` are those of
+    the bundle."""
     from model_signing._hashing.hashing import Digest
 
     class Listed(lib.manifest.Manifest):  # type: ignore[misc]

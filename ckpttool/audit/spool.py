@@ -17,7 +17,7 @@ from ..storage.source import Identity, Source
 from . import encryption
 from .archive import ENCRYPTED, SUFFIX
 
-__all__ = ["Spool", "decrypted"]
+__all__ = ["Spool", "decrypt_to_spool"]
 
 
 class Spool(Source):
@@ -35,7 +35,7 @@ class Spool(Source):
             raise write_error(e, folder) from e
 
     def append(self, data: bytes) -> None:
-        """The next bytes."""
+        """Append bytes."""
         done = 0
         while done < len(data):
             try:
@@ -48,19 +48,19 @@ class Spool(Source):
         self._end += len(data)
 
     def list(self, folder: str = "") -> list[str]:
-        """The file."""
+        """Return the name of the file."""
         return [] if folder else [self.name]
 
     def exists(self, name: str) -> bool:
-        """Whether it is that file."""
+        """Return whether it is that file."""
         return name == self.name
 
     def size(self, name: str) -> int:
-        """Bytes so far."""
+        """Return the bytes so far."""
         return self._end
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Bytes from an offset on."""
+        """Fill `into` with the bytes from an offset on."""
         got = 0
         while got < len(into):
             n = os.preadv(self._fd, [into[got:]], offset + got)
@@ -69,11 +69,11 @@ class Spool(Source):
             got += n
 
     def identities(self) -> dict[str, Identity]:
-        """Nothing: nobody else can reach the file."""
+        """Return {}: nobody else can reach the file."""
         return {}
 
     def assert_unchanged(self) -> None:
-        """As `identities`."""
+        """Do nothing: nobody else can reach the file."""
 
     def close(self) -> None:
         """Delete the bytes."""
@@ -82,10 +82,10 @@ class Spool(Source):
             self._fd = -1
 
 
-def decrypted(
+def decrypt_to_spool(
     source: Source, file: str, identities: Sequence[str], folder: str, progress: Callable[[str, int, int], None]
 ) -> tuple[Spool, str]:
-    """(the plain bytes of an encrypted archive, the name of the archive in them).
+    """Decrypt an archive; returns (its plain bytes, the name of the archive in them).
 
     Args:
         identities: files with age identities or ssh private keys.

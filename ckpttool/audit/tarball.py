@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..errors import Corrupt, Unsafe
 
-__all__ = ["BLOCK", "END", "Entry", "entry", "header", "padding"]
+__all__ = ["BLOCK", "END", "Entry", "make_header", "padding", "parse_header"]
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
@@ -29,20 +29,20 @@ class Entry(NamedTuple):
     mtime: int
 
 
-def header(name: str, size: int, mtime: int) -> bytes:
-    """The block before a member's data."""
+def make_header(name: str, size: int, mtime: int) -> bytes:
+    """Return the block before a member's data."""
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.mode = size, mtime, 0o644
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
 def padding(size: int) -> bytes:
-    """The zeros after a member's data."""
+    """Return the zeros after a member's data."""
     return bytes(-size % BLOCK)
 
 
-def entry(block: bytes, what: str) -> Entry | None:
-    """The entry of a header; None for the zero block that ends a tar.
+def parse_header(block: bytes, what: str) -> Entry | None:
+    """Return the entry of a header; None for the zero block that ends a tar.
 
     Raises:
         Corrupt: it is not a header. Unsafe: it is one that ckpttool does not write.
@@ -65,17 +65,19 @@ def entry(block: bytes, what: str) -> Entry | None:
         tarfile.FIFOTYPE: "a pipe",
     }.get(info.type)
     if kind or info.type != tarfile.REGTYPE:
-        raise Unsafe(f"{what}: member {short(info.name)} is {kind or 'no regular file'}; an archive holds only those.")
+        raise Unsafe(
+            f"{what}: member {shorten(info.name)} is {kind or 'no regular file'}; an archive holds only those."
+        )
     try:
-        same = header(*found) == block
+        same = make_header(*found) == block
     except (ValueError, UnicodeError):
         same = False
     if found.size < 0 or found.mtime < 0 or not same:
-        raise Unsafe(f"{what}: the header of member {short(info.name)} is not one that ckpttool writes.")
+        raise Unsafe(f"{what}: the header of member {shorten(info.name)} is not one that ckpttool writes.")
     return found
 
 
-def short(name: str) -> str:
-    """A name for a message: printable and not too long."""
+def shorten(name: str) -> str:
+    """Return a name for a message: printable and not too long."""
     text = ascii(name)
     return text if len(text) <= 80 else text[:60] + f"...' ({len(name)} characters)"

@@ -17,9 +17,9 @@ from ..storage import remote, urls
 from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import ENCRYPTED
-from .archive_store import disagreements
+from .archive_store import hold_disagreements
 from .archive_verification import ArchiveFinding, ArchiveVerdict, verify_archive
-from .spool import decrypted
+from .spool import decrypt_to_spool
 
 __all__ = ["verify"]
 
@@ -69,9 +69,9 @@ def verify(
     store = source.root
     by_ledger = deep and against is None and root is None
     try:
-        root = None if root is None else _digest_of(root)
-        lines, unread = _lines(store, in_ledger)
-        recorded = ledger.records(lines or [])
+        root = None if root is None else _parse_root(root)
+        lines, unread = _read_ledger(store, in_ledger)
+        recorded = ledger.latest_records(lines or [])
         if by_ledger and file not in recorded:
             raise UsageError(
                 f"{argument('deep', True)}: {unread or f'{store} has no ledger with an export of {file}'}; give "
@@ -88,13 +88,13 @@ def verify(
             if not identities:
                 if public_key or certificates or against:
                     raise UsageError(f"{path} is encrypted: give {argument('identities')} to look inside.")
-                found = _ciphertext(source, file, root, quick, progress)
+                found = _verify_ciphertext(source, file, root, quick, progress)
                 if workers not in (None, 1, "1"):
                     found.warnings.append("workers were not used: one process hashes the ciphertext")
                 found.ledger = unread
-                _compare(found, store, file, lines, recorded, by_ledger)
-                return _note(found, store, file, in_ledger)
-            spool, name = decrypted(source, file, identities, scratch or _here(source), progress)
+                _compare_with_ledger(found, store, file, lines, recorded, by_ledger)
+                return _record_result(found, store, file, in_ledger)
+            spool, name = decrypt_to_spool(source, file, identities, scratch or _scratch_folder(source), progress)
             source.close()
             source = spool
         found = verify_archive(
@@ -111,23 +111,23 @@ def verify(
             progress=progress,
         )
         found.ledger = unread
-        _compare(found, store, file, lines, recorded, by_ledger)
+        _compare_with_ledger(found, store, file, lines, recorded, by_ledger)
     except (Corrupt, Differs) as e:
-        _append(store, file, in_ledger, sound=False, depth="quick" if quick else "full", why=str(e)[:500])
+        _append_line(store, file, in_ledger, sound=False, depth="quick" if quick else "full", why=str(e)[:500])
         raise
     finally:
         source.close()
     found.path = path
-    return _note(found, store, file, in_ledger)
+    return _record_result(found, store, file, in_ledger)
 
 
-def _here(source: Source) -> str:
-    """The default folder for the plain bytes of an encrypted archive: next to it."""
+def _scratch_folder(source: Source) -> str:
+    """Return the default folder for the plain bytes of an encrypted archive: next to it."""
     return source.root if os.path.isdir(source.root) else "."
 
 
-def _digest_of(text: str) -> str:
-    """A digest from the command line: HEX, blake3:HEX or sha256:HEX."""
+def _parse_root(text: str) -> str:
+    """Parse a digest from the command line: HEX, blake3:HEX or sha256:HEX."""
     kind, _, digits = text.strip().lower().rpartition(":")
     if kind not in ("", "blake3", "sha256") or not re.fullmatch(r"[0-9a-f]{64}", digits):
         raise UsageError(
@@ -136,21 +136,21 @@ def _digest_of(text: str) -> str:
     return f"{kind}:{digits}" if kind else digits
 
 
-def _lines(store: str, in_ledger: bool) -> tuple[list[dict[str, Any]] | None, str | None]:
-    """The lines of the ledger (None: there is none), and why it could not be read.
+def _read_ledger(store: str, in_ledger: bool) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """Return the lines of the ledger (None: there is none), and why it could not be read.
 
     Raises:
         Corrupt, Unsafe: it is damaged, and a line would have to be written to it.
     """
     try:
-        return ledger.read_or_none(store), None
+        return ledger.read_entries_or_none(store), None
     except CkpttoolError as e:
         if in_ledger and isinstance(e, (Corrupt, Unsafe)):
             raise
         return None, f"not compared with it: {e}"
 
 
-def _compare(
+def _compare_with_ledger(
     found: ArchiveVerdict,
     store: str,
     file: str,
@@ -166,22 +166,22 @@ def _compare(
     if lines is None or found.findings:
         return
     signed = found.signature != "none"
-    match = ledger.match(recorded, file, {**asdict(found), "signed": signed, "signed_by": found.signature})
+    match = ledger.match_archive(recorded, file, {**asdict(found), "signed": signed, "signed_by": found.signature})
     if match.state == "differs":
         raise Differs(f"{found.path}: {match.says}")
     found.ledger = match.says
     with remote.open_source(store) as beside:
-        held = sidecar.holds(beside, file) if beside.exists(sidecar.hold_name(file)) else []
-    found.warnings += disagreements(file, lines, held)
+        held = sidecar.read_holds(beside, file) if beside.exists(sidecar.hold_name(file)) else []
+    found.warnings += hold_disagreements(file, lines, held)
     if by_ledger:
         found.against = "what the ledger recorded at the export"
 
 
-def _ciphertext(source: Source, file: str, root: str | None, quick: bool, progress: Progress) -> ArchiveVerdict:
+def _verify_ciphertext(source: Source, file: str, root: str | None, quick: bool, progress: Progress) -> ArchiveVerdict:
     """Verify an encrypted archive without its key: the ciphertext against the hashes in its sidecar."""
-    parsed = sidecar.read(source, file)
+    parsed = sidecar.read_sidecar(source, file)
     known, want = parsed["archive"], parsed["ciphertext"]
-    have = {**want, "bytes": source.size(file)} if quick else sidecar.ciphertext(source, file, progress)
+    have = {**want, "bytes": source.size(file)} if quick else sidecar.hash_ciphertext(source, file, progress)
     out = ArchiveVerdict(f"{source.root}/{file}", "quick" if quick else "ciphertext", have["bytes"])
     for i, (a, b) in enumerate(zip(have["blocks"], want["blocks"], strict=False)):
         if a != b:
@@ -200,8 +200,9 @@ def _ciphertext(source: Source, file: str, root: str | None, quick: bool, progre
     return out
 
 
-def _note(found: ArchiveVerdict, store: str, file: str, in_ledger: bool) -> ArchiveVerdict:
-    _append(
+def _record_result(found: ArchiveVerdict, store: str, file: str, in_ledger: bool) -> ArchiveVerdict:
+    """Append a line with the result to the ledger; returns the result."""
+    _append_line(
         store,
         file,
         in_ledger,
@@ -216,12 +217,12 @@ def _note(found: ArchiveVerdict, store: str, file: str, in_ledger: bool) -> Arch
     return found
 
 
-def _append(store: str, file: str, in_ledger: bool, **facts: object) -> None:
+def _append_line(store: str, file: str, in_ledger: bool, **facts: object) -> None:
     """Append a line, if the ledger may be written."""
     if not in_ledger:
         return
     try:
-        ledger.append(store, "verify", file, **facts)
+        ledger.append_entry(store, "verify", file, **facts)
     except (CkpttoolError, OSError):
         if not urls.is_url(store) and os.access(os.path.join(store, "ledger.jsonl"), os.W_OK):
             raise

@@ -39,7 +39,7 @@ class FileHashes(NamedTuple):
 
 
 def git_oid(data: bytes) -> str:
-    """The id of a file's git blob."""
+    """Return the id of a file's git blob."""
     return sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -50,7 +50,7 @@ def hash_contents(
     progress: Progress,
     keep: Callable[[str, FileHashes], None],
 ) -> dict[str, FileHashes]:
-    """{file: its hashes}; `keep` is called for each finished file.
+    """Hash files of a draft, `jobs` at a time: {file: its hashes}; `keep` is called for each finished file.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to in the meantime.
@@ -60,6 +60,7 @@ def hash_contents(
     total, passed, lock, stop = sum(f.source_bytes for f in files), 0, threading.Lock(), threading.Event()
 
     def count(n: int) -> None:
+        """Report progress; raises Interrupted once another thread has failed."""
         nonlocal passed
         if stop.is_set():
             raise Interrupted("the hashing was stopped.")
@@ -68,6 +69,7 @@ def hash_contents(
             progress("hash", passed, total)
 
     def one(content: Content) -> FileHashes:
+        """Hash one file."""
         done = _hash(content, crcs, count)
         with lock:
             keep(content.name, done)
@@ -87,6 +89,7 @@ def hash_contents(
 
 
 def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> FileHashes:
+    """Hash one file and its tensors, in one pass."""
     whole, tensors = sha256(content.head), {}
     lost: dict[str, Lost] = {}
     part: Any = None
@@ -111,10 +114,11 @@ def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> 
 
 
 def hash_paths(paths: dict[str, str], jobs: int, progress: Progress) -> dict[str, str]:
-    """{file: SHA-256 hex} of files on the disk, {file: path}."""
+    """Return {file: SHA-256 hex} of files on the disk, {file: path}."""
     total, passed, lock, stop = sum(map(os.path.getsize, paths.values())), 0, threading.Lock(), threading.Event()
 
     def one(path: str) -> str:
+        """Hash one file."""
         nonlocal passed
         whole, buffer = sha256(), memoryview(bytearray(4 << 20))
         with open(path, "rb", buffering=0) as f:

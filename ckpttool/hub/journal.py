@@ -40,6 +40,7 @@ class Journal:
             self._take(line)
 
     def _lines(self) -> list[dict[str, Any]]:
+        """Return the lines whose checksum is right; [] if there is no journal."""
         if self.path is None:
             return []
         try:
@@ -54,6 +55,7 @@ class Journal:
         return [json.loads(entry) for sum_, _, entry in parts if entry and sum_ == _sum(entry)]
 
     def _take(self, line: dict[str, Any]) -> None:
+        """Take over what a line says."""
         if "file" in line:
             lost = {n: Lost(*counts) for n, counts in line.get("lost", {}).items()}
             self.files[line["file"]] = FileHashes(line["sha256"], line["tensors"], lost)
@@ -81,6 +83,7 @@ class Journal:
         self._add({"staged": folder, "of": of})
 
     def _add(self, line: dict[str, Any]) -> None:
+        """Take over a line, and append it to the file."""
         self._take(line)
         if self.path is None:
             return
@@ -101,6 +104,7 @@ class Journal:
             pass  # a home that cannot be written to: the next run hashes again
 
     def _prune(self) -> None:
+        """Remove journals older than thirty days."""
         for name in os.listdir(self.folder):
             path = os.path.join(self.folder, name)
             if name.endswith(".jsonl") and os.lstat(path).st_mtime < time.time() - _KEPT_SECONDS:
@@ -108,4 +112,5 @@ class Journal:
 
 
 def _sum(data: bytes) -> bytes:
+    """Return the checksum of a line."""
     return sha256(data).hexdigest()[:32].encode()

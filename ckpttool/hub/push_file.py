@@ -23,13 +23,13 @@ class PushFile:
     content: Content | None = None
 
     def same(self, known: RemoteFile | None) -> bool:
-        """Whether a commit has the same file."""
+        """Return whether a commit has the same file."""
         if known is None or known.size != self.size:
             return False
         return known.sha256 == self.sha256 if known.sha256 is not None else known.oid == self.oid()
 
     def oid(self) -> str:
-        """The id of its git blob, for small files, which the Hub keeps in git."""
+        """Return the id of its git blob, for small files, which the Hub keeps in git."""
         if self.data is not None:
             return git_oid(self.data)
         if self.path is not None:
@@ -40,7 +40,7 @@ class PushFile:
             return git_oid(f.read())
 
     def sample(self) -> bytes:
-        """Its first 512 bytes, by which the Hub recognises text."""
+        """Return its first 512 bytes, by which the Hub recognises text."""
         if self.path is not None:
             with open(self.path, "rb") as f:
                 return f.read(512)

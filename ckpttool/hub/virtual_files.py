@@ -52,8 +52,8 @@ class Content:
         return sum(job.entry.nbytes for job in self.jobs)
 
     def blocks(self, index: int = 0, first: int = 0, crcs: CrcVerifier | None = None) -> Iterator[Block]:
-        """Blocks of the tensors from number `index` on, from about its element `first`; CRC32s of the source are noted
-        in `crcs`, where many streams share them.
+        """Yield blocks of the tensors from number `index` on, from about its element `first`; CRC32s of the source are
+        noted in `crcs`, where many streams share them.
 
         Raises:
             Corrupt, SourceChanged: as `stream.Reader.blocks`.
@@ -66,7 +66,7 @@ class Content:
 
 
 def contents(opened: OpenCheckpoint, draft: Draft, budget: IOBudget) -> list[Content]:
-    """The files of a draft, in its order."""
+    """Return the files of a draft, in its order."""
     if draft.before or draft.after or draft.tail or any(f.coded for f in draft.files):
         raise AssertionError("the hf layout has nothing around tensors")
     out = [Content(f.name, f.size, f.first_bytes(), opened, budget) for f in draft.files]
@@ -108,15 +108,15 @@ class VirtualFile(io.BufferedIOBase):
         self._gathered = bytearray()
 
     def readable(self) -> bool:
-        """Always true."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Always true."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """The position of the next read."""
+        """Return the position of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -126,7 +126,7 @@ class VirtualFile(io.BufferedIOBase):
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Exactly `size` bytes, fewer only at the end.
+        """Read exactly `size` bytes, fewer only at the end.
 
         Raises:
             Corrupt, SourceChanged: the source is damaged, or has changed. Interrupted: it was stopped.
@@ -142,12 +142,12 @@ class VirtualFile(io.BufferedIOBase):
         return out
 
     def read1(self, size: int = -1, /) -> bytes:
-        """As `read`."""
+        """Read as `read` does."""
         return self.read(size)
 
     def _many(self, piece: memoryview, n: int) -> bytes:
-        """`n` bytes, the first of which were read already. They are collected in one buffer: joining parts makes malloc
-        return and request memory again and again, which costs more than everything else."""
+        """Read `n` bytes, the first of which were read already. They are collected in one buffer: joining parts makes
+        malloc return and request memory again and again, which costs more than everything else."""
         if len(self._gathered) < n:
             self._gathered = bytearray(n)
         into, end = memoryview(self._gathered), 0
@@ -159,7 +159,7 @@ class VirtualFile(io.BufferedIOBase):
             piece = self._some(n - end)
 
     def _some(self, most: int) -> memoryview:
-        """Bytes from where the next read begins, at least one if any is asked for; valid until the next call."""
+        """Return bytes from where the next read begins, at least one if any is asked for; valid until the next call."""
         if self._stop is not None and self._stop.is_set():
             raise Interrupted("the upload was stopped.")
         if not most:
@@ -178,7 +178,7 @@ class VirtualFile(io.BufferedIOBase):
         return out
 
     def _begin(self) -> None:
-        """A stream at the position of the next read."""
+        """Open a stream at the position of the next read."""
         self._end()
         index = bisect_right(self.content.starts, self._at) - 1
         item = ITEMSIZE[self.content.jobs[index].dtype]
@@ -192,6 +192,7 @@ class VirtualFile(io.BufferedIOBase):
         self._here = self._at
 
     def _next(self) -> Block:
+        """Take the next block of the stream."""
         self._rest = memoryview(b"")  # of a block that is not valid any more
         assert self._stream is not None
         self._block = next(self._stream)

@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 
 def piece(name: str, body: bytes, mtime: int = TIME) -> Piece:
-    return Piece(name, tarball.header(name, len(body), mtime), body, tarball.padding(len(body)))
+    return Piece(name, tarball.make_header(name, len(body), mtime), body, tarball.padding(len(body)))
 
 
 def tensor(name: str, dtype: str, *shape: int) -> TensorEntry:
@@ -134,27 +134,29 @@ def kit(**change: Any) -> Kit:
 
 def parts(k: Kit) -> tuple[list[Piece], list[SplitPoint]]:
     """The members of an archive, and where its frames begin."""
-    readme = records.readme(k.shuffle)
+    readme = records.readme_text(k.shuffle)
     if k.readme:
         readme = k.readme(readme)
-    grouped = k.grouped or plan.groups(k.tensors, k.most, k.shuffle)
-    planned = plan.make(grouped, k.tensors, k.shuffle, k.mtime, readme)
+    grouped = k.grouped or plan.group_by_member(k.tensors, k.most, k.shuffle)
+    planned = plan.make_plan(grouped, k.tensors, k.shuffle, k.mtime, readme)
     out = [piece(plan.README, readme, k.mtime)]
-    hashes: dict[str, tuple[int, str]] = {plan.README: (len(readme), records.sha256(readme))}
+    hashes: dict[str, tuple[int, str]] = {plan.README: (len(readme), records.sha256_hex(readme))}
     for names, (member, head) in zip(grouped, planned.headers.items(), strict=True):
         if k.headers:
             head = k.headers(member, head)
         stored = head + b"".join(bytes(byte_planes.split(k.data[n], planned.places[n].item)) for n in names)
         out.append(piece(member, head + b"".join(k.data[n] for n in names), k.mtime))
-        hashes[member] = (len(stored), records.sha256(stored))
+        hashes[member] = (len(stored), records.sha256_hex(stored))
     held = values.encode({n: Value(tuple(n.split(".")), v) for n, v in k.values.items()})
     if k.values_text:
         held = k.values_text(held)
-    hashes[plan.VALUES] = (len(held), records.sha256(held))
+    hashes[plan.VALUES] = (len(held), records.sha256_hex(held))
     for name, h in k.member_hashes.items():
         hashes[name] = (hashes[name][0], h)
     digests = {n: blake3(d).hexdigest() for n, d in k.data.items()} | k.digests
-    text = records.encode(records.Manifest(k.tensors, digests, grouped, hashes, k.shuffle, k.step), planned.places)
+    text = records.encode_manifest(
+        records.Manifest(k.tensors, digests, grouped, hashes, k.shuffle, k.step), planned.places
+    )
     if k.manifest:
         text = k.manifest(text)
     said = (json.dumps(k.provenance, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
@@ -163,9 +165,11 @@ def parts(k: Kit) -> tuple[list[Piece], list[SplitPoint]]:
     smalls = [(plan.VALUES, held), (plan.MANIFEST, text), (plan.PROVENANCE, said)]
     if k.retention is not None:
         smalls.append((plan.RETENTION, k.retention))
-    listed = [(n, h) for n, (_, h) in hashes.items() if n != plan.VALUES] + [(n, records.sha256(d)) for n, d in smalls]
+    listed = [(n, h) for n, (_, h) in hashes.items() if n != plan.VALUES] + [
+        (n, records.sha256_hex(d)) for n, d in smalls
+    ]
     listed[-len(smalls)] = (plan.VALUES, hashes[plan.VALUES][1])
-    sums = records.sums(listed)
+    sums = records.encode_sums(listed)
     smalls.append((plan.SUMS, k.sums(sums) if k.sums else sums))
     if k.signature is not None:
         smalls.append((plan.SIGNATURE, k.signature))
@@ -317,7 +321,7 @@ def resized(head: bytes, size: bytes) -> bytes:
 
 
 A_LONG_NAME = Piece(
-    "d", summed_again(tarball.header("././@LongLink", 11, TIME)[:156] + b"L" + tarball.header("././@LongLink", 11, TIME)[157:]), b"../../../x\0",
+    "d", summed_again(tarball.make_header("././@LongLink", 11, TIME)[:156] + b"L" + tarball.make_header("././@LongLink", 11, TIME)[157:]), b"../../../x\0",
     tarball.padding(11),
 )  # fmt: skip
 
@@ -380,7 +384,7 @@ def retained(**change: Any) -> Kit:
 
 
 def config(name: str, **change: Any) -> Kit:
-    return story(config_files={name: {"sha256": records.sha256(b"1"), "text": "1"} | change})
+    return story(config_files={name: {"sha256": records.sha256_hex(b"1"), "text": "1"} | change})
 
 
 def header_with(old: bytes, new: bytes) -> Kit:
@@ -675,7 +679,7 @@ HEADER = {
 @pytest.mark.parametrize("name", HEADER)
 def test_a_field_of_a_tar_header_has_one_spelling(name: str) -> None:
     """Whatever else it says, with a right checksum."""
-    good = tarball.header(plan.VALUES, 1234, TIME)
+    good = tarball.make_header(plan.VALUES, 1234, TIME)
     at, n = HEADER[name]
     rng = random.Random(name)
     others = {
@@ -697,7 +701,7 @@ def test_a_field_of_a_tar_header_has_one_spelling(name: str) -> None:
     }
     for text in {text[:n].ljust(n, b"\0") for text in others} - {good[at : at + n]}:
         with pytest.raises((Corrupt, Unsafe)):
-            tarball.entry(summed_again(good[:at] + text + good[at + n :]), "it")
+            tarball.parse_header(summed_again(good[:at] + text + good[at + n :]), "it")
 
 
 # ------------------------------------------------------------------------------------------------ the file itself
@@ -1041,7 +1045,7 @@ def value_and_sums(path: Path, _: Shop) -> None:
         was = Archive(source, path.name).manifest.hashes[plan.VALUES]
     other_value(k)
     held = (k.values_text or bytes)(b"")
-    k.manifest = lambda text: text.replace(records.sha256(held).encode(), was[1].encode())
+    k.manifest = lambda text: text.replace(records.sha256_hex(held).encode(), was[1].encode())
     build(path, k)
 
 
@@ -1130,7 +1134,7 @@ def test_the_table_of_attacks(
     if alone == 0:  # what a look at the structure alone shows as well
         assert run("audit", "verify", path, "-q", "--quick")[0] == 5
         assert listed(path)["ledger"] == "differs" and listed(path)["verified"] is None
-    assert not any(e["sound"] for e in ledger.read(str(store))[6:] if e["event"] == "verify")
+    assert not any(e["sound"] for e in ledger.read_entries(str(store))[6:] if e["event"] == "verify")
     (store / "ledger.jsonl").unlink()
     assert run("audit", "verify", path, "-q")[0] == alone
     assert run("audit", "verify", path, "-q", "--public-key", key)[0] == by_key
@@ -1189,8 +1193,10 @@ def test_an_archive_of_another_name_is_told_and_one_of_nowhere_too(market: Shop,
     for name in ("moved", "stray"):
         assert run("audit", "ledger", "add", store / f"{name}.tar.zst")[0] == 0
         assert run("audit", "verify", store / f"{name}.tar.zst", "--deep", "-q")[0] == 0
-    lines = len(ledger.read(str(store)))
-    assert run("audit", "ledger", "add", store / "stray.tar.zst")[0] == 0 and len(ledger.read(str(store))) == lines
+    lines = len(ledger.read_entries(str(store)))
+    assert (
+        run("audit", "ledger", "add", store / "stray.tar.zst")[0] == 0 and len(ledger.read_entries(str(store))) == lines
+    )
     shutil.copy(store / "old.tar.zst", store / "stray.tar.zst")
     assert run("audit", "ledger", "add", store / "stray.tar.zst")[0] == 5
 
@@ -1222,7 +1228,7 @@ def ledger_gone(path: Path, _: Shop) -> None:
 def test_a_rollback_with_the_ledger_cut_shows_by_the_head(market: Shop, tmp_path: Path) -> None:
     """What docs/how-to/archive.md says of the last row of its table."""
     store = shutil.copytree(market.path.parent, tmp_path / "store")
-    head = ledger.verify(str(store))["head"]
+    head = ledger.verify_chain(str(store))["head"]
     rolled_back_and_ledger_cut(store / "a.tar.zst", market)
     code, said = run("audit", "verify", store / "a.tar.zst", "--public-key", market.keys / "mine.pub", "--no-ledger")
     assert code == 0 and "recorded as old.tar.zst by line 1" in said
@@ -1240,7 +1246,7 @@ def test_the_nightly_check_of_the_docs(
 ) -> None:
     store = shutil.copytree(market.path.parent, tmp_path / "store")
     (tmp_path / "nightly.sh").write_text(nightly())
-    (tmp_path / "head.txt").write_text(str(ledger.verify(str(store))["head"]) + "\n")
+    (tmp_path / "head.txt").write_text(str(ledger.verify_chain(str(store))["head"]) + "\n")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     act(store / "a.tar.zst", market)
     before = sorted(p.name for p in store.iterdir())
@@ -1251,7 +1257,7 @@ def test_the_nightly_check_of_the_docs(
     assert done.returncode == want, done.stderr
     assert sorted(p.name for p in store.iterdir()) == before
     if want == 0:
-        assert (tmp_path / "head.txt").read_text().strip() == ledger.verify(str(store))["head"]
+        assert (tmp_path / "head.txt").read_text().strip() == ledger.verify_chain(str(store))["head"]
 
 
 def test_a_ciphertext_with_another_sidecar(tmp_path: Path) -> None:
@@ -1268,7 +1274,7 @@ def test_a_ciphertext_with_another_sidecar(tmp_path: Path) -> None:
     path.write_bytes(data[:-500] + bytes(500))
     assert run("audit", "verify", path, "-q", "--no-ledger")[0] == 4
     with Source(tmp_path) as source:
-        found = sidecar.ciphertext(source, path.name, lambda *_: None)
+        found = sidecar.hash_ciphertext(source, path.name, lambda *_: None)
     beside.write_text(json.dumps(good | {"ciphertext": found}))
     assert (
         run("audit", "verify", path, "-q", "--deep", "--no-ledger")[0] == 5
@@ -1392,7 +1398,9 @@ def test_lines_of_a_ledger_that_no_run_writes(facts: dict[str, Any], tmp_path: P
     assert run("audit", "export", state_of(tmp_path / "1.pt", 1, 1, 20), path, "-q", "--retain", "7y")[0] == 0
     first = json.loads((tmp_path / "ledger.jsonl").read_text())
     more = {k: first[k] for k in ("manifest_sha256", "created") if k not in facts}
-    ledger.append(str(tmp_path), facts["event"], path.name, **{k: v for k, v in facts.items() if k != "event"}, **more)
+    ledger.append_entry(
+        str(tmp_path), facts["event"], path.name, **{k: v for k, v in facts.items() if k != "event"}, **more
+    )
     for words in (["list", tmp_path], ["prune", tmp_path, "--keep-every", 9999], ["ledger", "show", tmp_path]):
         assert run("audit", *words)[0] in REFUSALS | {0}
     assert run("audit", "verify", path, "--deep", "-q", "--no-ledger")[0] in REFUSALS | {0}
@@ -1430,9 +1438,9 @@ def many_members(path: Path) -> None:
     """40,000 members of nothing."""
     with path.open("wb") as f:
         w = FrameWriter(f.write, [SplitPoint(0, 1, False)], [], level=1, jobs=1)
-        w.append(tarball.header(plan.README, 0, 0))
+        w.append(tarball.make_header(plan.README, 0, 0))
         for i in range(40_000):
-            w.append(tarball.header(f"tensors-{i + 1:05d}.safetensors", 0, 0))
+            w.append(tarball.make_header(f"tensors-{i + 1:05d}.safetensors", 0, 0))
         w.append(tarball.END)
         w.finish()
         w.close()

@@ -25,7 +25,7 @@ from stores import moto
 import ckpttool
 from ckpttool.audit import archive_plan as plan
 from ckpttool.audit import archive_store, byte_planes, ledger, manifest, pruning
-from ckpttool.audit.archive import Archive, facts
+from ckpttool.audit.archive import Archive, read_facts
 from ckpttool.audit.archive_options import ArchiveOptions
 from ckpttool.audit.archive_verification import verify_archive
 from ckpttool.audit.export import Exported, export, restore
@@ -304,7 +304,9 @@ def test_other_commands_take_an_archive(of_one_state: list[Path], tmp_path: Path
     assert ckpttool.verify(path, read_data=True).recorded == "equal"
     again = tmp_path / "b.tar.zst"
     ckpttool.convert(path, again)  # the name tells the layout
-    assert facts(Source(tmp_path), "b.tar.zst").merkle_root == facts(Source(tmp_path), "a.tar.zst").merkle_root
+    assert (
+        read_facts(Source(tmp_path), "b.tar.zst").merkle_root == read_facts(Source(tmp_path), "a.tar.zst").merkle_root
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -420,14 +422,14 @@ def test_archives_and_a_ledger_of_an_earlier_version(tmp_path: Path) -> None:
         assert torch.equal(back["model"]["big"], big) and back["trainer"]["step"] == step
         assert torch.equal(back["model"]["w"], torch.arange(12.0).reshape(3, 4) * step)
     assert verify(str(store / "sealed.tar.zst.age"), deep=True).findings == []
-    rows = {r.name.partition(".")[0]: r for r in archive_store.listing(str(store))}
+    rows = {r.name.partition(".")[0]: r for r in archive_store.list_archives(str(store))}
     assert {n: (r.ledger, r.held) for n, r in rows.items()} == {
         "plain": ("match", ()), "signed": ("match", ("case 2",)), "sealed": ("match", ("case 1",)),
     }  # fmt: skip
     assert (
         rows["plain"].warnings == rows["sealed"].warnings == () and "lost with the ledger" in rows["signed"].warnings[0]
     )
-    assert ledger.verify(str(store))["entries"] == 12
+    assert ledger.verify_chain(str(store))["entries"] == 12
     with pytest.raises(Differs, match="another archive than the one recorded as plain"):
         shutil.copy(store / "signed.tar.zst", store / "plain.tar.zst")
         verify(str(store / "plain.tar.zst"))
@@ -458,7 +460,7 @@ def small(path: Path) -> Path:
 def test_a_ledger_that_cannot_be_locked_stops_an_export_before_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger.append(str(tmp_path), "verify", "x.tar.zst")
+    ledger.append_entry(str(tmp_path), "verify", "x.tar.zst")
     with monkeypatch.context() as m:
         no_locks(m)
         with pytest.raises(CkpttoolError, match="cannot be locked: No locks available"):
@@ -476,10 +478,12 @@ def test_an_archive_without_its_line_is_told_and_can_be_added(tmp_path: Path, mo
         ):
             export(small(tmp_path / "s.pt"), str(path), ArchiveOptions(hold="case"))
     assert "does not know" in str(verify(str(path)).ledger)
-    assert archive_store.listing(str(tmp_path))[0].ledger == "unknown"
-    entry = archive_store.add(str(path))
+    assert archive_store.list_archives(str(tmp_path))[0].ledger == "unknown"
+    entry = archive_store.add_to_ledger(str(path))
     assert (entry["event"], entry["archive"], entry["legal_hold"]) == ("add", "a b.tar.zst", "case")
-    assert verify(str(path), deep=True).findings == [] and archive_store.listing(str(tmp_path))[0].ledger == "match"
+    assert (
+        verify(str(path), deep=True).findings == [] and archive_store.list_archives(str(tmp_path))[0].ledger == "match"
+    )
 
 
 def test_a_sealed_archive_without_its_sidecar_is_told(
@@ -506,9 +510,9 @@ def test_a_sealed_archive_is_added_if_its_ciphertext_is_the_one_described(
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(Corrupt, match="ciphertext is not the one"):
-        archive_store.add(str(path))
+        archive_store.add_to_ledger(str(path))
     path.write_bytes(data)
-    assert archive_store.add(str(path))["ciphertext_sha256"] == hashlib.sha256(data).hexdigest()
+    assert archive_store.add_to_ledger(str(path))["ciphertext_sha256"] == hashlib.sha256(data).hexdigest()
     assert verify(str(path), deep=True).findings == []
 
 
@@ -520,10 +524,10 @@ def test_an_export_on_a_clock_that_went_back_says_so(tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as m:
         m.setattr(ledger, "datetime", Later)
-        ledger.append(str(tmp_path), "verify", "x.tar.zst")
+        ledger.append_entry(str(tmp_path), "verify", "x.tar.zst")
     done = export(small(tmp_path / "s.pt"), str(tmp_path / "a.tar.zst"), ArchiveOptions())
     assert any("2099-01-01T00:00:00Z" in n and "clock" in n for n in done.result.notes)
-    (found,) = ledger.verify(str(tmp_path))["backwards"]
+    (found,) = ledger.verify_chain(str(tmp_path))["backwards"]
     assert found["line"] == 2
 
 
@@ -544,7 +548,7 @@ def test_readme_txt_has_the_commands_that_open_and_check_an_archive(tmp_path: Pa
     export(small(tmp_path / "s.pt"), str(path), options)
     # the sidecar has the first command, since README.txt lies in the ciphertext
     first = json.loads((tmp_path / "ARCHIVE.tar.zst.age.json").read_text())["open"]
-    text = manifest.readme(False).decode()
+    text = manifest.readme_text(False).decode()
     assert f"    {first}\n" in text
     lines = re.findall(r"^    ((?:mkdir|tar|\(cd|python|age) .*)$", text, re.MULTILINE)
     steps = [first, *(s for s in lines if not s.startswith("age") and "certificate" not in s)]
@@ -628,7 +632,7 @@ def test_sealed_and_opened(of_one_state: list[Path], tmp_path: Path, keys: tuple
     said = json.loads((tmp_path / "a.tar.zst.age.json").read_text())
     assert said["ciphertext"]["sha256"] == hashlib.sha256(data).hexdigest()
     assert said["archive"]["merkle_root"] == done.facts.merkle_root == ckpttool.digest(of_one_state[0]).digest["all"]
-    assert facts(Source(tmp_path), path.name).encrypted
+    assert read_facts(Source(tmp_path), path.name).encrypted
     assert verify(str(path)).findings == []  # the ciphertext, without a key
     inside = verify(str(path), identities=[str(identity)], against=str(of_one_state[2]))
     assert inside.findings == [] and inside.merkle_root == done.facts.merkle_root
@@ -665,7 +669,7 @@ def test_a_store_in_s3(of_one_state: list[Path], tmp_path: Path, monkeypatch: py
     from ckpttool.audit import archive_store
 
     export(of_one_state[1], f"{url}/b.tar.zst", ArchiveOptions(meta=(("run", "x"),)))
-    rows = {r.name: r for r in archive_store.listing(url)}
+    rows = {r.name: r for r in archive_store.list_archives(url)}
     assert rows["a.tar.zst"].held == ("case 7",) and rows["a.tar.zst"].verified
     done = pruning.prune(url, keep_last=1)
     assert (done.deleted, set(done.kept), set(done.refused)) == ((), {"b.tar.zst"}, {"a.tar.zst"})
@@ -686,7 +690,7 @@ def test_a_cast_on_the_way_back_does_not_hide_what_was_altered(tmp_path: Path, m
     torch.save({"model": {"a": torch.arange(64.0), "b": torch.ones(8)}}, tmp_path / "s.pt")
     from ckpttool.audit import manifest
 
-    encode = manifest.encode  # the digest of another tensor, in an archive that is whole otherwise
+    encode = manifest.encode_manifest  # the digest of another tensor, in an archive that is whole otherwise
     monkeypatch.setattr(
         manifest, "encode",
         lambda found, places: encode(

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from ckpttool.audit import byte_planes, frame_format, frame_walk, frame_writer
 from ckpttool.audit.frame_format import FRAME, read_table
 from ckpttool.audit.frame_reader import FrameReader
-from ckpttool.audit.frame_walk import FrameResult, walk
+from ckpttool.audit.frame_walk import FrameResult, walk_file
 from ckpttool.audit.frame_writer import FrameWriter, Member, SplitPoint
 from ckpttool.errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceChanged, Unsafe
 from ckpttool.index.draft import EarlierFile
@@ -94,7 +94,7 @@ def pack(
         for at in range(0, len(data), step):
             writer.append(data[at : at + step])
         writer.finish()
-        return bytes(out), writer.sums()
+        return bytes(out), writer.member_sums()
     finally:
         writer.close()
 
@@ -126,8 +126,8 @@ def frame_of(data: bytes, **other: Any) -> bytes:
 
 
 def rows_of(data: bytes, jobs: int = 1) -> list[FrameResult]:
-    """All that `walk` says, and what it must say in any case: rows in order, a fault or the content, never both."""
-    rows = list(walk(Memory(data), NAME, jobs))
+    """All that `walk_file` says, and what it must say in any case: rows in order, a fault or the content, never both."""
+    rows = list(walk_file(Memory(data), NAME, jobs))
     for r in rows:
         assert (r.stored is None) == (r.fault is not None)
         if r.stored is not None:
@@ -273,7 +273,7 @@ def test_a_real_file_is_read_and_walked(packed: tuple[bytes, dict[str, str]], tm
         out = bytearray(len(data))
         FrameReader(source, NAME, table, starts.__getitem__).read_into(0, memoryview(out))
         assert out == data
-        rows = list(walk(source, NAME, 2))
+        rows = list(walk_file(source, NAME, 2))
     assert b"".join(r.stored or b"" for r in rows) == stored_of(data, cuts, 1 << 20)
     assert [(r.start, r.length, r.offset, r.size, r.fault) for r in rows] == [
         (*row, None) for row in zip(table.starts, table.lengths, table.offsets, table.sizes, strict=True)
@@ -344,7 +344,7 @@ def test_threads_and_the_sizes_of_pieces_change_nothing(seed: int, small: None) 
         feed(writer, data, dice)
         assert writer.at == len(data)
         writer.finish()
-        assert writer.sums() == sums
+        assert writer.member_sums() == sums
         writer.close()
         assert bytes(out) == want
 
@@ -393,7 +393,7 @@ def test_an_interrupted_file_is_gone_on_with(
             assert not made, "frames that are there are not made again"
         feed(writer, data[stop:], dice)
         writer.finish()
-        assert writer.sums() == sums
+        assert writer.member_sums() == sums
         writer.close()
         assert bytes(out) == want
 
@@ -425,12 +425,12 @@ def test_sums_are_of_members_that_have_ended_also_within_a_frame() -> None:
     )
     seen = []
     for c in b"0123456789":
-        seen.append(writer.sums())
+        seen.append(writer.member_sums())
         writer.append(bytes([c]))
     writer.finish()
     a, b = (hashlib.sha256(x).hexdigest() for x in (b"234", b"678"))
     assert seen == [{}] * 5 + [{"a": a}] * 4 + [{"a": a, "b": b}]
-    assert writer.sums() == {"a": a, "b": b}
+    assert writer.member_sums() == {"a": a, "b": b}
     writer.close()
 
 
@@ -492,7 +492,7 @@ def test_no_more_frames_are_in_flight_than_promised(jobs: int, small: None, monk
 def test_walking_reads_no_further_ahead_than_promised(jobs: int, small: None) -> None:
     file, _ = pack(random.Random(1).randbytes(4096 * 40), [SplitPoint(0, 1, False)])
     source = Memory(file)
-    for k, row in enumerate(walk(source, NAME, jobs)):
+    for k, row in enumerate(walk_file(source, NAME, jobs)):
         assert row.fault is None
         frames = [r for r in source.reads if r[1] > 4000]
         assert k < len(frames) <= k + 2 * jobs
@@ -501,7 +501,7 @@ def test_walking_reads_no_further_ahead_than_promised(jobs: int, small: None) ->
 
 def test_walking_may_be_left_early(small: None) -> None:
     file, _ = pack(random.Random(1).randbytes(4096 * 40), [SplitPoint(0, 1, False)])
-    rows = walk(Memory(file), NAME, 2)
+    rows = walk_file(Memory(file), NAME, 2)
     before = {t.name for t in threading.enumerate()}
     assert next(rows).start == 0
     assert any(t.name.startswith("ckpttool-unfold") for t in threading.enumerate())
@@ -953,17 +953,17 @@ def test_what_cannot_be_read_is_a_fault_and_what_is_not_damage_is_raised(tiny: t
                 raise self.error
             return super().read(name, offset, length)
 
-    rows = list(walk(Broken(file), NAME, 2))
+    rows = list(walk_file(Broken(file), NAME, 2))
     assert [r for r in rows if r.fault is None] == [r for r in sound if r.offset != sound[2].offset]
     assert [r.fault for r in faults(rows)] == ["the frame cannot be read (byte 7: Input/output error.)"]
     for at in (len(file) - 1, len(file) - 20):  # the tables: what is before them can be read
         source = Broken(file)
         source.bad = range(at, at + 1)
-        rows = list(walk(source, NAME, 2))
+        rows = list(walk_file(source, NAME, 2))
         assert faults(rows) and all("Input/output error" in str(r.fault) for r in faults(rows))
     for error in (RemoteError("gone"), SourceChanged("grew")):
         for data, at in ((file, sound[2].offset), (file, len(file) - 1), (file[:-1], sound[2].offset)):
             source = Broken(data)
             source.error, source.bad = error, range(at, at + 1)
             with pytest.raises(type(error)):
-                list(walk(source, NAME, 2))
+                list(walk_file(source, NAME, 2))

@@ -35,7 +35,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def filled(store: Path, n: int = 5) -> Path:
     for k in range(n):
-        ledger.append(
+        ledger.append_entry(
             str(store), ("export", "verify", "hold", "release", "delete")[k % 5], f"a{k}.tar.zst", bytes=k, why="ü\n"
         )
     return store / "ledger.jsonl"
@@ -45,7 +45,9 @@ def filled(store: Path, n: int = 5) -> Path:
 
 
 def test_a_line_is_what_the_docs_say(tmp_path: Path) -> None:
-    entry = ledger.append(str(tmp_path), "export", "a.tar.zst", bytes=7, meta={"b": [1, None], "a": 0.5}, note="ü")
+    entry = ledger.append_entry(
+        str(tmp_path), "export", "a.tar.zst", bytes=7, meta={"b": [1, None], "a": 0.5}, note="ü"
+    )
     text = (tmp_path / "ledger.jsonl").read_bytes()
     assert text.endswith(b"\n") and text.count(b"\n") == 1 and text.isascii()
     said = json.loads(text)
@@ -56,47 +58,47 @@ def test_a_line_is_what_the_docs_say(tmp_path: Path) -> None:
     # anyone can check it, with nothing of ours
     rest = {k: v for k, v in said.items() if k != "hash"}
     assert said["hash"] == sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    again = ledger.append(str(tmp_path), "verify", "a.tar.zst")
+    again = ledger.append_entry(str(tmp_path), "verify", "a.tar.zst")
     assert (again["seq"], again["prev"]) == (2, said["hash"])
-    assert ledger.read(str(tmp_path)) == [entry, again]
+    assert ledger.read_entries(str(tmp_path)) == [entry, again]
 
 
 def test_verify(tmp_path: Path) -> None:
-    assert ledger.read_or_none(str(tmp_path)) is None and ledger.read(str(tmp_path)) == []
+    assert ledger.read_entries_or_none(str(tmp_path)) is None and ledger.read_entries(str(tmp_path)) == []
     with pytest.raises(Corrupt, match="no ledger"):
-        ledger.verify(str(tmp_path))
+        ledger.verify_chain(str(tmp_path))
     filled(tmp_path)
-    entries = ledger.read(str(tmp_path))
+    entries = ledger.read_entries(str(tmp_path))
     assert [e["seq"] for e in entries] == [1, 2, 3, 4, 5]
     want = {"entries": 5, "head": entries[-1]["hash"], "first": entries[0]["time"], "last": entries[-1]["time"],
             "backwards": []}  # fmt: skip
-    assert ledger.verify(str(tmp_path)) == want
+    assert ledger.verify_chain(str(tmp_path)) == want
     for e in entries:  # a hash that was written down earlier stands for all lines before it
-        assert ledger.verify(str(tmp_path), e["hash"]) == want
+        assert ledger.verify_chain(str(tmp_path), e["hash"]) == want
 
 
 def test_a_cut_tail_shows_by_the_head_alone(tmp_path: Path) -> None:
     path = filled(tmp_path)
-    head = ledger.verify(str(tmp_path))["head"]
+    head = ledger.verify_chain(str(tmp_path))["head"]
     path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:3]))
-    assert ledger.verify(str(tmp_path))["entries"] == 3
+    assert ledger.verify_chain(str(tmp_path))["entries"] == 3
     with pytest.raises(Differs, match=f"{head}.*cut off"):
-        ledger.verify(str(tmp_path), head)
+        ledger.verify_chain(str(tmp_path), head)
     path.write_bytes(b"")
     nothing = {"entries": 0, "head": "0" * 64, "first": None, "last": None, "backwards": []}
-    assert ledger.verify(str(tmp_path)) == nothing
+    assert ledger.verify_chain(str(tmp_path)) == nothing
     with pytest.raises(Differs):
-        ledger.verify(str(tmp_path), head)
+        ledger.verify_chain(str(tmp_path), head)
 
 
 def test_a_ledger_written_anew_shows_by_the_head_alone(tmp_path: Path) -> None:
     path = filled(tmp_path)
-    head = ledger.verify(str(tmp_path))["head"]
+    head = ledger.verify_chain(str(tmp_path))["head"]
     path.unlink()
     filled(tmp_path, 4)
-    assert ledger.verify(str(tmp_path))["entries"] == 4
+    assert ledger.verify_chain(str(tmp_path))["entries"] == 4
     with pytest.raises(Differs):
-        ledger.verify(str(tmp_path), head)
+        ledger.verify_chain(str(tmp_path), head)
 
 
 def test_times_that_go_back_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,18 +114,18 @@ def test_times_that_go_back_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ledger, "datetime", Clock)
     for minutes in (0, -5, 60, -60 * 24 * 365, -60 * 24 * 365 + 1):
         Clock.at = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC) + timedelta(minutes=minutes)
-        ledger.append(str(tmp_path), "verify", "a.tar.zst")
-    assert ledger.verify(str(tmp_path))["backwards"] == [
+        ledger.append_entry(str(tmp_path), "verify", "a.tar.zst")
+    assert ledger.verify_chain(str(tmp_path))["backwards"] == [
         {"line": 4, "time": "2025-11-22T12:00:00Z", "before": "2026-11-22T13:00:00Z", "seconds": 365 * 86400 + 3600}
     ]
-    entries = ledger.read(str(tmp_path))
-    assert ledger.clock_behind(entries[:2]) is not None and ledger.clock_behind(entries) is None
-    assert ledger.clock_behind([]) is None
+    entries = ledger.read_entries(str(tmp_path))
+    assert ledger.clock_warning(entries[:2]) is not None and ledger.clock_warning(entries) is None
+    assert ledger.clock_warning([]) is None
     Clock.at = datetime(2026, 11, 22, 11, 50, 0, tzinfo=UTC)
-    assert ledger.clock_behind(entries[:2]) is None  # five minutes before a line of 11:55
+    assert ledger.clock_warning(entries[:2]) is None  # five minutes before a line of 11:55
     Clock.at -= timedelta(seconds=1)
     assert "11:49:59Z, and the last line of the ledger was written at 2026-11-22T11:55:00Z" in str(
-        ledger.clock_behind(entries[:2])
+        ledger.clock_warning(entries[:2])
     )
 
 
@@ -131,13 +133,13 @@ def test_times_that_go_back_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_head_must_be_a_hash(tmp_path: Path, head: str) -> None:
     filled(tmp_path, 1)
     with pytest.raises(UsageError, match="not the hash of a line"):
-        ledger.verify(str(tmp_path), head)
+        ledger.verify_chain(str(tmp_path), head)
 
 
 @pytest.mark.parametrize("facts", [{"seq": 1}, {"hash": ""}, {"prev": ""}, {"time": ""}, {"by": "me"}])
 def test_own_fields(tmp_path: Path, facts: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="own"):
-        ledger.append(str(tmp_path), "export", "a", **facts)
+        ledger.append_entry(str(tmp_path), "export", "a", **facts)
 
 
 @pytest.mark.parametrize(
@@ -145,26 +147,26 @@ def test_own_fields(tmp_path: Path, facts: dict[str, Any]) -> None:
 )
 def test_facts_are_plain_and_bounded(tmp_path: Path, fact: Any) -> None:
     with pytest.raises(UsageError):
-        ledger.append(str(tmp_path), "export", "a", fact=fact)
-    assert ledger.read(str(tmp_path)) == []
+        ledger.append_entry(str(tmp_path), "export", "a", fact=fact)
+    assert ledger.read_entries(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("archive", ["", "a/b", "/a"])
 def test_archive_is_a_file_name(tmp_path: Path, archive: str) -> None:
     with pytest.raises(UsageError, match="file name"):
-        ledger.append(str(tmp_path), "export", archive)
+        ledger.append_entry(str(tmp_path), "export", archive)
 
 
 def test_the_longest_line(tmp_path: Path) -> None:
     """Appending looks for the last line from the end of the file; lines may be as long as they may."""
-    short = len(json.dumps(ledger.append(str(tmp_path), "e", "a", fact=""), separators=(",", ":"))) + 1
+    short = len(json.dumps(ledger.append_entry(str(tmp_path), "e", "a", fact=""), separators=(",", ":"))) + 1
     for k in range(3):
-        ledger.append(str(tmp_path), "e", "a", fact="x" * ((1 << 20) - short))
+        ledger.append_entry(str(tmp_path), "e", "a", fact="x" * ((1 << 20) - short))
         assert (tmp_path / "ledger.jsonl").stat().st_size == short + (k + 1 << 20)
     with pytest.raises(UsageError, match=r"1,048,577 bytes; it may have 1,048,576"):
-        ledger.append(str(tmp_path), "e", "a", fact="x" * ((1 << 20) - short + 1))
-    ledger.append(str(tmp_path), "e", "a")
-    assert ledger.verify(str(tmp_path))["entries"] == 5
+        ledger.append_entry(str(tmp_path), "e", "a", fact="x" * ((1 << 20) - short + 1))
+    ledger.append_entry(str(tmp_path), "e", "a")
+    assert ledger.verify_chain(str(tmp_path))["entries"] == 5
 
 
 # --------------------------------------------------------------------------------------------------------------- edits
@@ -198,7 +200,7 @@ def test_any_byte_changed_inserted_or_removed_is_found(tmp_path: Path, data: st.
     edited(tmp_path, new)
     line = text[:at].count(b"\n") + 1
     with pytest.raises(Corrupt) as e:
-        ledger.verify(str(tmp_path))
+        ledger.verify_chain(str(tmp_path))
     assert f"line {line} " in str(e.value) or f"line {line + 1} " in str(e.value)
 
 
@@ -206,7 +208,7 @@ def test_every_single_bit(tmp_path: Path) -> None:
     text = whole()
     for at in range(len(text)):
         with pytest.raises(Corrupt):
-            ledger._checked(text[:at] + bytes([text[at] ^ (1 << at % 8)]) + text[at + 1 :], "x")
+            ledger._check_chain(text[:at] + bytes([text[at] ^ (1 << at % 8)]) + text[at + 1 :], "x")
 
 
 @given(st.data())
@@ -216,11 +218,13 @@ def test_any_lines_removed_inserted_swapped_or_doubled_are_found(tmp_path: Path,
     new = b"".join(_LINES[k] for k in picks)
     edited(tmp_path, new)
     if picks == list(range(len(picks))):
-        assert ledger.verify(str(tmp_path))["entries"] == len(picks)  # a cut tail is the one thing a chain cannot see
+        assert ledger.verify_chain(str(tmp_path))["entries"] == len(
+            picks
+        )  # a cut tail is the one thing a chain cannot see
         return
     bad = next(k for k, pick in enumerate(picks) if pick != k) + 1
     with pytest.raises(Corrupt, match=rf"line {bad} does not follow"):
-        ledger.verify(str(tmp_path))
+        ledger.verify_chain(str(tmp_path))
 
 
 @given(st.integers(1, 10_000))
@@ -231,9 +235,9 @@ def test_any_torn_tail_is_found(tmp_path: Path, cut: int) -> None:
     new = text[:-cut]
     edited(tmp_path, new)
     if not new or new.endswith(b"\n"):
-        assert ledger.verify(str(tmp_path))["entries"] == new.count(b"\n")
+        assert ledger.verify_chain(str(tmp_path))["entries"] == new.count(b"\n")
         return
-    for call in (lambda: ledger.verify(str(tmp_path)), lambda: ledger.append(str(tmp_path), "verify", "a")):
+    for call in (lambda: ledger.verify_chain(str(tmp_path)), lambda: ledger.append_entry(str(tmp_path), "verify", "a")):
         with pytest.raises(Corrupt, match=r"line (\d) is torn") as e:
             call()
         keep = new.rfind(b"\n") + 1
@@ -241,8 +245,8 @@ def test_any_torn_tail_is_found(tmp_path: Path, cut: int) -> None:
         assert f"truncate -s {keep} " in str(e.value)
     assert (tmp_path / "ledger.jsonl").read_bytes() == new  # nothing mends itself
     edited(tmp_path, new[:keep])  # what the message says to do
-    assert ledger.append(str(tmp_path), "verify", "a")["seq"] == new.count(b"\n") + 1
-    ledger.verify(str(tmp_path))
+    assert ledger.append_entry(str(tmp_path), "verify", "a")["seq"] == new.count(b"\n") + 1
+    ledger.verify_chain(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -263,12 +267,14 @@ def test_lines_forged_with_a_hash_of_their_own(tmp_path: Path, field: str) -> No
         }  # fmt: skip
         row |= changes[field]
         row["hash"] = ledger._hash(row)
-        edited(tmp_path, b"".join(ledger._canonical(r) + b"\n" for r in rows))
+        edited(tmp_path, b"".join(ledger._canonical_json(r) + b"\n" for r in rows))
         if k == 4 and field in ("time", "event", "archive", "by", "bytes", "why", "new field"):
-            assert ledger.verify(str(tmp_path))["entries"] == 5  # the last line is bound by a head written down alone
+            assert (
+                ledger.verify_chain(str(tmp_path))["entries"] == 5
+            )  # the last line is bound by a head written down alone
             continue
         with pytest.raises(Corrupt, match=r"line [235] "):
-            ledger.verify(str(tmp_path))
+            ledger.verify_chain(str(tmp_path))
 
 
 def _fresh(path: Path) -> list[bytes]:
@@ -289,15 +295,15 @@ def test_foreign_lines(tmp_path: Path, line: bytes) -> None:
     path = filled(tmp_path, 2)
     path.write_bytes(path.read_bytes() + line)
     with pytest.raises(Corrupt, match="line 3 "):
-        ledger.read(str(tmp_path))
+        ledger.read_entries(str(tmp_path))
     with pytest.raises(Corrupt, match="line 3 "):
-        ledger.append(str(tmp_path), "verify", "a")
+        ledger.append_entry(str(tmp_path), "verify", "a")
 
 
 def test_a_line_without_end(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_bytes(b"x" * (3 << 20) + b"\n")
     with pytest.raises(Corrupt):
-        ledger.append(str(tmp_path), "verify", "a")
+        ledger.append_entry(str(tmp_path), "verify", "a")
 
 
 # ---------------------------------------------------------------------------------------------------- many, and killed
@@ -305,7 +311,7 @@ def test_a_line_without_end(tmp_path: Path) -> None:
 
 def _write(store: str, who: int, n: int) -> None:
     for k in range(n):
-        ledger.append(store, "verify", f"a{who}", k=k)
+        ledger.append_entry(store, "verify", f"a{who}", k=k)
 
 
 def test_four_processes_at_once(tmp_path: Path) -> None:
@@ -314,7 +320,7 @@ def test_four_processes_at_once(tmp_path: Path) -> None:
     [w.start() for w in workers]
     [w.join() for w in workers]
     assert [w.exitcode for w in workers] == [0] * 4
-    entries = ledger.read(str(tmp_path))
+    entries = ledger.read_entries(str(tmp_path))
     assert len(entries) == 200
     for who in range(4):
         assert [e["k"] for e in entries if e["archive"] == f"a{who}"] == list(range(50))
@@ -325,7 +331,7 @@ import sys
 from ckpttool.audit import ledger
 k = 0
 while True:
-    ledger.append(sys.argv[1], "verify", "a", k=k)
+    ledger.append_entry(sys.argv[1], "verify", "a", k=k)
     print(k, flush=True)
     k += 1
 """
@@ -343,11 +349,11 @@ def test_kill_in_the_middle(tmp_path: Path) -> None:
         told += 1 + run.stdout.read().count("\n")
         run.stdout.close()
         run.wait()
-        n = ledger.verify(str(tmp_path))["entries"]
+        n = ledger.verify_chain(str(tmp_path))["entries"]
         assert told <= n <= told + 1
         told = n
-    ledger.append(str(tmp_path), "verify", "a")
-    assert ledger.verify(str(tmp_path))["entries"] == told + 1
+    ledger.append_entry(str(tmp_path), "verify", "a")
+    assert ledger.verify_chain(str(tmp_path))["entries"] == told + 1
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +361,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     before, write = path.read_bytes(), os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:40]))
     with pytest.raises(NoSpace, match="not written"):
-        ledger.append(str(tmp_path), "verify", "a")
+        ledger.append_entry(str(tmp_path), "verify", "a")
     monkeypatch.undo()
     assert path.read_bytes() == before
 
@@ -371,21 +377,21 @@ def test_only_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     outside = tmp_path / "outside"
     path.symlink_to(outside)
-    for call in (lambda: ledger.append(str(tmp_path), "e", "a"), lambda: ledger.read(str(tmp_path))):
+    for call in (lambda: ledger.append_entry(str(tmp_path), "e", "a"), lambda: ledger.read_entries(str(tmp_path))):
         with pytest.raises(CkpttoolError):
             call()
     assert not outside.exists()
     path.unlink()
     os.mkfifo(path)
-    for call in (lambda: ledger.append(str(tmp_path), "e", "a"), lambda: ledger.read(str(tmp_path))):
+    for call in (lambda: ledger.append_entry(str(tmp_path), "e", "a"), lambda: ledger.read_entries(str(tmp_path))):
         with pytest.raises(Unsafe, match="regular"):
             call()
     path.unlink()
     path.mkdir()
     with pytest.raises(CkpttoolError):
-        ledger.append(str(tmp_path), "e", "a")
+        ledger.append_entry(str(tmp_path), "e", "a")
     with pytest.raises(Corrupt, match="no such folder"):
-        ledger.append(str(tmp_path / "none"), "e", "a")
+        ledger.append_entry(str(tmp_path / "none"), "e", "a")
 
 
 # ------------------------------------------------------------------------------------------------------- object stores
@@ -393,22 +399,25 @@ def test_only_a_file(tmp_path: Path) -> None:
 
 def test_in_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     store = f"{stores.moto().bucket(monkeypatch)}/audit"
-    assert ledger.read_or_none(store) is None and ledger.read(store) == []
-    first_, second = ledger.append(store, "export", "a"), ledger.append(f"{store}/", "verify", "a", sound=True)
-    assert ledger.read(store) == [first_, second]
-    assert ledger.verify(store, first_["hash"])["entries"] == 2
+    assert ledger.read_entries_or_none(store) is None and ledger.read_entries(store) == []
+    first_, second = (
+        ledger.append_entry(store, "export", "a"),
+        ledger.append_entry(f"{store}/", "verify", "a", sound=True),
+    )
+    assert ledger.read_entries(store) == [first_, second]
+    assert ledger.verify_chain(store, first_["hash"])["entries"] == 2
     url = f"{store}/ledger.jsonl"
     data, token = objects.get_with_token(url)
     objects.put_if_unchanged(url, data.replace(b"true", b"null"), token)
     with pytest.raises(Corrupt, match=f"{url}: line 2 was altered"):
-        ledger.append(store, "verify", "a")
+        ledger.append_entry(store, "verify", "a")
 
 
 def test_writers_in_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     store = stores.moto().bucket(monkeypatch)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda who: _write(store, who, 5), range(4)))
-    entries = ledger.read(store)
+    entries = ledger.read_entries(store)
     assert len(entries) == 20
     for who in range(4):
         assert [e["k"] for e in entries if e["archive"] == f"a{who}"] == list(range(5))
@@ -422,10 +431,10 @@ def test_in_a_bucket_behind_a_bad_line(monkeypatch: pytest.MonkeyPatch, what: in
     for k in range(3):
         with Flaky(moto.endpoint, first(2, what, "PUT")) as proxy:
             moto.environment(monkeypatch, proxy.endpoint)
-            assert ledger.append(store, "verify", "a", k=k)["seq"] == k + 1
+            assert ledger.append_entry(store, "verify", "a", k=k)["seq"] == k + 1
             assert proxy.did(what) == 2
     moto.environment(monkeypatch)
-    assert [e["k"] for e in ledger.read(store)] == [0, 1, 2]
+    assert [e["k"] for e in ledger.read_entries(store)] == [0, 1, 2]
 
 
 def test_a_bucket_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,10 +442,10 @@ def test_a_bucket_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "put_if_unchanged", lambda *_: False)
     store = stores.moto().bucket(monkeypatch)
     with pytest.raises(RemoteError, match="3 times"):
-        ledger.append(store, "verify", "a")
+        ledger.append_entry(store, "verify", "a")
 
 
 def test_stores_without_conditions() -> None:
     with pytest.raises(Unsupported, match="conditional"):
-        ledger.append("memory://nobody", "verify", "a")
-    assert ledger.read("memory://nobody") == []
+        ledger.append_entry("memory://nobody", "verify", "a")
+    assert ledger.read_entries("memory://nobody") == []

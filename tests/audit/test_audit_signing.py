@@ -185,7 +185,7 @@ def test_the_bundle_of_model_signing_is_good_to_us(keys: Keys, tmp_path: Path, m
     made = peer("sign", mode, folder, "--signature", folder / "model.sig", *how)
     assert made.returncode == 0, made.stderr
     bundle = (folder / "model.sig").read_bytes()
-    assert signing.verify(bundle, listed(FILES), **trusted(keys, mode)) == signing.describe(bundle)
+    assert signing.verify(bundle, listed(FILES), **trusted(keys, mode)) == signing.describe_signer(bundle)
     assert json.loads(bundle)["mediaType"] == json.loads(signed(keys, mode))["mediaType"]
 
 
@@ -264,7 +264,7 @@ def test_a_name_cannot_write_on_the_terminal(keys: Keys) -> None:
     bad = keys.certificate(
         "bad", name("A\n\x1b[2Kgood"), keys.leaf_key, keys.middle_name, keys.middle_key, keys.start, 50
     )
-    said = signing.describe(signing.sign(listed(FILES), "x", key=keys.key, certificate=bad))
+    said = signing.describe_signer(signing.sign(listed(FILES), "x", key=keys.key, certificate=bad))
     assert said.isprintable() and "\\x1b[2Kgood" in said
 
 
@@ -278,11 +278,13 @@ def test_describe_needs_no_library(keys: Keys, monkeypatch: pytest.MonkeyPatch) 
         return there(what, *args, **more)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    assert signing.describe(by_key) == f"EC key SHA256:{hashlib.sha256(Path(keys.public).read_bytes()).hexdigest()}"
+    assert (
+        signing.describe_signer(by_key) == f"EC key SHA256:{hashlib.sha256(Path(keys.public).read_bytes()).hexdigest()}"
+    )
     der = base64.b64decode(
         json.loads(by_certificate)["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"]
     )
-    assert signing.describe(by_certificate) == f"certificate SHA256:{hashlib.sha256(der).hexdigest()}"
+    assert signing.describe_signer(by_certificate) == f"certificate SHA256:{hashlib.sha256(der).hexdigest()}"
     with pytest.raises(UsageError, match=r"pip install 'ckpttool\[audit\]'"):
         signing.sign(listed(FILES), "x", key=keys.key)
     with pytest.raises(UsageError, match=r"pip install 'ckpttool\[audit\]'"):
@@ -371,7 +373,7 @@ def test_a_key_is_never_on_a_disk_or_in_the_bundle(keys: Keys, monkeypatch: pyte
     ],
 )  # fmt: skip
 def test_no_bundle(keys: Keys, bundle: bytes) -> None:
-    for f in (signing.describe, lambda b: signing.verify(b, listed(FILES), public_key=keys.public)):
+    for f in (signing.describe_signer, lambda b: signing.verify(b, listed(FILES), public_key=keys.public)):
         with pytest.raises(Corrupt, match=r"model\.sig"):
             f(bundle)
 
@@ -399,11 +401,11 @@ def test_damaged_bundles(keys: Keys) -> None:
             signing.verify(bundle, listed(FILES), public_key=keys.public)
     nonsense = edited("verificationMaterial", to={"x509CertificateChain": {"certificates": [{"rawBytes": "AAAA"}]}})
     with pytest.raises(Corrupt, match="a certificate that cannot be read"):
-        signing.describe(nonsense)
+        signing.describe_signer(nonsense)
     with pytest.raises((Corrupt, Differs), match=r"model\.sig"):
         signing.verify(nonsense, listed(FILES), certificates=[keys.root])
     old = edited("verificationMaterial", "publicKey", to={"rawBytes": "AAAA"})
-    for f in (signing.describe, lambda b: signing.verify(b, listed(FILES), public_key=keys.public)):
+    for f in (signing.describe_signer, lambda b: signing.verify(b, listed(FILES), public_key=keys.public)):
         with pytest.raises(Unsupported, match=r"model-signing before 1\.0"):
             f(old)
     twice = json.dumps(good)[:-1] + ', "mediaType": "x"}'
@@ -423,7 +425,7 @@ def test_flipped_bits_prove_nothing_else(keys: Keys, mode: str) -> None:
 
     dice = random.Random(5)
     bundle = signed(keys, mode)
-    said, refused = signing.describe(bundle), 0
+    said, refused = signing.describe_signer(bundle), 0
     for _ in range(150):
         damaged = bytearray(bundle)
         damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)

@@ -63,7 +63,7 @@ class Shelf:
 
     def export(self, known: ArchiveFacts) -> None:
         said = {k: v for k, v in known.__dict__.items() if k != "name"}
-        ledger.append(self.path, "export", known.name, **said)
+        ledger.append_entry(self.path, "export", known.name, **said)
 
     def facts(self, source: Source, file: str) -> ArchiveFacts:
         source.size(file)
@@ -80,7 +80,7 @@ class Shelf:
         return sorted(n for n in os.listdir(self.path) if n != "ledger.jsonl" and not n.endswith(".hold.json"))
 
     def events(self) -> list[tuple[str, str]]:
-        return [(e["event"], e["archive"]) for e in ledger.read(self.path)]
+        return [(e["event"], e["archive"]) for e in ledger.read_entries(self.path)]
 
 
 @pytest.fixture
@@ -109,15 +109,15 @@ START = datetime(2024, 2, 29, 10, 20, 30, tzinfo=UTC)
     ],
 )  # fmt: skip
 def test_until(text: str, want: str) -> None:
-    assert retention.stamp(retention.until(text, START)) == want
+    assert retention.format_time(retention.parse_retention(text, START)) == want
 
 
 def test_months_end_where_months_end() -> None:
     start = datetime(2026, 1, 31, tzinfo=UTC)
-    ends = [retention.until(f"{n}m", start) for n in range(1, 6)]
+    ends = [retention.parse_retention(f"{n}m", start) for n in range(1, 6)]
     assert [(e.month, e.day) for e in ends] == [(2, 28), (3, 31), (4, 30), (5, 31), (6, 30)]
     local = datetime.fromisoformat("2026-01-31T23:30:00-05:00")  # already February where time is counted
-    assert retention.until("1m", local) == datetime(2026, 3, 1, 4, 30, tzinfo=UTC)
+    assert retention.parse_retention("1m", local) == datetime(2026, 3, 1, 4, 30, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
@@ -128,61 +128,61 @@ def test_months_end_where_months_end() -> None:
 )  # fmt: skip
 def test_no_retention(text: str) -> None:
     with pytest.raises(UsageError) as e:
-        retention.until(text, START)
+        retention.parse_retention(text, START)
     assert len(str(e.value)) < 200
 
 
 @given(st.integers(1, 2000), st.sampled_from("dwmy"), st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1)))
 def test_until_is_later_and_not_early(n: int, unit: str, start: datetime) -> None:
     start = start.replace(tzinfo=UTC)
-    end = retention.until(f"{n}{unit}", start)
+    end = retention.parse_retention(f"{n}{unit}", start)
     least = {"d": 1, "w": 7, "m": 28, "y": 365}[unit] * n
-    assert timedelta(days=least) <= end - start <= retention.age(f"{n}{unit}")
-    assert retention.time_of(retention.stamp(end)) >= end
+    assert timedelta(days=least) <= end - start <= retention.parse_age(f"{n}{unit}")
+    assert retention.parse_time(retention.format_time(end)) >= end
 
 
 @pytest.mark.parametrize(
     ("text", "days"), [("90d", 90), ("2w", 14), ("18m", 558), ("7y", 2562), ("12h", 0.5), ("999999y", 365999634)]
 )
 def test_age(text: str, days: float) -> None:
-    assert retention.age(text) == timedelta(days=days)
+    assert retention.parse_age(text) == timedelta(days=days)
 
 
 @pytest.mark.parametrize("text", ["", "0d", "90", "-1d", "2033-01-01", "d", "90 d", "1s"])
 def test_no_age(text: str) -> None:
     with pytest.raises(UsageError, match="not an age"):
-        retention.age(text)
+        retention.parse_age(text)
 
 
 def test_record() -> None:
-    assert retention.record(None, None, START) is None
-    data = retention.record("7y", "case 4711", START)
+    assert retention.encode_retention(None, None, START) is None
+    data = retention.encode_retention("7y", "case 4711", START)
     assert data is not None and json.loads(data) == {
         "schema": "ckpttool.retention/1",
         "retain_until": "2031-02-28T10:20:30Z",
         "retain": "7y",
         "legal_hold": {"reason": "case 4711", "since": "2024-02-29T10:20:30Z"},
     }
-    said = retention.parse(data, "x")
-    assert retention.lock_arguments(said) == {
+    said = retention.decode_retention(data, "x")
+    assert retention.object_lock_arguments(said) == {
         "ObjectLockMode": "GOVERNANCE",
         "ObjectLockRetainUntilDate": datetime(2031, 2, 28, 10, 20, 30, tzinfo=UTC),
         "ObjectLockLegalHoldStatus": "ON",
     }
-    assert retention.lock_arguments(said, "COMPLIANCE")["ObjectLockMode"] == "COMPLIANCE"
-    only = retention.parse(retention.record(None, "why", START) or b"", "x")
-    assert only["retain_until"] is None and retention.lock_arguments(only) == {"ObjectLockLegalHoldStatus": "ON"}
-    assert retention.lock_arguments(None) == {}
-    only = retention.parse(retention.record("1d", None, START) or b"", "x")
-    assert only["legal_hold"] is None and set(retention.lock_arguments(only)) == {
+    assert retention.object_lock_arguments(said, "COMPLIANCE")["ObjectLockMode"] == "COMPLIANCE"
+    only = retention.decode_retention(retention.encode_retention(None, "why", START) or b"", "x")
+    assert only["retain_until"] is None and retention.object_lock_arguments(only) == {"ObjectLockLegalHoldStatus": "ON"}
+    assert retention.object_lock_arguments(None) == {}
+    only = retention.decode_retention(retention.encode_retention("1d", None, START) or b"", "x")
+    assert only["legal_hold"] is None and set(retention.object_lock_arguments(only)) == {
         "ObjectLockMode",
         "ObjectLockRetainUntilDate",
     }
     for hold in ("", " \n"):
         with pytest.raises(UsageError, match="reason"):
-            retention.record(None, hold, START)
+            retention.encode_retention(None, hold, START)
     with pytest.raises(UsageError, match="passed"):
-        retention.record("2020-01-01", None, START)
+        retention.encode_retention("2020-01-01", None, START)
 
 
 @pytest.mark.parametrize(
@@ -197,15 +197,15 @@ def test_record() -> None:
     ],
 )  # fmt: skip
 def test_strict(change: dict[str, Any]) -> None:
-    said = json.loads(retention.record("7y", "x", START) or b"")
+    said = json.loads(retention.encode_retention("7y", "x", START) or b"")
     with pytest.raises(Corrupt, match="WHERE"):
-        retention.parse(json.dumps(said | change).encode(), "WHERE")
+        retention.decode_retention(json.dumps(said | change).encode(), "WHERE")
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff", b"{" * 9, b'{"schema":"ckpttool.retention/1"}'])
 def test_no_record(data: bytes) -> None:
     with pytest.raises(Corrupt, match="WHERE"):
-        retention.parse(data, "WHERE")
+        retention.decode_retention(data, "WHERE")
 
 
 # ------------------------------------------------------------------------------------------------------------- listing
@@ -221,7 +221,7 @@ def test_listing(store: Shelf) -> None:
     store.add("g.tar.zst", created="2030-01-01T00:00:00Z", step=7)
     for other in ("notes.txt", "c.tar.zst.age.json", "x.tar", ".a.tar.zst.partial-1"):
         Path(store.path, other).write_bytes(b"")
-    ledger.append(
+    ledger.append_entry(
         store.path,
         "verify",
         "c.tar.zst.age",
@@ -229,7 +229,7 @@ def test_listing(store: Shelf) -> None:
         manifest_sha256="sha of c.tar.zst.age",
         created="2029-01-01T00:00:00Z",
     )
-    rows = archive_store.listing(store.path)
+    rows = archive_store.list_archives(store.path)
     assert [r.name[0] for r in rows] == ["b", "g", "f", "a", "c", "d", "e"]
     by = {r.name[0]: r for r in rows}
     assert by["b"].held == ("case 1",) and by["b"].retain_until == "2040-01-01T00:00:00Z"
@@ -243,13 +243,13 @@ def test_verified(store: Shelf) -> None:
     said = {"manifest_sha256": known.manifest_sha256, "created": known.created}
 
     def seen() -> str | None:
-        return archive_store.listing(store.path)[0].verified
+        return archive_store.list_archives(store.path)[0].verified
 
-    ledger.append(store.path, "verify", "a.tar.zst", sound=False, **said)
-    ledger.append(store.path, "verify", "a.tar.zst", sound=True, **{**said, "manifest_sha256": "another"})
-    ledger.append(store.path, "verify", "b.tar.zst", sound=True)
+    ledger.append_entry(store.path, "verify", "a.tar.zst", sound=False, **said)
+    ledger.append_entry(store.path, "verify", "a.tar.zst", sound=True, **{**said, "manifest_sha256": "another"})
+    ledger.append_entry(store.path, "verify", "b.tar.zst", sound=True)
     assert seen() is None
-    e = ledger.append(store.path, "verify", "a.tar.zst", sound=True, **said)
+    e = ledger.append_entry(store.path, "verify", "a.tar.zst", sound=True, **said)
     assert seen() == e["time"]
 
 
@@ -258,21 +258,21 @@ def test_retention_is_the_longest_that_was_promised(store: Shelf) -> None:
     early, late = "2032-01-01T00:00:00Z", "2040-01-01T00:00:00Z"
     known = store.add("a.tar.zst", retain_until=late, legal_hold="case 1", logged=True)
     store.add("a.tar.zst", retain_until=early, manifest_sha256="swapped")
-    row = archive_store.listing(store.path)[0]
+    row = archive_store.list_archives(store.path)[0]
     assert (row.retain_until, row.held) == (late, ("case 1",))
     store.add("a.tar.zst", damaged="garbage")
-    row = archive_store.listing(store.path)[0]
+    row = archive_store.list_archives(store.path)[0]
     assert (row.retain_until, row.held) == (late, ("case 1",))
     # nor does another name of the same file
     os.rename(os.path.join(store.path, "a.tar.zst"), os.path.join(store.path, "z.tar.zst"))
     store.table = {"z.tar.zst": replace(known, name="z.tar.zst", retain_until=None, legal_hold=None)}
-    row = archive_store.listing(store.path)[0]
+    row = archive_store.list_archives(store.path)[0]
     assert (row.name, row.retain_until, row.held) == ("z.tar.zst", late, ("case 1",))
     # and the archive's own counts where the ledger says less, or nothing
     store.add("y.tar.zst", retain_until=late)
-    assert archive_store.listing(store.path)[0].retain_until == late
+    assert archive_store.list_archives(store.path)[0].retain_until == late
     store.export(about("y.tar.zst", retain_until=early))
-    assert archive_store.listing(store.path)[0].retain_until == late
+    assert archive_store.list_archives(store.path)[0].retain_until == late
 
 
 def test_a_name_used_again(store: Shelf) -> None:
@@ -280,14 +280,14 @@ def test_a_name_used_again(store: Shelf) -> None:
     store.add("a.tar.zst", legal_hold="case 1", retain_until="2031-02-01T00:00:00Z", logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
     holds.hold(archive, "case 2")
-    assert archive_store.listing(store.path)[0].held == ("case 1", "case 2")
+    assert archive_store.list_archives(store.path)[0].held == ("case 1", "case 2")
     holds.release(archive, "closed")
-    assert archive_store.listing(store.path)[0].held == ()
+    assert archive_store.list_archives(store.path)[0].held == ()
     assert store.prune(keep_within=timedelta(days=1)).deleted == ("a.tar.zst",)
     store.add("a.tar.zst", legal_hold="case 1")  # the same manifest and date: the file of old, released
-    assert archive_store.listing(store.path)[0].held == ()
+    assert archive_store.list_archives(store.path)[0].held == ()
     store.add("a.tar.zst", legal_hold="case 1", manifest_sha256="new", created="2031-02-02T00:00:00Z", logged=True)
-    assert archive_store.listing(store.path)[0].held == ("case 1",)
+    assert archive_store.list_archives(store.path)[0].held == ("case 1",)
 
 
 def test_only_a_deletion_ends_what_was_promised(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,17 +297,17 @@ def test_only_a_deletion_ends_what_was_promised(store: Shelf, monkeypatch: pytes
     archive = os.path.join(store.path, "a.tar.zst")
     holds.hold(archive, "case 1")
     store.add("a.tar.zst", manifest_sha256="new", created="2031-01-02T00:00:00Z", logged=True)
-    row = archive_store.listing(store.path)[0]
+    row = archive_store.list_archives(store.path)[0]
     assert (row.held, row.retain_until) == (("case 1",), past)
     holds.release(archive, "closed")
     with monkeypatch.context() as m:
         m.setattr(os, "unlink", lambda path: os.listdir(path))  # "not a directory"
         assert store.prune(keep_within=timedelta(days=1)).refused
     store.add("a.tar.zst", manifest_sha256="newer", created="2031-01-03T00:00:00Z", logged=True)
-    assert archive_store.listing(store.path)[0].retain_until == past
+    assert archive_store.list_archives(store.path)[0].retain_until == past
     assert store.prune(keep_within=timedelta(days=1)).deleted == ("a.tar.zst",)
     store.add("a.tar.zst", manifest_sha256="newest", created="2031-01-04T00:00:00Z", logged=True)
-    assert archive_store.listing(store.path)[0].retain_until is None
+    assert archive_store.list_archives(store.path)[0].retain_until is None
 
 
 def test_what_is_missing(store: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,20 +320,20 @@ def test_what_is_missing(store: Shelf, capsys: pytest.CaptureFixture[str]) -> No
     store.add("d.tar.zst", logged=True)
     store.add("e.tar.zst", logged=True, created="2031-02-28T00:00:00Z")
     store.add("f.tar.zst")
-    ledger.append(store.path, "verify", "f.tar.zst", sound=True)  # is no promise
-    assert archive_store.missing(store.path) == []
+    ledger.append_entry(store.path, "verify", "f.tar.zst", sound=True)  # is no promise
+    assert archive_store.list_missing(store.path) == []
     assert store.prune(keep_last=1).deleted == ("f.tar.zst", "d.tar.zst", "b.tar.zst")
     store.add("b.tar.zst", logged=True)
     for name in "abce":
         os.unlink(os.path.join(store.path, f"{name}.tar.zst"))
     store.add("z.tar.zst", manifest_sha256="sha of e.tar.zst", created="2031-02-28T00:00:00Z")  # e, renamed
-    gone = archive_store.missing(store.path)
+    gone = archive_store.list_missing(store.path)
     assert [(r.name[0], r.retain_until, r.held) for r in gone] == [
         ("a", late, ()),
         ("b", None, ()),
         ("c", None, ("case 1",)),
     ]
-    assert archive_store.listing(store.path)[1:] == gone[::-1]
+    assert archive_store.list_archives(store.path)[1:] == gone[::-1]
     assert gone[2].warnings == (
         "it is missing although it is under legal hold: case 1. Line 3 of the ledger has it, and ckpttool did not delete it",
     )
@@ -349,7 +349,7 @@ def test_what_is_missing(store: Shelf, capsys: pytest.CaptureFixture[str]) -> No
                 rows = said if words == ["list"] else said["missing"]
                 assert [r["name"][0] for r in rows if r.get("missing", True)] in (["a", "b", "c"], ["c", "b", "a"])
     os.unlink(os.path.join(store.path, "ledger.jsonl"))
-    assert [r.name[0] for r in archive_store.missing(store.path)] == ["c"]  # by its hold file
+    assert [r.name[0] for r in archive_store.list_missing(store.path)] == ["c"]  # by its hold file
 
 
 def test_what_is_deleted_or_exported_meanwhile_is_not_missing(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def test_what_is_deleted_or_exported_meanwhile_is_not_missing(store: Shelf, monk
         return there
 
     monkeypatch.setattr(archive_store, "archive_names", late)
-    assert archive_store.listing(store.path) == []
+    assert archive_store.list_archives(store.path) == []
 
 
 # --------------------------------------------------------------------------------------------------------------- holds
@@ -376,30 +376,30 @@ def test_hold_and_release(store: Shelf) -> None:
     assert entry["event"] == "hold" and entry["reason"] == "case 1" and entry["object_lock"] is False
     assert entry["merkle_root"] == known.merkle_root and entry["manifest_sha256"] == known.manifest_sha256
     holds.hold(archive, "case 2")
-    assert archive_store.listing(store.path)[0].held == ("own", "case 1", "case 2")
+    assert archive_store.list_archives(store.path)[0].held == ("own", "case 1", "case 2")
     assert store.prune(keep_within=timedelta(days=1)).refused == {"a.tar.zst": "under legal hold: own; case 1; case 2"}
     entry = holds.release(archive, "all closed")
     assert entry["released"] == ["own", "case 1", "case 2"] and entry["reason"] == "all closed"
-    assert archive_store.listing(store.path)[0].held == ()
+    assert archive_store.list_archives(store.path)[0].held == ()
     with pytest.raises(UsageError, match="not under a legal hold"):
         holds.release(archive, "again")
     holds.hold(archive, "own")
-    assert archive_store.listing(store.path)[0].held == ("own",)
+    assert archive_store.list_archives(store.path)[0].held == ("own",)
 
 
 def test_a_release_is_of_one_archive(store: Shelf) -> None:
     store.add("a.tar.zst", legal_hold="case 1")
     holds.release(os.path.join(store.path, "a.tar.zst"), "closed")
     store.add("a.tar.zst", legal_hold="case 1", manifest_sha256="another")  # put there by hand
-    assert archive_store.listing(store.path)[0].held == ("case 1",)
+    assert archive_store.list_archives(store.path)[0].held == ("case 1",)
     store.add("a.tar.zst", legal_hold="case 2")
-    assert archive_store.listing(store.path)[0].held == ("case 2",)
+    assert archive_store.list_archives(store.path)[0].held == ("case 2",)
 
 
 def test_hold_of_what_is_damaged(store: Shelf) -> None:
     store.add("a.tar.zst", damaged="cut short")
     holds.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
-    assert archive_store.listing(store.path)[0].held == ("case 1",)
+    assert archive_store.list_archives(store.path)[0].held == ("case 1",)
 
 
 @pytest.mark.parametrize("reason", ["", " "])
@@ -432,16 +432,16 @@ def test_a_lost_ledger_does_not_let_prune_delete_what_was_held(store: Shelf) -> 
         with pytest.raises(Corrupt, match=r"2 archives and no ledger\.jsonl.*legal hold.*no_ledger=True"):
             store.prune(keep_within=timedelta(days=1), no_ledger=False, **how)
     assert not os.path.exists(os.path.join(store.path, "ledger.jsonl")) and len(store.here()) == 2
-    rows = {r.name[0]: r for r in archive_store.listing(store.path)}
+    rows = {r.name[0]: r for r in archive_store.list_archives(store.path)}
     assert (rows["a"].ledger, rows["a"].held) == ("missing", ("case 9",)) and rows["a"].warnings == ()
     # --no-ledger means it, and the file of holds still counts
     done = store.prune(keep_within=timedelta(days=1), no_ledger=True)
     assert done.deleted == ("b.tar.zst",) and done.refused == {"a.tar.zst": "under legal hold: case 9"}
     # that began a ledger, which says nothing of the hold: the file counts, and the listing says what does not fit
-    (row,) = archive_store.listing(store.path)
+    (row,) = archive_store.list_archives(store.path)
     assert (row.held, row.ledger) == (("case 9",), "unknown") and "does not record it" in row.warnings[1]
     assert holds.release(os.path.join(store.path, "a.tar.zst"), "closed")["released"] == ["case 9"]
-    assert not hold_file(store, "a.tar.zst").exists() and archive_store.listing(store.path)[0].held == ()
+    assert not hold_file(store, "a.tar.zst").exists() and archive_store.list_archives(store.path)[0].held == ()
 
 
 def test_what_a_new_ledger_does_not_know_is_not_pruned(store: Shelf) -> None:
@@ -450,16 +450,16 @@ def test_what_a_new_ledger_does_not_know_is_not_pruned(store: Shelf) -> None:
     done = store.prune(keep_within=timedelta(days=1), no_ledger=False)
     assert done.deleted == ("b.tar.zst",)
     assert "does not know this archive" in done.refused["a.tar.zst"] and "ledger add" in done.refused["a.tar.zst"]
-    entry = archive_store.add(os.path.join(store.path, "a.tar.zst"))
-    assert entry["event"] == "add" and archive_store.add(os.path.join(store.path, "a.tar.zst")) == entry
+    entry = archive_store.add_to_ledger(os.path.join(store.path, "a.tar.zst"))
+    assert entry["event"] == "add" and archive_store.add_to_ledger(os.path.join(store.path, "a.tar.zst")) == entry
     assert store.prune(keep_within=timedelta(days=1), no_ledger=False).deleted == ("a.tar.zst",)
 
 
 def test_what_was_added_keeps_its_promises(store: Shelf) -> None:
     store.add("a.tar.zst", legal_hold="case 1", retain_until="2040-01-01T00:00:00Z")
-    archive_store.add(os.path.join(store.path, "a.tar.zst"))
+    archive_store.add_to_ledger(os.path.join(store.path, "a.tar.zst"))
     store.add("a.tar.zst", damaged="cut short")
-    (row,) = archive_store.listing(store.path)
+    (row,) = archive_store.list_archives(store.path)
     assert (row.held, row.retain_until) == (("case 1",), "2040-01-01T00:00:00Z")
 
 
@@ -471,16 +471,16 @@ def test_an_archive_in_the_place_of_another_is_not_pruned(store: Shelf) -> None:
     store.add("a.tar.zst", logged=True)
     store.add("b.tar.zst", logged=True)
     store.table["b.tar.zst"] = replace(about("b.tar.zst"), manifest_sha256="sha of a.tar.zst")
-    ledger.append(store.path, "verify", "b.tar.zst", sound=True, manifest_sha256="sha of a.tar.zst",
+    ledger.append_entry(store.path, "verify", "b.tar.zst", sound=True, manifest_sha256="sha of a.tar.zst",
                   created="2031-01-01T00:00:00Z")  # fmt: skip
-    row = {r.name[0]: r for r in archive_store.listing(store.path)}["b"]
+    row = {r.name[0]: r for r in archive_store.list_archives(store.path)}["b"]
     assert (row.ledger, row.verified) == ("differs", None)
     assert "line 2 of the ledger has sha of b.tar.zst" in row.warnings[0] and "line 1 records as a" in row.warnings[0]
     for flag in (False, True):
         done = store.prune(keep_every=1, dry_run=True, no_ledger=flag)
         assert done.deleted == ("a.tar.zst",) and "another archive" in done.refused["b.tar.zst"]
     with pytest.raises(Differs, match="another archive"):
-        archive_store.add(os.path.join(store.path, "b.tar.zst"))
+        archive_store.add_to_ledger(os.path.join(store.path, "b.tar.zst"))
 
 
 def test_a_hold_goes_along_when_the_folder_is_copied(store: Shelf, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -497,14 +497,14 @@ def test_a_hold_goes_along_when_the_folder_is_copied(store: Shelf, tmp_path_fact
     for n in ("a.tar.zst", "a.tar.zst.hold.json"):
         shutil.copy(os.path.join(store.path, n), elsewhere.path)
     elsewhere.add("b.tar.zst", logged=True)  # which begins a ledger there
-    assert {r.name[0]: r.held for r in archive_store.listing(elsewhere.path)}["a"] == ("case 2", "case 1")
+    assert {r.name[0]: r.held for r in archive_store.list_archives(elsewhere.path)}["a"] == ("case 2", "case 1")
     assert "legal hold" in elsewhere.prune(keep_every=1).refused["a.tar.zst"]
     # under another name, by its manifest
     os.rename(os.path.join(elsewhere.path, "a.tar.zst"), os.path.join(elsewhere.path, "z.tar.zst"))
     store.table["z.tar.zst"] = replace(about("a.tar.zst"), name="z.tar.zst")
     assert "legal hold" in elsewhere.prune(keep_every=1).refused["z.tar.zst"]
     holds.release(os.path.join(elsewhere.path, "z.tar.zst"), "closed")
-    assert {r.name[0]: r.held for r in archive_store.listing(elsewhere.path)}["z"] == ()
+    assert {r.name[0]: r.held for r in archive_store.list_archives(elsewhere.path)}["z"] == ()
 
 
 def test_the_stricter_of_ledger_and_file_counts_and_both_are_told(store: Shelf) -> None:
@@ -512,18 +512,18 @@ def test_the_stricter_of_ledger_and_file_counts_and_both_are_told(store: Shelf) 
     archive, beside = os.path.join(store.path, "a.tar.zst"), hold_file(store, "a.tar.zst")
     holds.hold(archive, "case 1")
     text = beside.read_bytes()
-    assert archive_store.listing(store.path)[0].warnings == ()
+    assert archive_store.list_archives(store.path)[0].warnings == ()
     beside.unlink()  # the ledger alone
-    (row,) = archive_store.listing(store.path)
+    (row,) = archive_store.list_archives(store.path)
     assert row.held == ("case 1",) and "lost with the ledger" in row.warnings[0]
     holds.release(archive, "closed")
-    assert archive_store.listing(store.path)[0].warnings == ()
+    assert archive_store.list_archives(store.path)[0].warnings == ()
     beside.write_bytes(text)  # the file alone: a release killed before it removed it, or a file put back
-    (row,) = archive_store.listing(store.path)
+    (row,) = archive_store.list_archives(store.path)
     assert row.held == ("case 1",) and "the ledger ended it in line 3" in row.warnings[0]
     assert "legal hold" in store.prune(keep_every=1).refused["a.tar.zst"]
     holds.release(archive, "closed again")
-    assert not beside.exists() and archive_store.listing(store.path)[0].held == ()
+    assert not beside.exists() and archive_store.list_archives(store.path)[0].held == ()
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"schema": "ckpttool.hold/1", "holds": []}',
@@ -570,9 +570,9 @@ def test_a_hold_whose_file_cannot_be_written_says_so(store: Shelf, monkeypatch: 
         with pytest.raises(NoSpace, match="held by line 2 of the ledger, but the hold would be lost with the ledger"):
             holds.hold(archive, "case")
     assert sorted(os.listdir(store.path)) == ["a.tar.zst", "ledger.jsonl"]
-    assert archive_store.listing(store.path)[0].held == ("case",)
+    assert archive_store.list_archives(store.path)[0].held == ("case",)
     holds.hold(archive, "case")
-    assert archive_store.listing(store.path)[0].warnings == ()
+    assert archive_store.list_archives(store.path)[0].warnings == ()
 
 
 def test_a_deletion_that_failed_ends_no_hold(store: Shelf) -> None:
@@ -580,16 +580,16 @@ def test_a_deletion_that_failed_ends_no_hold(store: Shelf) -> None:
     store.add("a.tar.zst", logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
     holds.hold(archive, "case 1")
-    begun = ledger.append(store.path, "delete", "a.tar.zst")["seq"]
+    begun = ledger.append_entry(store.path, "delete", "a.tar.zst")["seq"]
     store.export(about("a.tar.zst"))
-    ledger.append(store.path, "delete-failed", "a.tar.zst", begun=begun, why="under legal hold")
+    ledger.append_entry(store.path, "delete-failed", "a.tar.zst", begun=begun, why="under legal hold")
     os.unlink(hold_file(store, "a.tar.zst"))
-    (row,) = archive_store.listing(store.path)
+    (row,) = archive_store.list_archives(store.path)
     assert row.held == ("case 1",) and "line 2 of the ledger holds it (case 1)" in row.warnings[0]
-    begun = ledger.append(store.path, "delete", "a.tar.zst")["seq"]
+    begun = ledger.append_entry(store.path, "delete", "a.tar.zst")["seq"]
     holds.release(archive, "closed")
-    ledger.append(store.path, "delete-failed", "a.tar.zst", begun=begun, why="under legal hold")
-    (row,) = archive_store.listing(store.path)
+    ledger.append_entry(store.path, "delete-failed", "a.tar.zst", begun=begun, why="under legal hold")
+    (row,) = archive_store.list_archives(store.path)
     assert row.held == () and row.warnings == ()
 
 
@@ -604,7 +604,7 @@ def test_policies(store: Shelf) -> None:
     for k, name in enumerate("abcdefgh"):
         store.add(
             f"{name}.tar.zst",
-            created=retention.stamp(day(10 * k + 1)),
+            created=retention.format_time(day(10 * k + 1)),
             step=8000 - 500 * k,
             meta={"run": "r"} if k % 2 else {},
         )
@@ -626,15 +626,15 @@ def test_policies(store: Shelf) -> None:
     assert store.prune(keep_last=2, keep_within=timedelta(days=1), keep_every=5000) == done
     assert names(store.here()) == "abcdg"
     assert store.events() == [(event, f"{n}.tar.zst") for n in "efh" for event in ("delete", "deleted")]
-    assert store.prune(keep_within=retention.age("999999y")).deleted == ()
+    assert store.prune(keep_within=retention.parse_age("999999y")).deleted == ()
 
 
 @pytest.mark.parametrize(
     ("text", "want"), [("12h", "12 hours"), ("1h", "1 hour"), ("1d", "1 day"), ("90d", "90 days"), ("36h", "36 hours")]
 )
 def test_how_an_age_is_said(store: Shelf, text: str, want: str) -> None:
-    store.add("a.tar.zst", created=retention.stamp(NOW))
-    done = store.prune(keep_within=retention.age(text), dry_run=True)
+    store.add("a.tar.zst", created=retention.format_time(NOW))
+    done = store.prune(keep_within=retention.parse_age(text), dry_run=True)
     assert done.kept == {"a.tar.zst": (f"exported within {want}",)}
 
 
@@ -660,7 +660,7 @@ def test_no_policy(store: Shelf, how: dict[str, Any]) -> None:
 def test_what_cannot_be_judged(store: Shelf) -> None:
     store.add("a.tar.zst", created="")
     store.add("b.tar.zst", damaged="cut short")
-    store.add("c.tar.zst", created=retention.stamp(NOW + timedelta(seconds=1)))
+    store.add("c.tar.zst", created=retention.format_time(NOW + timedelta(seconds=1)))
     store.add("d.tar.zst", created="yesterday")
     store.add("e.tar.zst", retain_until="2031-03-01T12:00:01Z")
     store.add("f.tar.zst", retain_until="2031-03-01T12:00:00Z")
@@ -695,11 +695,11 @@ def test_the_ledger_is_first(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(os, "unlink", look)
     store.prune(keep_within=timedelta(days=1))
-    entry, end = ledger.read(store.path)
+    entry, end = ledger.read_entries(store.path)
     assert (end["event"], end["begun"]) == ("deleted", entry["seq"])
-    assert {k: entry[k] for k in ("merkle_root", "manifest_sha256", "bytes", "created")} == archive_store.evidence(
-        known
-    )
+    assert {
+        k: entry[k] for k in ("merkle_root", "manifest_sha256", "bytes", "created")
+    } == archive_store.identifying_fields(known)
     assert store.here() == []
 
 
@@ -712,7 +712,7 @@ def test_no_ledger_no_deletion(store: Shelf, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Corrupt, match="line 1 was altered"):
         store.prune(keep_within=timedelta(days=1))
     with pytest.raises(Corrupt, match="line 1 was altered"):
-        archive_store.listing(store.path)
+        archive_store.list_archives(store.path)
     path.write_bytes(text)
 
     def full(*_: Any, **__: Any) -> dict[str, Any]:
@@ -740,7 +740,7 @@ def test_a_failed_removal_is_told(store: Shelf, monkeypatch: pytest.MonkeyPatch)
     assert store.events() == [
         ("delete", "b.tar.zst"), ("delete-failed", "b.tar.zst"), ("delete", "a.tar.zst"), ("deleted", "a.tar.zst"),
     ]  # fmt: skip
-    assert "Permission denied" in ledger.read(store.path)[1]["why"]
+    assert "Permission denied" in ledger.read_entries(store.path)[1]["why"]
 
 
 def test_a_hold_meanwhile_wins(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -748,24 +748,24 @@ def test_a_hold_meanwhile_wins(store: Shelf, monkeypatch: pytest.MonkeyPatch) ->
     store.add("a.tar.zst")
     store.add("b.tar.zst")
     store.add("c.tar.zst")
-    turn, append, seen = ledger.turn, ledger.append, []
+    turn, append, seen = ledger.take_turn, ledger.append_entry, []
 
     def late(path: str) -> AbstractContextManager[ledger.Turn]:
         seen.append(path)
         if len(seen) == 1:
             with monkeypatch.context() as m:
-                m.setattr(ledger, "turn", turn)
+                m.setattr(ledger, "take_turn", turn)
                 append(path, "hold", "c.tar.zst", reason="case 1")
                 append(path, "hold", "a.tar.zst", reason="case 2")
             Path(path, "b.tar.zst").write_bytes(b"9876543210")
         return turn(path)
 
-    monkeypatch.setattr(ledger, "turn", late)
+    monkeypatch.setattr(ledger, "take_turn", late)
     done = store.prune(keep_within=timedelta(days=1))
     assert done.deleted == () and store.here() == ["a.tar.zst", "b.tar.zst", "c.tar.zst"]
     assert "case 1" in done.refused["c.tar.zst"] and "case 2" in done.refused["a.tar.zst"]
     assert "changed" in done.refused["b.tar.zst"]
-    assert [r.held for r in archive_store.listing(store.path)] == [("case 1",), (), ("case 2",)]
+    assert [r.held for r in archive_store.list_archives(store.path)] == [("case 1",), (), ("case 2",)]
 
 
 def test_hold_of_what_is_just_deleted(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -813,7 +813,7 @@ def test_a_hold_after_the_line_of_a_deletion_waits_for_its_end(store: Shelf, mon
 
 def test_a_killed_deletion_in_a_folder_keeps_nobody_from_holding(store: Shelf) -> None:
     store.add("a.tar.zst", logged=True)
-    ledger.append(store.path, "delete", "a.tar.zst")
+    ledger.append_entry(store.path, "delete", "a.tar.zst")
     holds.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
     assert store.prune(keep_within=timedelta(days=1)).refused == {"a.tar.zst": "under legal hold: case 1"}
 
@@ -847,9 +847,9 @@ def archives(draw: st.DrawFn) -> list[dict[str, Any]]:
     out = []
     for _ in range(draw(st.integers(1, 7))):
         moment = draw(st.sampled_from(["", "soon", *range(0, 900, 90)]))
-        times = {"": "", "soon": retention.stamp(NOW + timedelta(days=1))}
+        times = {"": "", "soon": retention.format_time(NOW + timedelta(days=1))}
         out.append({
-            "created": times[moment] if isinstance(moment, str) else retention.stamp(day(moment)),
+            "created": times[moment] if isinstance(moment, str) else retention.format_time(day(moment)),
             "step": draw(st.sampled_from([None, 0, 500, 1000, 1500])),
             "run": draw(st.sampled_from([None, "r", "s"])),
             "own": draw(TIMES), "told": draw(TIMES), "hold": draw(st.booleans()),
@@ -883,7 +883,7 @@ def test_prune_never_deletes_what_is_protected(
         for k, w in enumerate(what):
             name = f"{k}.tar.zst"
             own, told = (
-                retention.stamp(NOW + timedelta(days=t)) if t is not None else None for t in (w["own"], w["told"])
+                retention.format_time(NOW + timedelta(days=t)) if t is not None else None for t in (w["own"], w["told"])
             )
             meta = {"run": w["run"]} if w["run"] else {}
             known = store.add(
@@ -909,7 +909,7 @@ def test_prune_never_deletes_what_is_protected(
                     holds.release(os.path.join(folder, name), "closed")
                     reasons.clear()
                 elif e == "verify":
-                    ledger.append(folder, "verify", name, sound=True, **archive_store.evidence(known))
+                    ledger.append_entry(folder, "verify", name, sound=True, **archive_store.identifying_fields(known))
                 elif e == "swap" and not swapped and "export" in w["events"][: w["events"].index("swap")]:
                     # another archive of that name, with nothing promised, put there by hand
                     swapped = True
@@ -919,11 +919,11 @@ def test_prune_never_deletes_what_is_protected(
                     until = [told]
             if w["damaged"]:
                 store.table[name] = "cut short"
-            if reasons or any(u is not None and u > retention.stamp(NOW) for u in until):
+            if reasons or any(u is not None and u > retention.format_time(NOW) for u in until):
                 protected.add(name)
             if listed not in ("", known.manifest_sha256):
                 protected.add(name)  # the ledger has another archive under this name
-            if w["damaged"] or not w["created"] or w["created"] > retention.stamp(NOW):
+            if w["damaged"] or not w["created"] or w["created"] > retention.format_time(NOW):
                 protected.add(name)
             else:
                 dated[name] = known
@@ -947,13 +947,13 @@ def test_prune_never_deletes_what_is_protected(
             same = [m for m in order if dated[m].meta == f.meta]
             if last is not None and same.index(n) < last:
                 kept.add(n)
-            if within is not None and f.created >= retention.stamp(day(within)):
+            if within is not None and f.created >= retention.format_time(day(within)):
                 kept.add(n)
             if every is not None and f.step is not None and f.step % every == 0:
                 kept.add(n)
         assert set(done.kept) == kept
         assert set(done.deleted) == before - kept - protected
-        entries = ledger.read(folder)
+        entries = ledger.read_entries(folder)
         assert [e["archive"] for e in entries if e["event"] == "delete"] == list(done.deleted)
         assert store.prune(**how).deleted == ()
     finally:
@@ -984,10 +984,10 @@ def test_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     client.delete_object(**line)  # the ledger is lost, the hold is not
     with pytest.raises(Corrupt, match=r"4 archives and no ledger\.jsonl"):
         pruning.prune(place, keep_within=timedelta(days=1), now=NOW)
-    assert [(r.ledger, r.held) for r in archive_store.listing(place)][1] == ("missing", ("case 1",))
+    assert [(r.ledger, r.held) for r in archive_store.list_archives(place)][1] == ("missing", ("case 1",))
     client.put_object(**line, Body=kept)
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "ON"})
-    assert [(r.name[0], r.held) for r in archive_store.listing(place)] == [
+    assert [(r.name[0], r.held) for r in archive_store.list_archives(place)] == [
         ("d", ()),
         ("c", ("case 1",)),
         ("b", ()),
@@ -996,7 +996,7 @@ def test_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     done = pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
     assert done.deleted == ("a.tar.zst",) and names(done.refused) == "bcd"
     assert "AccessDenied" in done.refused["d.tar.zst"]  # the store knows what the ledger does not
-    events = [(e["event"], e["archive"][0]) for e in ledger.read(place)]
+    events = [(e["event"], e["archive"][0]) for e in ledger.read_entries(place)]
     assert events == [("hold", "c"), ("delete", "d"), ("delete-failed", "d"), ("delete", "a"), ("deleted", "a")]
     assert holds.release(f"{place}/c.tar.zst", "closed")["released"] == ["case 1"]
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "OFF"})
@@ -1022,7 +1022,7 @@ def test_a_hold_after_the_line_of_a_deletion_in_a_bucket(store: Shelf, monkeypat
     held, pruned = while_pruning(place, lambda: holds.hold(f"{place}/a.tar.zst", "case 1"), monkeypatch, 20)
     assert isinstance(held, Locked) and "not held: since line 1 of the ledger" in str(held)
     assert pruned.deleted == ("a.tar.zst",) and remote.RemoteSource(place).list() == ["ledger.jsonl"]
-    assert [e["event"] for e in ledger.read(place)] == ["delete", "deleted"]
+    assert [e["event"] for e in ledger.read_entries(place)] == ["delete", "deleted"]
 
 
 def test_a_hold_after_the_line_of_a_deletion_in_a_bucket_with_locks(
@@ -1035,8 +1035,8 @@ def test_a_hold_after_the_line_of_a_deletion_in_a_bucket_with_locks(
     held, pruned = while_pruning(place, lambda: holds.hold(f"{place}/a.tar.zst", "case 1"), monkeypatch, 20)
     assert held["object_lock"] is True and "AccessDenied" in pruned.refused["a.tar.zst"]
     assert remote.RemoteSource(place).list() == ["a.tar.zst", "a.tar.zst.hold.json", "ledger.jsonl"]
-    assert [e["event"] for e in ledger.read(place)] == ["delete", "hold", "delete-failed"]
-    (row,) = archive_store.listing(place)
+    assert [e["event"] for e in ledger.read_entries(place)] == ["delete", "hold", "delete-failed"]
+    (row,) = archive_store.list_archives(place)
     assert row.held == ("case 1",) and row.warnings == (
         "the ledger does not know this archive: no line records a.tar.zst",
     )
@@ -1047,8 +1047,8 @@ def test_a_killed_deletion_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyP
     bucket = stores.moto().bucket(monkeypatch)
     place = f"{bucket}/audit"
     fill(store, bucket, a={}, b={})
-    ledger.append(place, "delete", "a.tar.zst")
-    ledger.append(place, "delete", "b.tar.zst")
+    ledger.append_entry(place, "delete", "a.tar.zst")
+    ledger.append_entry(place, "delete", "b.tar.zst")
     with pytest.raises(Locked):
         holds.hold(f"{place}/a.tar.zst", "case 1")
     with monkeypatch.context() as m:
@@ -1059,7 +1059,7 @@ def test_a_killed_deletion_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyP
     fill(store, bucket, c={})
     monkeypatch.setattr(ledger, "_ACTS_WITHIN", timedelta(0))
     done = pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
-    assert "comes too late" in done.refused["c.tar.zst"] and ledger.read(place)[-1]["event"] == "delete-failed"
+    assert "comes too late" in done.refused["c.tar.zst"] and ledger.read_entries(place)[-1]["event"] == "delete-failed"
 
 
 def test_a_deletion_that_the_store_may_still_do_has_no_end(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1082,7 +1082,7 @@ def test_an_object_is_not_replaced_after_a_hold(store: Shelf, monkeypatch: pytes
     fill(store, bucket, a={})
     with archive_store.replacing(archive):
         pass  # a store without a ledger gets none
-    assert not ledger.read(place)
+    assert not ledger.read_entries(place)
     holds.hold(archive, "case 1")
     with pytest.raises(DestinationExists, match="under legal hold"), archive_store.replacing(archive):
         raise AssertionError
@@ -1092,7 +1092,7 @@ def test_an_object_is_not_replaced_after_a_hold(store: Shelf, monkeypatch: pytes
     with pytest.raises(NoSpace), archive_store.replacing(archive):
         raise NoSpace("full")
     holds.hold(archive, "case 2")
-    events = [e["event"] for e in ledger.read(place)]
+    events = [e["event"] for e in ledger.read_entries(place)]
     assert events == ["hold", "release", "replace", "replaced", "replace", "replace-failed", "hold"]
 
 
@@ -1114,7 +1114,7 @@ def test_a_hold_while_another_is_released_in_a_bucket(store: Shelf, monkeypatch:
     assert holds.release(archive, "closed")["released"] == ["case 1"]
     assert [h["reason"] for h in archive_store.holds_in_file(remote.RemoteSource(place), "a.tar.zst")] == ["case 2"]
     status = moto.client().get_object_legal_hold(Bucket=bucket[5:], Key="audit/a.tar.zst")["LegalHold"]["Status"]
-    assert archive_store.listing(place)[0].held == ("case 2",) and status == "ON"
+    assert archive_store.list_archives(place)[0].held == ("case 2",) and status == "ON"
 
 
 def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1131,7 +1131,7 @@ def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest
     with pytest.raises(RemoteError, match="AccessDenied"):
         objects.remove_object(archive)
     assert holds.release(archive, "closed")["event"] == "release"  # again, and no second entry
-    assert [e["event"] for e in ledger.read(f"{bucket}/audit")] == ["hold", "release"]
+    assert [e["event"] for e in ledger.read_entries(f"{bucket}/audit")] == ["hold", "release"]
     objects.remove_object(archive)
 
 
@@ -1145,7 +1145,7 @@ def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.Monk
     ) as proxy:
         moto.environment(monkeypatch, proxy.endpoint)
         for call in (
-            lambda p: archive_store.listing(p),
+            lambda p: archive_store.list_archives(p),
             lambda p: pruning.prune(p, keep_within=timedelta(days=1), now=NOW, no_ledger=True),
         ):
             with pytest.raises(RemoteError, match="no answer"):

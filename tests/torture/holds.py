@@ -126,7 +126,7 @@ def _judge(store: str, work: Path) -> None:
     from ckpttool.audit import archive_store, ledger
 
     bad: list[str] = []
-    lines = ledger.read(store)
+    lines = ledger.read_entries(store)
     history = archive_store.History.of(store)
     for e in lines:
         if e["event"] in ("deleted", "replaced"):
@@ -140,7 +140,7 @@ def _judge(store: str, work: Path) -> None:
     for name in (f"{n}.tar.zst" for n in NAMES):
         held = archive_store.holds_in_ledger(lines, name)[0]
         there = archive_store.archive_names(store)
-        found = archive_store.look(store, name)[1] if name in there else "it is gone"
+        found = archive_store.read_archive_facts(store, name)[1] if name in there else "it is gone"
         for h in held.values():
             if isinstance(found, str) or found.manifest_sha256 != h["manifest_sha256"]:
                 bad.append(
@@ -149,8 +149,8 @@ def _judge(store: str, work: Path) -> None:
         beside = {h["reason"] for h in history.files.get(name, ())}
         if held.keys() - beside or (held.keys() != beside and not store.startswith("s3://")):
             bad.append(f"{name}: the ledger holds it for {sorted(held)}, the file for {sorted(beside)}")
-    bad += [f"{r.name}: {r.warnings[0]}" for r in archive_store.missing(store)]
-    ledger.verify(store)
+    bad += [f"{r.name}: {r.warnings[0]}" for r in archive_store.list_missing(store)]
+    ledger.verify_chain(store)
     if bad:
         bad.append(
             "\n".join(
@@ -183,7 +183,7 @@ def _store(number: int, work: Path) -> tuple[str, str]:
     server = _moto() if number % 4 == 3 else None
     if server is None:
         (work / "store").mkdir()
-        ledger.append(str(work / "store"), "verify", "x.tar.zst")  # prune refuses a store that has none yet
+        ledger.append_entry(str(work / "store"), "verify", "x.tar.zst")  # prune refuses a store that has none yet
         return str(work / "store"), "folder"
     for name, value in {
         "AWS_ENDPOINT_URL": server.endpoint, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
@@ -194,7 +194,7 @@ def _store(number: int, work: Path) -> tuple[str, str]:
 
     def make() -> None:
         server.client().create_bucket(Bucket=bucket)
-        ledger.append(f"s3://{bucket}", "verify", "x.tar.zst")
+        ledger.append_entry(f"s3://{bucket}", "verify", "x.tar.zst")
 
     made = _FORK.Process(target=make)
     made.start()

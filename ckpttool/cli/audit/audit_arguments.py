@@ -47,7 +47,8 @@ FailIfMissing = Annotated[
 
 
 def threads_of(given: int | None) -> int:
-    """Number of threads. SHA-256 is one stream, which eight compressing threads keep busy."""
+    """Return the number of threads: as given, or one per core up to 8. SHA-256 is one stream, which eight compressing
+    threads keep busy."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     return given or min(8, max(2, cores))
 

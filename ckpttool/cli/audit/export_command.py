@@ -49,6 +49,7 @@ _NOT_OF_ARCHIVES = (
 
 
 def _meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
+    """Parse KEY=VALUE pairs; raises UsageError."""
     out = []
     for pair in pairs or []:
         key, eq, value = pair.partition("=")
@@ -59,7 +60,8 @@ def _meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
 
 
 def _epoch(reproducible: bool) -> int | None:
-    """SOURCE_DATE_EPOCH, used with --reproducible. https://reproducible-builds.org/specs/source-date-epoch/"""
+    """Return SOURCE_DATE_EPOCH in seconds, if it is set and --reproducible is given; otherwise None.
+    https://reproducible-builds.org/specs/source-date-epoch/"""
     text = os.environ.get("SOURCE_DATE_EPOCH", "")
     if not reproducible or not text:
         return None

@@ -41,11 +41,11 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check that no line of a store's ledger was altered, removed or inserted, and that its archives are there."""
-    from ...audit.archive_store import missing
-    from ...audit.ledger import verify as run
+    from ...audit.archive_store import list_missing
+    from ...audit.ledger import verify_chain as run
 
     found = run(store, head)
-    gone = missing(store)
+    gone = list_missing(store)
     if as_json:
         rows = [{"name": r.name, "retain_until": r.retain_until, "held": r.held} for r in gone]
         print_json({**found, "missing": rows})
@@ -74,7 +74,7 @@ def _print(found: dict[str, Any], gone: list[ListingRow]) -> None:
 )
 def add(archive: ArchivePath, as_json: Json = False) -> None:
     """Add an archive that is missing from the ledger of its store; print its line if it is there."""
-    from ...audit.archive_store import add as run
+    from ...audit.archive_store import add_to_ledger as run
 
     print_entry(run(archive), as_json)
 
@@ -86,9 +86,9 @@ def add(archive: ArchivePath, as_json: Json = False) -> None:
 )
 def show(store: Store, as_json: Json = False) -> None:
     """Check a store's ledger and print it."""
-    from ...audit.ledger import read
+    from ...audit.ledger import read_entries
 
-    rows = read(store)
+    rows = read_entries(store)
     if as_json:
         print_json(rows)
         return

@@ -35,9 +35,9 @@ __all__ = ["hold", "list_", "prune", "release"]
 )
 def list_(store: Store, fail_if_missing: FailIfMissing = False, as_json: Json = False) -> None:
     """List the archives of a store with state, date, retention, holds, signer and last check."""
-    from ...audit.archive_store import listing
+    from ...audit.archive_store import list_archives
 
-    rows = listing(store)
+    rows = list_archives(store)
     if as_json:
         print_json([asdict(r) for r in rows])
     elif rows:
@@ -89,7 +89,7 @@ def _print(store: str, rows: Sequence[ListingRow]) -> None:
 
 
 def _short(signer: str) -> str:
-    """A signer for a table: long hashes are cut."""
+    """Shorten the hashes in the description of a signer, for a table."""
     return re.sub(r"([0-9a-f]{12})[0-9a-f]{52}", r"\1", signer)
 
 
@@ -120,13 +120,13 @@ def prune(
 ) -> None:
     """Delete the archives that no policy keeps, but none that is under retention, on hold, undated or damaged."""
     from ...audit.pruning import prune as run
-    from ...audit.retention import age
+    from ...audit.retention import parse_age
     from ...engine.inspect import human
 
     done = run(
         store,
         keep_last=keep_last,
-        keep_within=age(keep_within) if keep_within else None,
+        keep_within=parse_age(keep_within) if keep_within else None,
         keep_every=keep_every,
         dry_run=dry_run,
         no_ledger=no_ledger,

@@ -87,7 +87,7 @@ def verify(
     if as_json:
         print_json({**found.to_json(), **meter.measure_costs()})
         if found.findings:
-            note(f"error: {found.trouble()}")
+            note(f"error: {found.describe_damage()}")
             raise typer.Exit(Corrupt.exit_code)
         return
     if found.workers is not None:
@@ -104,7 +104,7 @@ def verify(
     if len(found.findings) > 40:
         say(f"... {len(found.findings) - 40} more")
     if found.findings:
-        raise Corrupt(found.trouble())
+        raise Corrupt(found.describe_damage())
     from ...engine.inspect import human
 
     what = {
