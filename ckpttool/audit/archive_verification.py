@@ -108,6 +108,7 @@ def verify_archive(
         archive.read_retention()
     except CkpttoolError as e:
         structure = e
+    # every byte, also of an archive whose structure is damaged
     if not quick:
         hasher = ArchiveHasher(source, file, archive)
         with _open_workers(archive, workers, path_for_workers, out) as crew:
@@ -121,19 +122,17 @@ def verify_archive(
         out.findings.append(ArchiveFinding(text.removesuffix(LOOK)))
     if archive is None or structure is not None:
         return out
+    # what the records say, which are proved by now
     out.tensors = len(archive.manifest.tensors)
     out.tensor_bytes = sum(t.nbytes for t in archive.manifest.tensors.values())
     out.merkle_root, out.manifest_sha256 = archive.manifest.merkle_root, archive.manifest_sha256
     out.sums_sha256, out.created = archive.sums_sha256, archive.provenance["created"] or ""
     if out.findings:
         return out
+    # a sound archive: is it the expected one?
     _check_signature(archive, out, public_key, certificates)
     if root is not None:
-        kind, _, wanted = root.rpartition(":")
-        have = {"": out.merkle_root, "blake3": out.merkle_root, "sha256": out.manifest_sha256}[kind]
-        if wanted != have:
-            what = "manifest has the SHA-256" if kind == "sha256" else "Merkle root is"
-            raise Differs(f"{path}: its {what} {have}, not {wanted}. It is not the recorded state.")
+        _check_root(out, root)
     if against is not None:
         out.against = _compare_with_checkpoint(archive, against, components, workers, path_for_workers, progress)
     elif root is not None:
@@ -178,6 +177,15 @@ def _check_signature(
     out.signature = "good: " + signing.verify(
         bundle, archive.signed_files(), public_key=public_key, certificates=certificates
     )
+
+
+def _check_root(out: ArchiveVerdict, root: str) -> None:
+    """Raise Differs unless the archive has this Merkle root, or "sha256:" and the hash of its MANIFEST.json."""
+    kind, _, wanted = root.rpartition(":")
+    have = {"": out.merkle_root, "blake3": out.merkle_root, "sha256": out.manifest_sha256}[kind]
+    if wanted != have:
+        what = "manifest has the SHA-256" if kind == "sha256" else "Merkle root is"
+        raise Differs(f"{out.path}: its {what} {have}, not {wanted}. It is not the recorded state.")
 
 
 def _components_of(archive: Archive) -> list[str]:

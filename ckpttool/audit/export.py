@@ -88,9 +88,10 @@ def export_archive(
     """
     sealed = bool(options.recipients)
     folder, name = urls.split_url(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
+    # a ledger that cannot be written is refused now, not after everything was copied
     clock = None
     if in_ledger and (urls.is_url(folder) or os.path.isdir(folder)):
-        clock = ledger.clock_warning(ledger.check_writable(folder))  # warn now, not after everything was copied
+        clock = ledger.clock_warning(ledger.check_writable(folder))
     result = run_conversion(
         src,
         dst,
@@ -100,6 +101,7 @@ def export_archive(
     )
     if clock:
         result.notes.append(clock)
+    # the archive is in place; an error from here on has to say what is still missing next to it
     entry, recorded = None, not sealed
     try:
         with remote.open_source(folder) as source:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..engine.copy.fill import Progress, silent
@@ -63,62 +63,139 @@ def verify(
         )
     where = place(path)
     source, file = where.source, where.file
-    if file is None:
-        source.close()
-        raise UsageError(f"{path} is a folder; an archive is a file.")
-    store = source.root
+    # what the archive is compared with: the arguments, or what the ledger recorded at the export
     by_ledger = deep and against is None and root is None
     try:
+        if file is None:
+            raise UsageError(f"{path} is a folder; an archive is a file.")
         root = None if root is None else _parse_root(root)
-        lines, unread = _read_ledger(store, in_ledger)
-        recorded = ledger.latest_records(lines or [])
-        if by_ledger and file not in recorded:
-            raise UsageError(
-                f"{argument('deep', True)}: {unread or f'{store} has no ledger with an export of {file}'}; give "
-                f"{argument('against')} or {argument('root')}."
-            )
+        in_store = _InStore.of(source.root, file, in_ledger)
+        if by_ledger:
+            root = in_store.recorded_root()
     except CkpttoolError:
         source.close()
         raise
-    in_ledger = in_ledger and lines is not None  # looking at an archive does not begin one
+    sealed = file.endswith(ENCRYPTED) and not identities
     try:
-        root = str(recorded[file].get("merkle_root")) if by_ledger else root
-        name = file
-        if file.endswith(ENCRYPTED):
-            if not identities:
-                if public_key or certificates or against:
-                    raise UsageError(f"{path} is encrypted: give {argument('identities')} to look inside.")
-                found = _verify_ciphertext(source, file, root, quick, progress)
-                if workers not in (None, 1, "1"):
-                    found.warnings.append("workers were not used: one process hashes the ciphertext")
-                found.ledger = unread
-                _compare_with_ledger(found, store, file, lines, recorded, by_ledger)
-                return _record_result(found, store, file, in_ledger)
-            spool, name = decrypt_to_spool(source, file, identities, scratch or _scratch_folder(source), progress)
-            source.close()
-            source = spool
-        found = verify_archive(
-            source,
-            name,
-            quick=quick,
-            public_key=public_key,
-            certificates=certificates,
-            against=against,
-            root=root,
-            jobs=jobs,
-            workers=workers,
-            path_for_workers=path if source is where.source else None,
-            progress=progress,
-        )
-        found.ledger = unread
-        _compare_with_ledger(found, store, file, lines, recorded, by_ledger)
+        if sealed:
+            if public_key or certificates or against:
+                raise UsageError(f"{path} is encrypted: give {argument('identities')} to look inside.")
+            found = _verify_ciphertext(source, file, root, quick, progress)
+            if workers not in (None, 1, "1"):
+                found.warnings.append("workers were not used: one process hashes the ciphertext")
+        else:
+            name = file
+            if file.endswith(ENCRYPTED):
+                spool, name = decrypt_to_spool(source, file, identities, scratch or _scratch_folder(source), progress)
+                source.close()
+                source = spool
+            found = verify_archive(
+                source,
+                name,
+                quick=quick,
+                public_key=public_key,
+                certificates=certificates,
+                against=against,
+                root=root,
+                jobs=jobs,
+                workers=workers,
+                path_for_workers=path if source is where.source else None,
+                progress=progress,
+            )
+        in_store.compare(found)
+        if by_ledger and in_store.lines is not None and not found.findings:
+            found.against = "what the ledger recorded at the export"
     except (Corrupt, Differs) as e:
-        _append_line(store, file, in_ledger, sound=False, depth="quick" if quick else "full", why=str(e)[:500])
+        in_store.append_line(sound=False, depth="quick" if quick else "full", why=str(e)[:500])
         raise
     finally:
         source.close()
-    found.path = path
-    return _record_result(found, store, file, in_ledger)
+    if not sealed:
+        found.path = path
+    in_store.record_result(found)
+    return found
+
+
+@dataclass
+class _InStore:
+    """An archive in its store, and the lines of the store's ledger.
+
+    `lines` is None if there is no ledger, or if it cannot be read: then `unread` says why. `appends` says whether the
+    result is recorded there; looking at an archive does not begin a ledger.
+    """
+
+    store: str
+    file: str
+    lines: list[dict[str, Any]] | None
+    unread: str | None
+    appends: bool
+
+    @classmethod
+    def of(cls, store: str, file: str, in_ledger: bool) -> _InStore:
+        """Read the ledger of a store.
+
+        Raises:
+            Corrupt, Unsafe: it is damaged, and a line would have to be written to it.
+        """
+        try:
+            lines = ledger.read_entries_or_none(store)
+            return cls(store, file, lines, None, in_ledger and lines is not None)
+        except CkpttoolError as e:
+            if in_ledger and isinstance(e, (Corrupt, Unsafe)):
+                raise
+            return cls(store, file, None, f"not compared with it: {e}", False)
+
+    def recorded_root(self) -> str:
+        """Return the Merkle root that the ledger records for the archive; raises UsageError if there is none."""
+        recorded = ledger.latest_records(self.lines or [])
+        if self.file not in recorded:
+            raise UsageError(
+                f"{argument('deep', True)}: "
+                f"{self.unread or f'{self.store} has no ledger with an export of {self.file}'}; give "
+                f"{argument('against')} or {argument('root')}."
+            )
+        return str(recorded[self.file].get("merkle_root"))
+
+    def compare(self, found: ArchiveVerdict) -> None:
+        """Compare with what the ledger records under this name: every hash, whether it was signed, and by which key.
+
+        Raises:
+            Differs: it records another archive.
+        """
+        found.ledger = self.unread
+        if self.lines is None or found.findings:
+            return
+        known = {**asdict(found), "signed": found.signature != "none", "signed_by": found.signature}
+        match = ledger.match_archive(ledger.latest_records(self.lines), self.file, known)
+        if match.state == "differs":
+            raise Differs(f"{found.path}: {match.says}")
+        found.ledger = match.says
+        with remote.open_source(self.store) as folder:
+            there = folder.exists(sidecar.hold_name(self.file))
+            held = sidecar.read_holds(folder, self.file) if there else []
+        found.warnings += hold_disagreements(self.file, self.lines, held)
+
+    def record_result(self, found: ArchiveVerdict) -> None:
+        """Append a line with the result to the ledger."""
+        self.append_line(
+            sound=not found.findings,
+            depth=found.depth,
+            merkle_root=found.merkle_root,
+            manifest_sha256=found.manifest_sha256,
+            created=found.created or "",
+            bytes=found.file_bytes,
+            why=str(found.findings[0])[:500] if found.findings else None,
+        )
+
+    def append_line(self, **facts: object) -> None:
+        """Append a line, if the ledger may be written."""
+        if not self.appends:
+            return
+        try:
+            ledger.append_entry(self.store, "verify", self.file, **facts)
+        except (CkpttoolError, OSError):
+            if not urls.is_url(self.store) and os.access(os.path.join(self.store, "ledger.jsonl"), os.W_OK):
+                raise
 
 
 def _scratch_folder(source: Source) -> str:
@@ -134,47 +211,6 @@ def _parse_root(text: str) -> str:
             f"{argument('root')} {text!r}: give the 64 digits of a Merkle root, or sha256: and those of MANIFEST.json."
         )
     return f"{kind}:{digits}" if kind else digits
-
-
-def _read_ledger(store: str, in_ledger: bool) -> tuple[list[dict[str, Any]] | None, str | None]:
-    """Return the lines of the ledger (None: there is none), and why it could not be read.
-
-    Raises:
-        Corrupt, Unsafe: it is damaged, and a line would have to be written to it.
-    """
-    try:
-        return ledger.read_entries_or_none(store), None
-    except CkpttoolError as e:
-        if in_ledger and isinstance(e, (Corrupt, Unsafe)):
-            raise
-        return None, f"not compared with it: {e}"
-
-
-def _compare_with_ledger(
-    found: ArchiveVerdict,
-    store: str,
-    file: str,
-    lines: list[dict[str, Any]] | None,
-    recorded: dict[str, dict[str, Any]],
-    by_ledger: bool,
-) -> None:
-    """Compare with what the ledger records under this name: every hash, whether it was signed, and by which key.
-
-    Raises:
-        Differs: it records another archive.
-    """
-    if lines is None or found.findings:
-        return
-    signed = found.signature != "none"
-    match = ledger.match_archive(recorded, file, {**asdict(found), "signed": signed, "signed_by": found.signature})
-    if match.state == "differs":
-        raise Differs(f"{found.path}: {match.says}")
-    found.ledger = match.says
-    with remote.open_source(store) as beside:
-        held = sidecar.read_holds(beside, file) if beside.exists(sidecar.hold_name(file)) else []
-    found.warnings += hold_disagreements(file, lines, held)
-    if by_ledger:
-        found.against = "what the ledger recorded at the export"
 
 
 def _verify_ciphertext(source: Source, file: str, root: str | None, quick: bool, progress: Progress) -> ArchiveVerdict:
@@ -198,31 +234,3 @@ def _verify_ciphertext(source: Source, file: str, root: str | None, quick: bool,
         raise Differs(f"{out.path}: the sidecar has {said_root}, not {root}.")
     out.against = root
     return out
-
-
-def _record_result(found: ArchiveVerdict, store: str, file: str, in_ledger: bool) -> ArchiveVerdict:
-    """Append a line with the result to the ledger; returns the result."""
-    _append_line(
-        store,
-        file,
-        in_ledger,
-        sound=not found.findings,
-        depth=found.depth,
-        merkle_root=found.merkle_root,
-        manifest_sha256=found.manifest_sha256,
-        created=found.created or "",
-        bytes=found.file_bytes,
-        why=str(found.findings[0])[:500] if found.findings else None,
-    )
-    return found
-
-
-def _append_line(store: str, file: str, in_ledger: bool, **facts: object) -> None:
-    """Append a line, if the ledger may be written."""
-    if not in_ledger:
-        return
-    try:
-        ledger.append_entry(store, "verify", file, **facts)
-    except (CkpttoolError, OSError):
-        if not urls.is_url(store) and os.access(os.path.join(store, "ledger.jsonl"), os.W_OK):
-            raise
