@@ -75,18 +75,7 @@ def prune(
         UsageError: no policy is given, or an invalid one. Corrupt: the ledger is damaged, or missing although there are
             archives; nothing was deleted.
     """
-    if keep_last is None and keep_within is None and keep_every is None:
-        raise UsageError(
-            f"Say what to keep: {argument('keep_last')}, {argument('keep_within')}, {argument('keep_every')}, or "
-            "several of them."
-        )
-    if any(n is not None and n < 1 for n in (keep_last, keep_every)) or (
-        keep_within is not None and keep_within <= timedelta(0)
-    ):
-        raise UsageError(
-            f"{argument('keep_last')}, {argument('keep_within')} and {argument('keep_every')} must be greater than "
-            "zero."
-        )
+    _check_policies(keep_last, keep_within, keep_every)
     now = (now or datetime.now(UTC)).astimezone(UTC)
     history = History.of(store)
     names = archive_names(store)
@@ -96,6 +85,7 @@ def prune(
             "which are under a legal hold; without it, one of those could be deleted. Restore the ledger, or pass "
             f"{argument('no_ledger', True)} if there never was one."
         )
+    # sort the archives, the newest first, into what a policy keeps, what must not be deleted, and the rest
     seen = {name: read_archive_facts(store, name) for name in names}
     rows = sorted((make_row(name, known, history) for name, (_, known) in seen.items()), key=listing_order)
     kept: dict[str, tuple[str, ...]] = {}
@@ -116,6 +106,8 @@ def prune(
             refused[row.name] = why
         else:
             going.append(row)
+
+    # delete the rest, one after the other; each may have become protected meanwhile
     gone: list[ListingRow] = []
     for row in going:
         why = "" if dry_run else _delete_archive(store, row, seen[row.name][0], history, now)
@@ -124,6 +116,22 @@ def prune(
         else:
             gone.append(row)
     return Pruned(tuple(r.name for r in gone), kept, refused, sum(r.facts.bytes for r in gone if r.facts))
+
+
+def _check_policies(keep_last: int | None, keep_within: timedelta | None, keep_every: int | None) -> None:
+    """Raise UsageError unless at least one policy is given, and each is greater than zero."""
+    if keep_last is None and keep_within is None and keep_every is None:
+        raise UsageError(
+            f"Say what to keep: {argument('keep_last')}, {argument('keep_within')}, {argument('keep_every')}, or "
+            "several of them."
+        )
+    if any(n is not None and n < 1 for n in (keep_last, keep_every)) or (
+        keep_within is not None and keep_within <= timedelta(0)
+    ):
+        raise UsageError(
+            f"{argument('keep_last')}, {argument('keep_within')} and {argument('keep_every')} must be greater than "
+            "zero."
+        )
 
 
 def _why_unjudged(row: ListingRow, now: datetime) -> str:

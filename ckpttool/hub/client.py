@@ -30,8 +30,8 @@ __all__ = [
     "Repository",
     "RepositoryState",
     "TransientError",
+    "parse_target",
     "silence",
-    "split",
 ]
 
 T = TypeVar("T")
@@ -82,8 +82,8 @@ class FileToSend(NamedTuple):
     sha256: str
 
 
-def split(text: str) -> tuple[str, str | None]:
-    """("org/name", revision) of "hf://org/name@revision" or "org/name".
+def parse_target(text: str) -> tuple[str, str | None]:
+    """Parse "hf://org/name@revision" or "org/name" into ("org/name", revision or None).
 
     Raises:
         UsageError: it is neither of these.
@@ -112,7 +112,7 @@ class Repository:
         return f"{urls.redact_url(self.api.endpoint)}/{self.repo_id}"
 
     def ask(self, call: Callable[[], T], tries: int = _TRIES, *, writes: bool = False) -> T:
-        """The result of a call of huggingface_hub, with retries; its answers are bounded (storage/answer_limits.py).
+        """Call huggingface_hub, with retries, and return the result; answers are bounded (storage/answer_limits.py).
 
         Args:
             writes: something is sent, so an answer may take long.
@@ -140,6 +140,7 @@ class Repository:
         raise AssertionError
 
     def _error_of(self, e: Exception) -> CkpttoolError:
+        """Return the error of errors.py for an exception of huggingface_hub, with what to do."""
         for inner in _chain(e):
             if isinstance(inner, CkpttoolError):
                 return inner
@@ -153,7 +154,7 @@ class Repository:
         kind, by = retries.classify_error(e)
         if isinstance(e, JSONDecodeError):  # an answer that is no JSON is of something in between
             kind = None
-        words, status = _words(by), getattr(getattr(by, "response", None), "status_code", None)
+        words, status = _short_message(by), getattr(getattr(by, "response", None), "status_code", None)
         if kind is None and status == 429:
             return TransientError(
                 f"{self.url}: too many requests to the Hub ({words}). Wait a few minutes, then run the same command "
@@ -189,19 +190,19 @@ class Repository:
 
     # ----------------------------------------------------------------------------------------------------- questions
 
-    def look(self, revision: str | None = None) -> RepositoryState | None:
-        """The repository at a revision; None if there is none that the token may see."""
+    def read_state(self, revision: str | None = None) -> RepositoryState | None:
+        """Return the repository at a revision; None if there is none that the token may see."""
         try:
             found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision, expand=["private", "sha"]))
         except retries.NotFound:
             return None
         commit, files = remote.commit_of(found, self.url), {}
-        for f in self.ask(lambda: self._listed(commit)):
-            files[f.path] = self._file(f)
+        for f in self.ask(lambda: self._list_files(commit)):
+            files[f.path] = self._checked_file(f)
         return RepositoryState(bool(found.private), commit, files)
 
-    def _listed(self, commit: str) -> list[Any]:
-        """The files of a commit as the Hub lists them, with their names checked."""
+    def _list_files(self, commit: str) -> list[Any]:
+        """Return the files of a commit as the Hub lists them, with their names checked."""
         found: dict[str, Any] = {}
         for f in self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit):
             if not hasattr(f, "blob_id"):
@@ -213,8 +214,8 @@ class Repository:
             found[name] = f
         return list(found.values())
 
-    def _file(self, f: Any) -> RemoteFile:
-        """A file as the Hub lists it.
+    def _checked_file(self, f: Any) -> RemoteFile:
+        """Return size and hashes of a file as the Hub lists it.
 
         Raises:
             RemoteError: what it says is of another type.
@@ -231,41 +232,41 @@ class Repository:
             )
         return out
 
-    def private(self) -> bool:
-        """Whether it is private now."""
+    def is_private(self) -> bool:
+        """Ask whether the repository is private now."""
         return bool(self.ask(lambda: self.api.repo_info(self.repo_id, expand=["private"])).private)
 
-    def branches(self) -> set[str]:
-        """Names of its branches."""
+    def list_branches(self) -> set[str]:
+        """Return the names of its branches."""
         return {b.name for b in self.ask(lambda: self.api.list_repo_refs(self.repo_id)).branches}
 
     def read(self, name: str, commit: str, most_bytes: int) -> bytes:
-        """A small file of a commit."""
+        """Read a small file of a commit."""
         with remote.RemoteSource(f"{self.url}@{commit}") as source:
             return source.read_all(name, most_bytes)
 
-    def known(self, names: Sequence[str], commit: str) -> dict[str, RemoteFile]:
-        """These files in a commit; missing ones are left out."""
+    def file_infos(self, names: Sequence[str], commit: str) -> dict[str, RemoteFile]:
+        """Return size and hashes of these files in a commit; missing ones are left out."""
         out: dict[str, RemoteFile] = {}
         for k in range(0, len(names), _BATCH):
             part = list(names[k : k + _BATCH])
             found = self.ask(lambda part=part: self.api.get_paths_info(self.repo_id, part, revision=commit))  # type: ignore[misc]
             for f in found:
                 if hasattr(f, "blob_id"):
-                    out[f.path] = self._file(f)
+                    out[f.path] = self._checked_file(f)
         return out
 
     # ------------------------------------------------------------------------------------------------------- actions
 
-    def create(self, private: bool) -> None:
+    def create_repository(self, private: bool) -> None:
         """Create the repository."""
         self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
 
-    def branch(self, name: str) -> None:
+    def create_branch(self, name: str) -> None:
         """Create a branch from the head of main."""
         self.ask(lambda: self.api.create_branch(self.repo_id, branch=name, exist_ok=True))
 
-    def may_write(self, revision: str | None, pull: bool) -> None:
+    def check_write_access(self, revision: str | None, pull: bool) -> None:
         """Check that the token may upload files, with the first request of an upload.
 
         Raises:
@@ -307,7 +308,7 @@ class Repository:
     def commit(
         self, adds: Sequence[Any], gone: Sequence[str], message: str, parent: str, revision: str | None, pull: bool
     ) -> tuple[str, str | None]:
-        """(commit, address of the pull request) after one commit on top of `parent`.
+        """Make one commit on top of `parent`; returns (commit, address of the pull request or None).
 
         Raises:
             Conflict: there is another commit on top of it. TransientError: no answer; the commit may exist.
@@ -331,7 +332,7 @@ class Repository:
 
 
 def _is_ours(e: BaseException) -> bool:
-    """Whether an exception is a bug of ckpttool, and not huggingface_hub's reaction to an answer."""
+    """Return whether an exception is a bug of ckpttool, and not huggingface_hub's reaction to an answer."""
     at = e.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -339,6 +340,7 @@ def _is_ours(e: BaseException) -> bool:
 
 
 def _chain(e: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes."""
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
         seen.add(id(e))
@@ -346,8 +348,8 @@ def _chain(e: BaseException | None) -> Iterator[BaseException]:
         e = e.__cause__ or e.__context__
 
 
-def _words(e: BaseException) -> str:
-    """The Hub's message, without the boilerplate."""
+def _short_message(e: BaseException) -> str:
+    """Return the Hub's message, without the boilerplate."""
     text = retries.redacted_message(e)
     text = re.sub(r"(Client|Server) error '(\d+ [^']*)' for url '[^']*'", r"\2", text)
     text = re.sub(r" ?For more information check: \S+| ?\(Request ID: [^)]*\)", "", text)
@@ -357,7 +359,8 @@ def _words(e: BaseException) -> str:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Turn off huggingface_hub's progress bars and its logging below errors, which contains signed URLs."""
+    """Turn off huggingface_hub's progress bars and its logging below errors, which contains signed URLs, in the `with`
+    block."""
     from huggingface_hub import utils
 
     bars: Any = utils

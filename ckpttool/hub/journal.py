@@ -70,15 +70,15 @@ class Journal:
             with suppress(OSError):
                 os.unlink(self.path)
 
-    def hashed(self, name: str, done: FileHashes) -> None:
+    def add_hashes(self, name: str, done: FileHashes) -> None:
         """Note a hashed file."""
         self._add({"file": name, "sha256": done.sha256, "tensors": done.tensors, "lost": done.lost})
 
-    def settled(self, record: dict[str, Any]) -> None:
+    def add_record(self, record: dict[str, Any]) -> None:
         """Note that all files were hashed, and the content of ckpttool.json."""
         self._add({"record": record})
 
-    def stage(self, folder: str, of: dict[str, Any]) -> None:
+    def add_staged(self, folder: str, of: dict[str, Any]) -> None:
         """Note a folder that was converted and hashed."""
         self._add({"staged": folder, "of": of})
 

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CardFacts", "base_model", "merged"]
+__all__ = ["CardFacts", "base_model", "update_card"]
 
 _BEGIN, _END = b"<!-- ckpttool -->", b"<!-- /ckpttool -->"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -50,12 +50,12 @@ class CardFacts:
 
     @property
     def url(self) -> str:
-        """The URL for commands."""
+        """The URL of the repository for commands."""
         return f"hf://{self.repo_id}" + (f"@{self.branch}" if self.branch else "")
 
 
 def base_model(facts: CardFacts) -> str | None:
-    """The Hub id of the base model, if the config names one; never a path."""
+    """Return the Hub id of the base model, if the config names one; never a path."""
     import os
 
     for found in (facts.adapter.get("base_model_name_or_path"), facts.config.get("_name_or_path")):
@@ -66,8 +66,8 @@ def base_model(facts: CardFacts) -> str | None:
     return None
 
 
-def merged(existing: bytes | None, facts: CardFacts) -> bytes:
-    """README.md with our section as it is now."""
+def update_card(existing: bytes | None, facts: CardFacts) -> bytes:
+    """Return README.md with our section as it is now; `existing` is the card that is there, or None."""
     section = _section(facts).encode()
     if existing is None:
         return _head(facts).encode() + section + b"\n"
@@ -80,6 +80,7 @@ def merged(existing: bytes | None, facts: CardFacts) -> bytes:
 
 
 def _head(facts: CardFacts) -> str:
+    """Return what stands before our section in a new card: YAML metadata and a title."""
     from huggingface_hub import ModelCardData
 
     peft, known = bool(facts.adapter), "model_type" in facts.config
@@ -92,6 +93,7 @@ def _head(facts: CardFacts) -> str:
 
 
 def _section(facts: CardFacts) -> str:
+    """Return our section."""
     total = sum(facts.dtypes.values())
     most = sorted(facts.dtypes, key=lambda d: -facts.dtypes[d])
     dtypes = ", ".join(d if len(most) == 1 else f"{d} ({facts.dtypes[d]:,})" for d in most)
@@ -134,6 +136,7 @@ def _section(facts: CardFacts) -> str:
 
 
 def _checking(facts: CardFacts) -> list[str]:
+    """Return the lines that say how to check the weights."""
     if facts.changed:
         lines, option = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
     else:
@@ -147,6 +150,7 @@ def _checking(facts: CardFacts) -> list[str]:
 
 
 def _loading(facts: CardFacts) -> list[str]:
+    """Return the lines of Python that load the weights."""
     where = f'"{facts.repo_id}"' + (f', revision="{facts.branch}"' if facts.branch else "")
     if facts.adapter:
         name = {"CAUSAL_LM": "AutoPeftModelForCausalLM"}.get(str(facts.adapter.get("task_type")), "AutoPeftModel")
@@ -169,5 +173,5 @@ def _loading(facts: CardFacts) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """A text from a file, for one cell of a table."""
+    """Return a text from a file, for one cell of a table."""
     return re.sub(r"[^\w .,:+/-]", "_", text, flags=re.ASCII)[:80]

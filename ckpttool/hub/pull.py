@@ -19,7 +19,7 @@ from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, Unsafe
 from ..options import OpenOptions, PullKeywords, RunOptions, WriteRequest, list_keywords, split_keywords
 from ..storage import retries
-from .client import RemoteFile, Repository, RepositoryState, split
+from .client import RemoteFile, Repository, RepositoryState, parse_target
 
 __all__ = ["Pulled", "pull", "pull_repository"]
 
@@ -68,16 +68,10 @@ def pull_repository(
     writing: WriteRequest,
     running: RunOptions,
 ) -> Pulled:
-    """Convert a repository on the Hub, pinned to one commit, and compare it with the record of its push.
-
-    `pull` explains the arguments.
-
-    Raises:
-        CkpttoolError: as `pull`.
-    """
-    repo_id, named = split(repository)
+    """Do what `pull` does, with its arguments as dataclasses; the command line calls it."""
+    repo_id, named = parse_target(repository)
     hub = Repository(repo_id)
-    state = hub.look(revision or named)
+    state = hub.read_state(revision or named)
     if state is None:
         at = f"@{revision or named}" if revision or named else ""
         raise retries.NotFound(
@@ -85,7 +79,7 @@ def pull_repository(
             "the name; log in with `hf auth login` or set HF_TOKEN."
         )
     notes: list[str] = []
-    expected = None if writing.ignore_recorded_digests else _expected(hub, state, notes)
+    expected = None if writing.ignore_recorded_digests else _recorded_digests(hub, state, notes)
     result = conversion.run_conversion(
         f"{hub.url}@{state.commit}", dst, reading, replace(writing, expected=expected), running
     )
@@ -97,15 +91,15 @@ def pull_repository(
     return Pulled(hub.url, state.commit, result.compared, notes, result)
 
 
-def _expected(hub: Repository, state: RepositoryState, notes: list[str]) -> dict[str, str]:
-    """{tensor: digest} recorded by the push of these weights; {} with a note if there is no such record."""
+def _recorded_digests(hub: Repository, state: RepositoryState, notes: list[str]) -> dict[str, str]:
+    """Return {tensor: digest} recorded by the push of these weights; {} with a note if there is no such record."""
     if RECORD not in state.files:
         notes.append(f"{hub.url} has no {RECORD}, so digests were not compared; it was not pushed by ckpttool")
         return {}
     try:
         record = parse(hub.read(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
         files, tensors = record["files"], {str(n): str(t[2]) for n, t in record["tensors"].items()}
-        other = _other(files, state.files)
+        other = _changed_weights(files, state.files)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, Corrupt, Unsafe):
         notes.append(f"{RECORD} in the repository is not what a push writes; digests were not compared")
         return {}
@@ -117,8 +111,9 @@ def _expected(hub: Repository, state: RepositoryState, notes: list[str]) -> dict
     return tensors
 
 
-def _other(listed: Mapping[str, Any], there: Mapping[str, RemoteFile]) -> str | None:
-    """The first file of weights that was changed since the push. Other files are not compared."""
+def _changed_weights(listed: Mapping[str, Any], there: Mapping[str, RemoteFile]) -> str | None:
+    """Return the first file of weights that was changed since the push; None if there is none. Other files are not
+    compared."""
     for name in sorted(n for n in listed if n.endswith(".safetensors")):
         pushed, known = listed[name], there.get(name)
         if known is None or known.sha256 != pushed["sha256"] or known.size != pushed["bytes"]:

@@ -41,7 +41,7 @@ from ..options import (
 )
 from ..storage.buffers import IOBudget
 from . import model_card, screening
-from .client import CommitConflict, FileToSend, RejectedError, Repository, RepositoryState, TransientError, split
+from .client import CommitConflict, FileToSend, RejectedError, Repository, RepositoryState, TransientError, parse_target
 from .hashing import FileHashes, hash_contents, hash_paths
 from .journal import Journal
 from .push_file import PushFile
@@ -142,11 +142,7 @@ def push_checkpoint(
     dry_run: bool,
     progress: Progress,
 ) -> Pushed:
-    """Push a checkpoint, or say what would be pushed; `push` explains the arguments.
-
-    Raises:
-        CkpttoolError: as `push`.
-    """
+    """Do what `push` does, with its arguments as dataclasses; the command line calls it."""
     with (
         reporting(progress),
         Push(
@@ -183,7 +179,7 @@ class Push:
     ) -> None:
         if threads < 1:
             raise UsageError(f"{argument('threads', threads)}: it must be at least 1.")
-        repo_id, named = split(target)
+        repo_id, named = parse_target(target)
         if named and revision and named != revision:
             raise UsageError(
                 f"{target} names the revision {named}, {argument('revision', revision)}; give one of them."
@@ -195,8 +191,8 @@ class Push:
         self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
         try:
             self.files = contents(self.opened, self.draft, IOBudget(1))
-            screening.screen((c.name, _text(c)) for c in self.files)
-            screening.screen([(RECORD, "\n".join(self.draft.sources).encode("utf-8", "replace"))])
+            screening.refuse_forbidden((c.name, _searchable_text(c)) for c in self.files)
+            screening.refuse_forbidden([(RECORD, "\n".join(self.draft.sources).encode("utf-8", "replace"))])
             self.repository = Repository(repo_id)
         except BaseException:
             self.opened.source.close()
@@ -224,49 +220,48 @@ class Push:
     # ------------------------------------------------------------------------------------------------- two answers
 
     def preview(self) -> Pushed:
-        """Everything that is known without reading tensors or uploading anything."""
-        state = self.target.allowed(self.repository.look())
+        """Return everything that is known without reading tensors or uploading anything."""
+        state = self.target.refuse_visibility(self.repository.read_state())
         if state is not None and self.target.needs_branch():
             self.notes.append(f"the branch {self.revision} would be created")
         elif state is not None and self.revision:
-            state = self.repository.look(self.revision)
+            state = self.repository.read_state(self.revision)
         if state is not None:
-            self.target.card_there(state)
-        out = self.outcome(state, state is None)
+            self.target.read_card(state)
+        out = self.initial_result(state, state is None)
         out.files = {c.name: c.size for c in self.files}
-        journal = self.journal()
+        journal = self.open_journal()
         for c in self.files:
             known = state.files.get(c.name) if state else None
             hashed = journal.files.get(c.name) if c.jobs else FileHashes(sha256(c.head).hexdigest(), {}, {})
-            if hashed and PushFile(c.name, c.size, hashed.sha256, content=c).same(known):
+            if hashed and PushFile(c.name, c.size, hashed.sha256, content=c).is_same(known):
                 out.there.append(c.name)
             else:
                 out.sent[c.name] = c.size
-        self._inspect(state, out)
+        self._add_warnings(state, out)
         return out
 
     def push(self, stage: str | None, progress: Progress) -> Pushed:
-        """Push."""
-        state = self.target.allowed(self.repository.look())
+        """Create what is missing, hash, upload, commit, and check the commit."""
+        state = self.target.refuse_visibility(self.repository.read_state())
         created = state is None
         if created:
-            self.repository.create(private=not self.public)
-            state = self.target.allowed(
-                self.repository.look()
-            )  # somebody else may have made it, or the Hub made it otherwise
+            self.repository.create_repository(private=not self.public)
+            # somebody else may have made it, or the Hub made it otherwise
+            state = self.target.refuse_visibility(self.repository.read_state())
         if self.target.needs_branch():
             assert self.revision is not None
-            self.repository.branch(self.revision)
+            self.repository.create_branch(self.revision)
         if not created:
-            self.repository.may_write(self.revision, self.pull)
+            self.repository.check_write_access(self.revision, self.pull)
             if self.revision:
-                state = self.repository.look(self.revision)
+                state = self.repository.read_state(self.revision)
         if state is not None:
-            self.target.card_there(state)
+            self.target.read_card(state)
         try:
-            weights, record = self.staged(stage, progress) if stage is not None else self.hashed(progress)
+            weights, record = self.stage_files(stage, progress) if stage is not None else self.hash_files(progress)
             self.notes += lost_notes(record.get("lost", {}))
-            return self.rounds(weights, record, created, progress)
+            return self.commit_in_rounds(weights, record, created, progress)
         except KeyboardInterrupt:
             if self.made is not None:
                 raise Interrupted(
@@ -278,30 +273,30 @@ class Push:
                 "files are not hashed and uploaded again."
             ) from None
 
-    def _inspect(self, state: RepositoryState | None, out: Pushed) -> None:
+    def _add_warnings(self, state: RepositoryState | None, out: Pushed) -> None:
         """Add to the result what the push deletes, and warnings about the repository."""
         if state is not None:
-            out.deleted = self.target.stale(state)
-            out.notes += self.target.warnings(state, out.files)
+            out.deleted = self.target.list_stale(state)
+            out.notes += self.target.list_warnings(state, out.files)
 
     # ------------------------------------------------------------------------------------------------------- hashes
 
-    def journal(self) -> Journal:
-        """The hashes of earlier runs with the same files and options; empty if the source cannot tell whether its files
-        changed."""
+    def open_journal(self) -> Journal:
+        """Open the hashes of earlier runs with the same files and options; empty if the source cannot tell whether its
+        files changed."""
         if not self.opened.source.has_versions():
             return Journal(None)
         return Journal(
             planning.plan_id(self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing)
         )
 
-    def hashed(self, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
-        """(every file of the draft, the content of ckpttool.json)."""
-        journal = self.journal()
+    def hash_files(self, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
+        """Return (every file of the draft, the content of ckpttool.json)."""
+        journal = self.open_journal()
         missing = [c for c in self.files if c.name not in journal.files]
         self.taken_over = len(missing) < len(self.files)
         if missing:
-            hash_contents(self.opened, missing, self.jobs, progress, journal.hashed)
+            hash_contents(self.opened, missing, self.jobs, progress, journal.add_hashes)
         if journal.record is None:
             found: dict[str, str] = {}
             for c in self.files:
@@ -311,7 +306,7 @@ class Push:
             budget = IOBudget(self.jobs)
             wanted, digests = verification.check_copied(self.opened, self.draft, found, self.writing, progress, budget)
             record = recorded.make_record(self.planned, wanted, digests)
-            journal.settled(record)
+            journal.add_record(record)
         else:
             self.opened.source.assert_unchanged()
         assert journal.record is not None
@@ -323,13 +318,13 @@ class Push:
         ]
         return files, journal.record
 
-    def staged(self, stage: str, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
-        """The same for files in a staging folder; one that an earlier run wrote is reused."""
-        journal, folder = self.journal(), os.path.abspath(stage)
+    def stage_files(self, stage: str, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
+        """Do the same with files in a staging folder; one that an earlier run wrote is reused."""
+        journal, folder = self.open_journal(), os.path.abspath(stage)
         paths = {c.name: os.path.join(folder, c.name) for c in self.files}
         known = journal.staged.get(folder)
         self.taken_over = known is not None
-        if known is None or not _unchanged(folder, known):
+        if known is None or not _is_unchanged(folder, known):
             if os.path.lexists(folder):
                 raise DestinationExists(
                     f"{argument('stage', stage)} exists and is not what an earlier run of this push left there. Give a "
@@ -344,25 +339,26 @@ class Push:
                 "files": {n: [sums[n], os.stat(p).st_size, os.stat(p).st_mtime_ns] for n, p in paths.items()},
                 "record": record,
             }
-            journal.stage(folder, known)
-        return [PushFile(n, known["files"][n][1], known["files"][n][0], path=p) for n, p in paths.items()], known[
-            "record"
-        ]
+            journal.add_staged(folder, known)
+        hashed = known["files"]
+        return [PushFile(n, hashed[n][1], hashed[n][0], path=p) for n, p in paths.items()], known["record"]
 
     # ------------------------------------------------------------------------------------------------------- sending
 
-    def rounds(self, weights: Sequence[PushFile], record: dict[str, Any], created: bool, progress: Progress) -> Pushed:
+    def commit_in_rounds(
+        self, weights: Sequence[PushFile], record: dict[str, Any], created: bool, progress: Progress
+    ) -> Pushed:
         """Inspect, upload, commit; again if somebody else commits in between, or no answer comes."""
         sent: dict[str, int] = {}
         for k in range(_ROUNDS):
-            state = self.target.allowed(self.repository.look(self.revision))
+            state = self.target.refuse_visibility(self.repository.read_state(self.revision))
             if state is None:
                 raise Corrupt(f"{self.repository.url} is gone; somebody has removed it in the meantime.")
-            files = self.complete(weights, record, state)
-            out = self.outcome(state, created)
+            files = self.add_card_and_record(weights, record, state)
+            out = self.initial_result(state, created)
             out.digest, out.files = record["digest"], {f.name: f.size for f in files}
-            self._inspect(state, out)
-            changed = [f for f in files if not f.same(state.files.get(f.name))]
+            self._add_warnings(state, out)
+            changed = [f for f in files if not f.is_same(state.files.get(f.name))]
             out.sent = {f.name: f.size for f in files if f.name in sent}
             if not changed and not out.deleted:
                 if sent:  # the commit had been done, only the answer was lost
@@ -371,35 +367,43 @@ class Push:
                 out.there = sorted(f.name for f in files if f.name not in out.sent)
                 return out
             try:
-                adds = self.send(changed, sent, progress)
+                adds = self.upload(changed, sent, progress)
                 self.opened.source.assert_unchanged()
-                message = self.message or self.title(record)
-                self.target.allowed(
-                    state._replace(private=self.repository.private())
-                )  # what was sent may have taken hours
+                message = self.message or self.default_message(record)
+                # the upload may have taken hours, in which somebody may have made the repository public
+                self.target.refuse_visibility(state._replace(private=self.repository.is_private()))
                 done = self.repository.commit(adds, out.deleted, message, state.commit, self.revision, self.pull)
             except (CommitConflict, TransientError) as e:
                 if k + 1 == _ROUNDS or (self.pull and isinstance(e, TransientError)):
                     raise
                 continue
-            out.commit, pull = done
-            self.made = out.commit
-            note_change(f"{self.repository.url} has the commit {self.made}.")
-            out.page = pull or f"{self.repository.page}/commit/{out.commit}"
+            self.made, pull = done
+            out.page = pull or f"{self.repository.page}/commit/{self.made}"
             out.sent = {f.name: f.size for f in files if f.name in sent}
             out.there = sorted(f.name for f in files if f.name not in sent)
-            try:
-                self.target.check(files, out.commit)
-                out.private = self.repository.private()
-            except RemoteError as e:
-                raise RemoteError(f"the commit {out.commit} is there, but was not checked: {e}") from None
-            if not out.private and not self.public:
-                raise RemoteError(self.target.opened_up(out.commit))
+            self.check_commit(self.made, files, out)
             return out
         raise AssertionError
 
-    def send(self, changed: Sequence[PushFile], sent: dict[str, int], progress: Progress) -> list[Any]:
-        """Upload the large files; the operations of a commit. {name: bytes} of uploaded files is added to `sent`."""
+    def check_commit(self, commit: str, files: Sequence[PushFile], out: Pushed) -> None:
+        """Ask the Hub whether the new commit has the files of the push, and whether the repository is still private.
+
+        Raises:
+            Differs: a file is another one. RemoteError: the Hub cannot be asked, or the repository became public.
+        """
+        out.commit = commit
+        note_change(f"{self.repository.url} has the commit {commit}.")
+        try:
+            self.target.check(files, commit)
+            out.private = self.repository.is_private()
+        except RemoteError as e:
+            raise RemoteError(f"the commit {commit} is there, but was not checked: {e}") from None
+        if not out.private and not self.public:
+            raise RemoteError(self.target.became_public_message(commit))
+
+    def upload(self, changed: Sequence[PushFile], sent: dict[str, int], progress: Progress) -> list[Any]:
+        """Upload the large files; returns the operations of a commit. {name: bytes} of uploaded files is added to
+        `sent`."""
         total, passed, lock = sum(f.size for f in changed if f.data is None), 0, threading.Lock()
 
         def count(n: int) -> None:
@@ -421,7 +425,7 @@ class Push:
         except RejectedError as e:
             if not self.taken_over:
                 raise
-            self.journal().drop()
+            self.open_journal().drop()
             raise RejectedError(
                 f"{e} The bytes may not be those that an earlier run hashed, so its hashes were deleted. Run the same "
                 "command again, which computes them again."
@@ -435,11 +439,11 @@ class Push:
             progress("upload", total, total)
         return adds
 
-    def complete(
+    def add_card_and_record(
         self, weights: Sequence[PushFile], record: Mapping[str, Any], state: RepositoryState
     ) -> list[PushFile]:
-        """All files: those of the draft, the card, and ckpttool.json, which lists the others."""
-        data = self.card(record, state)
+        """Return all files: those of the draft, the card, and ckpttool.json, which lists the others."""
+        data = self.updated_card(record, state)
         listed = {f.name: {"sha256": f.sha256, "bytes": f.size} for f in weights}
         content = {**record, "files": listed}
         if RECORD in state.files:
@@ -455,16 +459,18 @@ class Push:
         extra = {_CARD: data, RECORD: text}
         return [*weights, *(PushFile(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
 
-    def card(self, record: Mapping[str, Any], state: RepositoryState) -> bytes:
-        """The new README.md."""
-        old = self.target.card_there(state)
+    def updated_card(self, record: Mapping[str, Any], state: RepositoryState) -> bytes:
+        """Return the new README.md."""
+        old = self.target.read_card(state)
         dtypes: dict[str, int] = {}
         for t in self.draft.checkpoint.tensors.values():
             if t.component == "model":
                 dtypes[t.dtype] = dtypes.get(t.dtype, 0) + t.numel
         ckpt, tensors = self.opened.checkpoint, self.draft.checkpoint.tensors
         cast = any(tensors[n].dtype != t.dtype for n, t in self.draft.sources.items() if n in tensors)
-        configs = {c.name: _object(c.head) for c in self.files if c.name in ("config.json", "adapter_config.json")}
+        configs = {
+            c.name: _parse_config(c.head) for c in self.files if c.name in ("config.json", "adapter_config.json")
+        }
         facts = model_card.CardFacts(
             repo_id=self.repo_id,
             version=__version__,
@@ -480,15 +486,15 @@ class Push:
             adapter=configs.get("adapter_config.json", {}) if self.adapter else {},
             branch=None if self.revision in (None, "main") or str(self.revision).startswith("refs/") else self.revision,
         )
-        return model_card.merged(old, facts)
+        return model_card.update_card(old, facts)
 
-    def title(self, record: Mapping[str, Any]) -> str:
-        """The default message of a commit."""
+    def default_message(self, record: Mapping[str, Any]) -> str:
+        """Return the default message of a commit."""
         step = step_count(self.opened.checkpoint.value)
         return f"ckpttool push of {record['source']['name']}" + ("" if step is None else f", step {step}")
 
-    def outcome(self, state: RepositoryState | None, created: bool) -> Pushed:
-        """The result, as far as it is known beforehand."""
+    def initial_result(self, state: RepositoryState | None, created: bool) -> Pushed:
+        """Return the result, as far as it is known beforehand."""
         return Pushed(
             self.opened.source.root,
             self.opened.layout.name,
@@ -503,7 +509,7 @@ class Push:
 
 
 def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
-    """The result of a call in another thread. If we are interrupted, `stop` is set and the call is waited for."""
+    """Call in another thread and return the result. If we are interrupted, `stop` is set and the call is waited for."""
     with ThreadPoolExecutor(1, "ckpttool-push") as pool:
         try:
             return pool.submit(call).result()
@@ -512,12 +518,13 @@ def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
             raise
 
 
-def _text(content: Content) -> bytes:
-    """The part of a file that is not weights: all of it, or the header with the names."""
+def _searchable_text(content: Content) -> bytes:
+    """Return the part of a file that is not weights: all of it, or the header with the names."""
     return content.head[8:] if content.jobs and content.name.endswith(".safetensors") else content.head
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _parse_config(data: bytes) -> dict[str, Any]:
+    """Parse a config file; {} if it is not a JSON object."""
     try:
         found = parse(data, "a config")
     except (Corrupt, Unsafe):
@@ -525,8 +532,8 @@ def _object(data: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _unchanged(folder: str, known: Mapping[str, Any]) -> bool:
-    """Whether the files of a staging folder are those that were hashed."""
+def _is_unchanged(folder: str, known: Mapping[str, Any]) -> bool:
+    """Return whether the files of a staging folder are those that were hashed."""
     try:
         for name, (_, size, when) in known["files"].items():
             st = os.stat(os.path.join(folder, name))

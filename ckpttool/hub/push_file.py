@@ -22,7 +22,7 @@ class PushFile:
     path: str | None = None
     content: Content | None = None
 
-    def same(self, known: RemoteFile | None) -> bool:
+    def is_same(self, known: RemoteFile | None) -> bool:
         """Return whether a commit has the same file."""
         if known is None or known.size != self.size:
             return False

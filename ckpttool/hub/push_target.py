@@ -34,8 +34,8 @@ class PushTarget:
     adapter: bool
     names: frozenset[str]
 
-    def allowed(self, state: RepositoryState | None) -> RepositoryState | None:
-        """The repository as it is, if it may be pushed to.
+    def refuse_visibility(self, state: RepositoryState | None) -> RepositoryState | None:
+        """Return the repository as it is, if it may be pushed to.
 
         Raises:
             UsageError: its visibility is not the requested one.
@@ -54,7 +54,7 @@ class PushTarget:
         return state
 
     def needs_branch(self) -> bool:
-        """Whether the branch has to be made.
+        """Return whether the branch has to be made.
 
         Raises:
             UsageError: the revision is not a branch and cannot become one.
@@ -65,10 +65,10 @@ class PushTarget:
             raise UsageError(
                 f"{argument('revision', self.revision)}: commits cannot be added to this; give the name of a branch."
             )
-        return self.revision not in self.repository.branches()
+        return self.revision not in self.repository.list_branches()
 
-    def warnings(self, state: RepositoryState, files: Container[str]) -> list[str]:
-        """What else in the repository affects those who load `files`, the files of this push."""
+    def list_warnings(self, state: RepositoryState, files: Container[str]) -> list[str]:
+        """Return warnings about what else in the repository affects those who load `files`, the files of this push."""
         out: list[str] = []
         pickles = sorted(n for n in state.files if _PICKLES.fullmatch(n))
         if pickles:
@@ -81,7 +81,7 @@ class PushTarget:
                 "the repository contains adapter_config.json: from_pretrained would load that adapter on top of the "
                 "weights"
             )
-        stale = self.stale(state)
+        stale = self.list_stale(state)
         others = sorted(
             n for n in state.files if n.endswith(".safetensors") and "/" not in n and n not in files and n not in stale
         )
@@ -95,12 +95,12 @@ class PushTarget:
             )
         return out
 
-    def stale(self, state: RepositoryState) -> list[str]:
-        """Weight files in the repository that do not belong to this push; it deletes them."""
+    def list_stale(self, state: RepositoryState) -> list[str]:
+        """Return weight files in the repository that do not belong to this push; it deletes them."""
         return sorted(n for n in state.files if n not in self.names and not self.adapter and _STALE.fullmatch(n))
 
-    def card_there(self, state: RepositoryState) -> bytes | None:
-        """README.md of a commit; None if there is none.
+    def read_card(self, state: RepositoryState) -> bytes | None:
+        """Return README.md of a commit; None if there is none.
 
         Raises:
             Unsupported: it is too large or not UTF-8, so our section cannot be added to it.
@@ -129,10 +129,10 @@ class PushTarget:
         Raises:
             Differs: it does not.
         """
-        there = self.repository.known([f.name for f in files], commit)
+        there = self.repository.file_infos([f.name for f in files], commit)
         for f in files:
             known = there.get(f.name)
-            if not f.same(known):
+            if not f.is_same(known):
                 is_there = "is missing" if known is None else f"has {known.size} bytes and {_hash(known)}"
                 raise Differs(
                     f"{self.repository.url}: {f.name} {is_there} at commit {commit}, but {f.size} bytes with SHA-256 "
@@ -140,8 +140,8 @@ class PushTarget:
                     "operators of the Hub if this persists."
                 )
 
-    def opened_up(self, commit: str) -> str:
-        """The message for a repository that was made public during the push."""
+    def became_public_message(self, commit: str) -> str:
+        """Return the message for a repository that was made public during the push."""
         return (
             f"{self.repository.url} has the commit {commit}, but in the meantime somebody made the repository public: "
             f"everybody can read what was pushed. To make it private: `hf repos settings {self.repo_id} --private`, or "
@@ -150,8 +150,10 @@ class PushTarget:
 
 
 def _hash(known: RemoteFile) -> str:
+    """Return the hash of a file on the Hub, for a message."""
     return f"SHA-256 {known.sha256}" if known.sha256 else f"git blob {known.oid}"
 
 
 def _names(names: Sequence[str]) -> str:
+    """Return at most five names, for a message."""
     return ", ".join(names[:5]) + (f", ... ({len(names)} files)" if len(names) > 5 else "")

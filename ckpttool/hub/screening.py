@@ -32,13 +32,13 @@ from ..bounded_json import refuse_bomb
 from ..errors import Unsafe, argument
 from ..huggingface.model_files import PACKED
 
-__all__ = ["kind_of", "screen"]
+__all__ = ["forbidden_kind", "refuse_forbidden"]
 
 _PICKLE, _ARCHIVE = "a pickle", "an archive"
 
 
-def _random(text: str) -> bool:
-    """Whether a part of it looks random: 16 or more letters and digits in frequent alternation."""
+def _looks_random(text: str) -> bool:
+    """Return whether a part of a text looks random: 16 or more letters and digits in frequent alternation."""
     for run in re.findall(r"[A-Za-z0-9]{16,}", text):
         kinds = [0 if c.isdigit() else 1 if c.isupper() else 2 for c in run]
         if kinds.count(0) >= 3 and sum(a != b for a, b in pairwise(kinds)) * 4 >= len(run):
@@ -46,30 +46,34 @@ def _random(text: str) -> bool:
     return False
 
 
-def _mixed(value: str) -> bool:
-    """Whether a value is long and of letters and digits of many kinds, and not a path, URL or date."""
+def _is_mixed(value: str) -> bool:
+    """Return whether a value is long and of letters and digits of many kinds, and not a path, URL or date."""
     if len(value) < 16 or len(value) > 4096 or len(set(value)) < 9:
         return False
     if re.search(r"[A-Za-z]", value) is None or len(re.findall(r"[0-9]", value)) < 2:
         return False
     if re.fullmatch(r"[A-Za-z0-9_./+=:~!@#$%^&*-]+", value) is None or "://" in value:
         return False
-    return _random(value) if _PATH.match(value) else True
+    return _looks_random(value) if _PATH.match(value) else True
 
 
 def _has_digits(text: str) -> bool:
+    """Return whether a text has digits."""
     return re.search(r"[0-9]", text) is not None
 
 
-def _cased(text: str) -> bool:
+def _has_both_cases(text: str) -> bool:
+    """Return whether a text has upper-case and lower-case letters."""
     return re.search(r"[A-Z]", text) is not None and re.search(r"[a-z]", text) is not None
 
 
 def _unlike_words(text: str) -> bool:
-    return re.match(r"sk-(?:proj|svcacct|admin|ant-[a-z]+\d\d|or-v1)-", text) is not None or _random(text)
+    """Return whether an "sk-..." text is a key and not words with hyphens."""
+    return re.match(r"sk-(?:proj|svcacct|admin|ant-[a-z]+\d\d|or-v1)-", text) is not None or _looks_random(text)
 
 
-def _password(text: str) -> bool:
+def _is_password(text: str) -> bool:
+    """Return whether a text is a password and not a placeholder."""
     return not _PLACEHOLDER.fullmatch(text) and text.lower() not in ("password", "passwd", "pass", "pwd", "token")
 
 
@@ -79,7 +83,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]
         "a Hugging Face token",
         ("hf_", "api_org_"),
         re.compile(r"(?<![A-Za-z0-9_])((?:hf_|api_org_)[A-Za-z0-9]{30,})"),
-        _cased,
+        _has_both_cases,
     ),
     ("an AWS access key", ("AKIA", "ASIA"), re.compile(r"(?<![A-Z0-9])((?:AKIA|ASIA)[A-Z0-9]{16})(?![A-Z0-9])"), bool),
     ("a private key", ("PRIVATE KEY",), re.compile(r"-----BEGIN ((?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?)-----"), bool),
@@ -90,7 +94,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]
         bool,
     ),
     ("a GitLab token", ("glpat-",), re.compile(r"(?<![A-Za-z0-9])glpat-([A-Za-z0-9_-]{20,})"), bool),
-    ("an npm token", ("npm_",), re.compile(r"(?<![A-Za-z0-9_])npm_([A-Za-z0-9]{36})(?![A-Za-z0-9])"), _random),
+    ("an npm token", ("npm_",), re.compile(r"(?<![A-Za-z0-9_])npm_([A-Za-z0-9]{36})(?![A-Za-z0-9])"), _looks_random),
     ("an API key", ("sk-",), re.compile(r"(?<![A-Za-z0-9])(sk-[A-Za-z0-9_-]{20,})"), _unlike_words),
     ("an API key", ("k_live_",), re.compile(r"(?<![A-Za-z0-9])[sr]k_live_([A-Za-z0-9]{16,})"), bool),
     ("a Slack token", ("xox",), re.compile(r"(?<![A-Za-z0-9])(xox[abeprs]-[A-Za-z0-9-]{16,})"), bool),
@@ -105,7 +109,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]
         "what a request is authorised by",
         ("earer ", "EARER ", "asic ", "BASIC "),
         re.compile(r"(?<![A-Za-z0-9])(?i:bearer|basic) {1,9}([A-Za-z0-9._~+/=-]{16,4096})"),
-        _mixed,
+        _is_mixed,
     ),
     (
         "the key of an account",
@@ -123,7 +127,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]
         "a URL with a password",
         ("://",),
         re.compile(r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^\s/:@\"'<>{}\\]*:([^\s/:@\"'<>{}\\]{3,})@[A-Za-z0-9\[]"),
-        _password,
+        _is_password,
     ),
     (
         "a password of .netrc",
@@ -131,7 +135,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]
         re.compile(
             r"(?<![A-Za-z0-9])machine\s{1,9}\S{1,256}\s{1,99}login\s{1,9}\S{1,256}\s{1,99}password\s{1,9}(\S{3,256})"
         ),
-        _password,
+        _is_password,
     ),
 )
 #: Keys whose values are secrets, if they are long.
@@ -159,14 +163,14 @@ _SPELLING = frozenset(
 )
 
 
-def screen(files: Iterable[tuple[str, bytes]]) -> None:
+def refuse_forbidden(files: Iterable[tuple[str, bytes]]) -> None:
     """Refuse what is never pushed, in (name, bytes) of files beside the weights.
 
     Raises:
         Unsafe: with the file and what was found.
     """
     for name, data in files:
-        found = kind_of(data)
+        found = forbidden_kind(data)
         if found in (_PICKLE, _ARCHIVE):
             why = (
                 "loading one runs code" if found == _PICKLE else "nobody can see what it holds, and a model needs none"
@@ -182,51 +186,54 @@ def screen(files: Iterable[tuple[str, bytes]]) -> None:
             )
 
 
-def kind_of(data: bytes) -> str | None:
-    """What of a file must not be pushed: "a pickle", "an archive" or the kind of secret; None if it may be pushed."""
+def forbidden_kind(data: bytes) -> str | None:
+    """Return what of a file must not be pushed: "a pickle", "an archive" or the kind of secret; None if it may be
+    pushed."""
     if _is_pickle(data) or _holds_pickle(data):
         return _PICKLE
     if data.startswith(PACKED) or zipfile.is_zipfile(io.BytesIO(data)):
         return _ARCHIVE
-    found = _in_text(data)
+    found = _find_in_text(data)
     if found is None and b"\0" in data:  # UTF-16 and UTF-32 of ASCII are that with NULs in between
-        found = _in_text(data.replace(b"\0", b""))
+        found = _find_in_text(data.replace(b"\0", b""))
     if found is None and data.lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")[:1] in (b"{", b"["):
-        found = _in_json(data)
+        found = _find_in_json(data)
     return found
 
 
 # ----------------------------------------------------------------------------------------------------------- secrets
 
 
-def _in_text(data: bytes) -> str | None:
+def _find_in_text(data: bytes) -> str | None:
+    """Return the kind of secret in a text; None if there is none."""
     text = data.decode("latin-1")  # as many characters as bytes; all that is looked for is ASCII
     for kind, parts, form, check in _FORMS:
         if any(part in text for part in parts) and any(check(m[1]) for m in form.finditer(text)):
             return kind
-    for found in _named(data.lower(), text):
+    for found in _find_named(data.lower(), text):
         pair = found.groupdict().get("pair")  # words of a list, perhaps
         if _is_secret(found["key"], found["value"], bool(found["quote"]) and not pair):
-            return _of_key(found["key"])
+            return _kind_for_key(found["key"])
     return None
 
 
-def _of_key(key: str) -> str:
+def _kind_for_key(key: str) -> str:
+    """Return the kind of secret for the value of a key."""
     return f'what its key "{key.lstrip("-")[:40]}" says'
 
 
 def _is_secret(key: str, value: str, quoted: bool) -> bool:
-    """Whether the value of a key with such a name is a secret."""
+    """Return whether the value of a key with such a name is a secret."""
     if _PLACEHOLDER.fullmatch(value):
         return False
-    if _mixed(value):
+    if _is_mixed(value):
         return True
     chosen = re.search(r"(?i)passw|passphrase|pwd", key)  # by a person: words will do
     return chosen is not None and quoted and len(value) >= 12 and not _PATH.match(value) and "://" not in value
 
 
-def _named(lower: bytes, text: str) -> Iterator[re.Match[str]]:
-    """Keys with names of secrets, and their values."""
+def _find_named(lower: bytes, text: str) -> Iterator[re.Match[str]]:
+    """Yield keys with names of secrets, and their values."""
     for stem in _STEMS:
         at = lower.find(stem)
         while at >= 0:
@@ -244,8 +251,8 @@ class _Pairs(list[tuple[str, Any]]):
     """An object of JSON with all its keys, including duplicates."""
 
 
-def _in_json(data: bytes) -> str | None:
-    """Secrets in a JSON file that a search of its bytes would not see."""
+def _find_in_json(data: bytes) -> str | None:
+    """Return the kind of secret in a JSON file that a search of its bytes would not see; None if there is none."""
     try:
         refuse_bomb(data, "a file")
         read = json.loads(data, object_pairs_hook=_Pairs)
@@ -256,26 +263,28 @@ def _in_json(data: bytes) -> str | None:
     while todo:
         x, key = todo.pop()
         if isinstance(x, _Pairs):
-            texts += [k for k, _ in x if _long(k)]
-            todo += _under(x, key)
+            texts += [k for k, _ in x if _is_long_enough(k)]
+            todo += _values_of(x, key)
         elif isinstance(x, list):
             todo += ((item, key) for item in x)
             for name, item in pairwise(x):
-                both = isinstance(item, str) and _long(item) and isinstance(name, str) and _speaks(name)
+                both = (
+                    isinstance(item, str) and _is_long_enough(item) and isinstance(name, str) and _is_secret_key(name)
+                )
                 if both and _is_secret(name, item, False):
-                    return _of_key(name)
-        elif isinstance(x, str) and _long(x):
+                    return _kind_for_key(name)
+        elif isinstance(x, str) and _is_long_enough(x):
             texts.append(x)
             if key is not None and _looks_secret(key, x):
-                return _of_key(key)
+                return _kind_for_key(key)
     if b"\\" not in data and b'"$' not in data:
         return None  # it is spelled as it reads
-    return _in_text("\n".join(texts).encode("utf-8", "replace"))
+    return _find_in_text("\n".join(texts).encode("utf-8", "replace"))
 
 
-def _under(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]:
-    """The values of an object, each with its key."""
-    above = next((_last(item) for key, item in x if key == "path"), None) or above
+def _values_of(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]:
+    """Yield the values of an object, each with its key."""
+    above = next((_last_text(item) for key, item in x if key == "path"), None) or above
     for key, item in x:
         if key in ("$bytes", "$bytearray") and isinstance(item, str):
             try:
@@ -288,32 +297,33 @@ def _under(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]:
             for pair in item:
                 if isinstance(pair, list) and len(pair) == 2:
                     yield pair[0], None
-                    yield pair[1], _last(pair[0]) or above
+                    yield pair[1], _last_text(pair[0]) or above
         elif key not in ("$tensor", "path"):
             yield item, above if key in _SPELLING else key
 
 
-def _last(x: Any) -> str | None:
-    """The last text in the key of a dict, which may be a tuple."""
+def _last_text(x: Any) -> str | None:
+    """Return the last text in the key of a dict, which may be a tuple."""
     while isinstance(x, list) and x:
         x = x[-1][1] if isinstance(x, _Pairs) else x[-1]
     return x if isinstance(x, str) else None
 
 
-def _long(text: str) -> bool:
-    """Whether it is long enough for a secret."""
+def _is_long_enough(text: str) -> bool:
+    """Return whether a text is long enough for a secret."""
     return len(text) >= _SHORTEST
 
 
-def _speaks(key: str) -> bool:
+def _is_secret_key(key: str) -> bool:
+    """Return whether a key is named like that of a secret."""
     return len(key) <= _LONGEST_KEY and _OF_SECRET.fullmatch(key) is not None
 
 
 def _looks_secret(key: str, value: str) -> bool:
-    """Whether a text is a secret, by its key."""
-    if _speaks(key):
+    """Return whether a text is a secret, by its key."""
+    if _is_secret_key(key):
         return _is_secret(key, value, True) and not re.search(r"\s", value)
-    return len(value) >= 20 and _MAYBE.fullmatch(key) is not None and _mixed(value) and _random(value)
+    return len(value) >= 20 and _MAYBE.fullmatch(key) is not None and _is_mixed(value) and _looks_random(value)
 
 
 # ---------------------------------------------------------------------------------------------------------- pickles
@@ -322,9 +332,10 @@ _CALLS = frozenset({"REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EX
 
 
 def _is_pickle(data: bytes) -> bool:
+    """Return whether the bytes are a pickle that torch.load or pickle.load would run."""
     if data[:1] == b"\x80" and data[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return True
-    calls, end = _walk(data)
+    calls, end = _walk_opcodes(data)
     if not end:
         return False
     if calls:  # what follows is not read when it is loaded
@@ -338,8 +349,8 @@ def _is_pickle(data: bytes) -> bool:
     return True
 
 
-def _walk(data: bytes) -> tuple[bool, int]:
-    """(whether a stream of opcodes calls what it names, bytes to its end); (False, 0) if it is not one."""
+def _walk_opcodes(data: bytes) -> tuple[bool, int]:
+    """Return (whether a stream of opcodes calls what it names, bytes to its end); (False, 0) if it is not one."""
     stream, calls = io.BytesIO(data), False
     try:
         for op, arg, _ in pickletools.genops(stream):
@@ -359,6 +370,7 @@ class _Nowhere(io.StringIO):
 
 
 def _holds_pickle(data: bytes) -> bool:
+    """Return whether the bytes are a zip with a pickle in it (torch.save)."""
     if not data.startswith(b"PK\x03\x04"):
         return False
     try:

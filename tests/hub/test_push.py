@@ -211,7 +211,7 @@ def test_numbers_that_a_cast_made_infinite_are_a_note_also_of_a_push_that_goes_o
     save_file({"a.weight": torch.tensor([1.0, 7e4, -1e9]), "b.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     note = "2 numbers of 1 tensor became infinite in float16, first in model.a.weight"
     with monkeypatch.context() as m:
-        m.setattr(pushing.Push, "rounds", lambda *_: (_ for _ in ()).throw(RemoteError("gone")))
+        m.setattr(pushing.Push, "commit_in_rounds", lambda *_: (_ for _ in ()).throw(RemoteError("gone")))
         with pytest.raises(RemoteError):
             push(str(tmp_path), "hf://org/cast", dtype="fp16")
     assert note in push(str(tmp_path), "hf://org/cast", dtype="fp16").notes  # hashed before, by the journal
@@ -846,17 +846,17 @@ def test_an_existing_card_keeps_everything_but_our_section(before: bytes, after:
     )
     section = model_card._section(facts).encode()
     old = before + b"<!-- ckpttool -->\nold\n<!-- /ckpttool -->" + after
-    assert model_card.merged(old, facts) == before + section + after
-    assert model_card.merged(before, facts).startswith(before) and section in model_card.merged(before, facts)
-    again = model_card.merged(before, facts)
-    assert model_card.merged(again, facts) == again
+    assert model_card.update_card(old, facts) == before + section + after
+    assert model_card.update_card(before, facts).startswith(before) and section in model_card.update_card(before, facts)
+    again = model_card.update_card(before, facts)
+    assert model_card.update_card(again, facts) == again
     for odd in (
         b"<!-- /ckpttool -->\n",
         b"a<!-- /ckpttool -->\n<!-- ckpttool -->mine<!-- /ckpttool -->\nrest",
         b"<!-- ckpttool -->\n",
     ):
-        once = model_card.merged(odd + before, facts)  # marks that stand alone, or the wrong way round
-        assert model_card.merged(once, facts) == once and once.count(section) == 1
+        once = model_card.update_card(odd + before, facts)  # marks that stand alone, or the wrong way round
+        assert model_card.update_card(once, facts) == once and once.count(section) == 1
     assert b"<b>" not in section and b"my__b_trainer_" in section and b"load_file" in section
 
 
@@ -947,10 +947,10 @@ SECRETS = {
 @pytest.mark.parametrize("kind", SECRETS)
 def test_secrets_are_found(kind: str) -> None:
     data = SECRETS[kind].encode("latin-1")
-    found = screening.kind_of(data)
+    found = screening.forbidden_kind(data)
     assert found is not None and (kind.startswith((found, "a URL with")) or found.startswith("what its key"))
     with pytest.raises(Unsafe, match=r"conf/x\.json seems to contain") as e:
-        screening.screen([("conf/x.json", data)])
+        screening.refuse_forbidden([("conf/x.json", data)])
     assert e.value.exit_code == 7
     for word in ("0a1b2c", "hunter22", "aB3dE5", "horse", "Zx81", "ABCDEFGH", "a1B2", "abcd1234", "dozjg", "pw1"):
         assert word not in str(e.value)
@@ -960,9 +960,9 @@ def test_secrets_are_found(kind: str) -> None:
 def test_pickles_are_found_by_content(protocol: int) -> None:
     for thing in ({"a": 1}, [1, 2.5, "x"], os.path.join, 7, "text", (None, True)):
         with pytest.raises(Unsafe, match=r"tokenizer\.model is a pickle"):
-            screening.screen([("tokenizer.model", pickle.dumps(thing, protocol))])
+            screening.refuse_forbidden([("tokenizer.model", pickle.dumps(thing, protocol))])
     calls = pickle.dumps(Path("x"), protocol)  # what follows is not read by pickle.load
-    assert screening.kind_of(calls + b"\n{}\nand more") == "a pickle"
+    assert screening.forbidden_kind(calls + b"\n{}\nand more") == "a pickle"
 
 
 def test_archives_are_found() -> None:
@@ -979,14 +979,14 @@ def test_archives_are_found() -> None:
     ]
     for data in made:
         with pytest.raises(Unsafe, match=r"tokenizer\.model is an archive: nobody can see"):
-            screening.screen([("tokenizer.model", data)])
+            screening.refuse_forbidden([("tokenizer.model", data)])
 
 
 def test_zips_of_torch_are_found() -> None:
     out = io.BytesIO()
     torch.save({"w": torch.zeros(2)}, out)
     for data in (out.getvalue(), zipped("archive/data.pkl"), zipped("x/data.pkl")[:60] + b"data.pkl"):
-        assert screening.kind_of(data) == "a pickle"
+        assert screening.forbidden_kind(data) == "a pickle"
 
 
 ORDINARY = [
@@ -1011,7 +1011,7 @@ def test_ordinary_files_are_not_found() -> None:
     files = [p for p in FIXTURES.rglob("*.json") if p.parent.name in ("hf_ref", "ckpt", "ckpt_sharded")]
     assert len(files) > 10
     for data in [*ORDINARY, *(p.read_bytes() for p in files)]:
-        assert screening.kind_of(data) is None, data[:200]
+        assert screening.forbidden_kind(data) is None, data[:200]
 
 
 def test_large_files_are_looked_through_quickly() -> None:
@@ -1033,7 +1033,7 @@ def test_large_files_are_looked_through_quickly() -> None:
         "(" * 9,
         "eyJ0b2tlbiI6",
     ):
-        assert screening.kind_of((piece * (500_000 // len(piece))).encode()) is None
+        assert screening.forbidden_kind((piece * (500_000 // len(piece))).encode()) is None
 
 
 def test_an_adapter(hub: Hub, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +20,12 @@ from ..terminal import (
 )
 from .audit_arguments import ArchivePath, Identity, Jobs, NoLedger, Scratch, threads_of
 
+if TYPE_CHECKING:
+    from ...audit.archive_verification import ArchiveVerdict
+
 __all__ = ["verify"]
+
+_SHOWN = 40  # findings that are printed
 
 
 @about(
@@ -90,6 +95,11 @@ def verify(
             note(f"error: {found.describe_damage()}")
             raise typer.Exit(Corrupt.exit_code)
         return
+    _print(found, meter.seconds, quiet)
+
+
+def _print(found: ArchiveVerdict, seconds: float, quiet: bool) -> None:
+    """Print the result of a verification; raises Corrupt if the archive is damaged."""
     if found.workers is not None:
         count = found.workers["parts"]
         note(
@@ -99,10 +109,10 @@ def verify(
         )
     for text in found.warnings:
         note(f"warning: {text}.")
-    for f in found.findings[:40]:
+    for f in found.findings[:_SHOWN]:
         say(f"wrong: {f}")
-    if len(found.findings) > 40:
-        say(f"... {len(found.findings) - 40} more")
+    if len(found.findings) > _SHOWN:
+        say(f"... {len(found.findings) - _SHOWN} more")
     if found.findings:
         raise Corrupt(found.describe_damage())
     from ...engine.inspect import human
@@ -115,7 +125,7 @@ def verify(
         "into",
     }
     said = f"{found.tensors:,} tensors, {human(found.tensor_bytes)}" if found.merkle_root else human(found.file_bytes)
-    note(f"{found.path}: sound ({what[found.depth]}); {said}; {meter.seconds:.1f} s, {describe_memory()}", quiet)
+    note(f"{found.path}: sound ({what[found.depth]}); {said}; {seconds:.1f} s, {describe_memory()}", quiet)
     say(f"signature   {found.signature}")
     say(f"ledger      {found.ledger or 'none beside it to compare with'}")
     if found.merkle_root:
