@@ -1,4 +1,4 @@
-"""JSON of any names: written, and what somebody else wrote parsed within bounds. There, a short text cannot fill the
+"""JSON of any names: written, and what somebody else wrote parsed within bounds, so that a short text cannot fill the
 memory or the stack.
 
 Memory: an empty list takes three bytes of text and more than sixty as an object. So brackets, strings and commas are
@@ -28,7 +28,7 @@ for _opening, _closing in (b"[]", b"{}"):
 
 
 def parse(data: bytes, what: str) -> Any:
-    """JSON in UTF-8 with no key twice in one object.
+    """Parse JSON in UTF-8 with no key twice in one object.
 
     Args:
         data: the whole text.
@@ -39,7 +39,7 @@ def parse(data: bytes, what: str) -> Any:
     """
     refuse_bomb(data, what)
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_no_twins)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_twins)
     except Unsafe as e:
         raise Unsafe(f"{what}: {e}.") from None
     except RecursionError:
@@ -49,7 +49,7 @@ def parse(data: bytes, what: str) -> Any:
 
 
 def encode(data: Any, **layout: Any) -> bytes:
-    """JSON in UTF-8, with the arguments of `json.dumps` for its layout.
+    """Write JSON in UTF-8, with the arguments of `json.dumps` for its layout.
 
     Names and texts of a checkpoint may hold half of a surrogate pair, which UTF-8 has no bytes for: it becomes a JSON
     escape.
@@ -78,7 +78,7 @@ def refuse_bomb(data: bytes, what: str) -> None:
 
 
 def _outside_strings(data: bytes) -> tuple[bytes, int]:
-    """(the characters []{},: that are not in a string, how many strings there are)."""
+    """Find the characters []{},: that are not in a string, and count the strings: (characters, strings)."""
     if b"\\" in data:
         data = data.replace(rb"\\", b"").replace(rb"\"", b"")
     strings = data.count(b'"') // 2
@@ -88,7 +88,12 @@ def _outside_strings(data: bytes) -> tuple[bytes, int]:
     return found, strings
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its pairs.
+
+    Raises:
+        Unsafe: a key is there twice.
+    """
     out = dict(pairs)
     if len(out) != len(pairs):
         seen: set[str] = set()

@@ -548,7 +548,7 @@ def detect(where: Place) -> Layout:
         raise Unsupported(f"{path} matches more than one layout ({matches}). Choose with {argument('source_layout')}.")
     if where.file:
         head = where.source.read(where.file, 0, min(where.source.size(where.file), other_files.HEAD_BYTES))
-        other_files.refuse_format(head, path)
+        other_files.refuse_foreign_format(head, path)
     raise NotRecognised(f"{path} is not a checkpoint that ckpttool knows. It looked for:", listing=_reasons(answers))
 
 

@@ -28,7 +28,7 @@ from ckpttool.engine.copy.value_digests import recorded_values
 from ckpttool.engine.recorded import MOST_RECORD_BYTES
 from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
-from ckpttool.formats.numpy_values import as_torch
+from ckpttool.formats.numpy_values import numpy_to_torch
 from ckpttool.formats.pickles import Global, Opaque, children
 from ckpttool.formats.subclasses import put_together
 from ckpttool.formats.torch_zip_writer import TorchFiles
@@ -142,7 +142,7 @@ def _noted(read_at: source.ReadAt, length: int, what: str, record_name: str) -> 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """One zip. The world size has no meaning here."""
-    values = {n: Value(v.path, as_torch(v.data)) for n, v in ckpt.values.items()}
+    values = {n: Value(v.path, numpy_to_torch(v.data)) for n, v in ckpt.values.items()}
     dropped = [
         Dropped(n, 0, why)
         for n, v in values.items()

@@ -366,7 +366,7 @@ class _Reading:
             Corrupt: they have different ones.
         """
         what = f"{self.source.root}/{self.files[number]}"
-        found = stored_tensors.inlined(x, self.source.reader_of(self.files[number]), what)
+        found = stored_tensors.inline_tensors(x, self.source.reader_of(self.files[number]), what)
         leaf = found
         if isinstance(x, StoredTensor):
             leaf = TensorEntry(x.dtype, (), ("optim", "state", name, slot), Chunks.whole((), number, *x.extent))

@@ -292,7 +292,7 @@ def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_rank
     """
     stated: dict[int, int] = {}
     for rank, name in group.ranks.items():
-        first = torch_zip.saved_as(files.source.reader_of(name), files.source.size(name))
+        first = torch_zip.name_at_save(files.source.reader_of(name), files.source.size(name))
         found = group_rank_files([f"{first}.pt"]) if first is not None else []
         if not found:
             return []
@@ -489,7 +489,7 @@ def first_replica(files: Files, ranks: list[Rank], name: str, column: list[Any])
     first = column[0]
     if not isinstance(first, StoredTensor):
         kept, *others = (
-            stored_tensors.inlined(x, files.reader(r.file), name) for r, x in zip(ranks, column, strict=True)
+            stored_tensors.inline_tensors(x, files.reader(r.file), name) for r, x in zip(ranks, column, strict=True)
         )
         unlike = (r for r, x in zip(ranks[1:], others, strict=True) if not same_value(x, kept))
         files.unlike += [DifferentCopy(name, r.file, None) for r in unlike]
@@ -557,13 +557,13 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: list[Any])
 
 def inline_scalar(files: Files, file: int, x: Any) -> Any:
     """Return a number, or the bytes of a tensor that is one."""
-    return stored_tensors.inlined(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
+    return stored_tensors.inline_tensors(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
 
 
 def format_step(x: Any) -> str:
     """Format a step as a number."""
     if isinstance(x, stored_tensors.Inline):
-        n = stored_tensors.number_in(x.dtype, x.data)
+        n = stored_tensors.decode_number(x.dtype, x.data)
         return x.data.hex() if n is None else f"{n:g}"
     return short(x)
 

@@ -28,7 +28,7 @@ _answering: list[subprocess.Popen[bytes]] = []
 
 
 def asked_once(function: str, argument: str, work_bytes: int, text: bytes = b"") -> bytes:
-    """`sandbox.in_child`, with a memory in the folder $ANSWERS. What fails is asked of the real child, each time."""
+    """`sandbox.run_in_child`, with a memory in the folder $ANSWERS. What fails is asked of the real child, each time."""
     question = hashlib.sha256(repr((function, argument, text)).encode()).hexdigest()
     with open(Path(os.environ["ANSWERS"]) / question, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -37,7 +37,7 @@ def asked_once(function: str, argument: str, work_bytes: int, text: bytes = b"")
         if not answer:
             answer = _asked(function, argument, text, file.name + ".new")
             if not answer:
-                answer = sandbox.in_child(function, argument, work_bytes, text)
+                answer = sandbox.run_in_child(function, argument, work_bytes, text)
             file.write(answer)
     return answer
 

@@ -18,7 +18,7 @@ from ..huggingface import maps, model_files
 from ..index.check import check
 from ..index.checkpoint import Checkpoint
 from ..index.expressions import evaluate_size
-from ..index.line_groups import names_not_covered
+from ..index.map_groups import names_not_covered
 from ..index.name_maps import NameMap
 from ..storage.source import Source
 from .copy.fill import silent

@@ -33,7 +33,7 @@ from typing import Any
 
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
-from ..formats.stored_tensors import number_in
+from ..formats.stored_tensors import decode_number
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
@@ -360,7 +360,7 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
     if len(sums) == 1 and None not in {s for _, s in sums}:
         return  # equal CRC32s of one number each: equal numbers, and nothing was read
     source.prefetch((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)
-    steps = {n: number_in(ckpt.tensors[n].dtype, d) for n, d in small(ckpt, source, names).items()}
+    steps = {n: decode_number(ckpt.tensors[n].dtype, d) for n, d in small(ckpt, source, names).items()}
     groups = _groups(ckpt, names)
     text = ""
     for place in (file, {n: ckpt.ranks[f] for n, f in file.items()}):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from .. import layouts
 from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..formats.pickles import Refused, children
-from ..formats.stored_tensors import as_dcp_flattens
+from ..formats.stored_tensors import flatten_like_dcp
 from ..index.check import check
 from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, ranks_without_rng_state, tied_weights
 from ..index.draft import Dropped
@@ -504,7 +504,7 @@ def _find_left_elements(ckpt: Checkpoint, known: Mapping[str, str]) -> None:
 
 def _pieces(value: Value) -> dict[str, Value]:
     """The entries that DCP makes of a value."""
-    return {joined(p): Value(p, x) for p, x in as_dcp_flattens(value.data, value.path).items()}
+    return {joined(p): Value(p, x) for p, x in flatten_like_dcp(value.data, value.path).items()}
 
 
 def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:

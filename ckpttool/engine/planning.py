@@ -17,7 +17,7 @@ from blake3 import blake3
 from .. import layouts
 from .._version import __version__
 from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument
-from ..formats.pickles import unwritable
+from ..formats.pickles import unwritable_reason
 from ..huggingface import encodings
 from ..huggingface.encodings import Encodings
 from ..index.checkpoint import (
@@ -347,7 +347,7 @@ def _change(
 
 def _leave_out_calls(ckpt: Checkpoint) -> tuple[Checkpoint, list[Dropped]]:
     """Leave out values with calls that a layout of pickles would make when it is loaded; also return those."""
-    found = {n: why for n, v in ckpt.values.items() if (why := unwritable(v.data)) is not None}
+    found = {n: why for n, v in ckpt.values.items() if (why := unwritable_reason(v.data)) is not None}
     if not found:
         return ckpt, []
     rest = replace(ckpt, values={n: v for n, v in ckpt.values.items() if n not in found})

@@ -21,7 +21,7 @@ from typing import Literal
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, NotPermitted, Unreadable, Unsupported
-from ..formats import cut_files, other_files, safetensors_header, zip_bytes
+from ..formats import other_files, safetensors_header, truncated_files, zip_bytes
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Chunks, Salvage, TensorEntry
 from ..index.vocabulary import embedding_and_head
@@ -225,13 +225,13 @@ def _look(source: Source, name: str) -> Problem | None:
         return Problem(name, "zeros", "begins with zeros: its first blocks were never written to the disk")
     read_at, what = source.reader_of(name), f"{source.root}/{name}"
     if distcp and head[8:9] != b"{":
-        if zip_bytes.is_zip(head) and not cut_files.ends_like_zip(read_at, size):
+        if zip_bytes.is_zip(head) and not truncated_files.ends_like_zip(read_at, size):
             return Problem(name, "cut", f"was cut off at byte {size:,}", patch=Patch(size, ENDLESS))
         return None
     if safetensors or distcp:
-        found = cut_files.of_safetensors(read_at, size, what)
-    elif zip_bytes.is_zip(head) or cut_files.LEGACY in head:
-        found = cut_files.of_torch(read_at, size, what)
+        found = truncated_files.repair_safetensors_file(read_at, size, what)
+    elif zip_bytes.is_zip(head) or truncated_files.LEGACY in head:
+        found = truncated_files.repair_torch_file(read_at, size, what)
     else:
         return None  # .bin and .pkl of others
     if found is None:

@@ -1,7 +1,7 @@
 """numpy arrays and scalars in pickles, as data: RNG states, best metrics, lists of losses.
 
 They are kept as they were pickled. Where they cannot stay so (a file for `torch.load(weights_only=True)`, which refuses
-numpy), `as_torch` gives an array as a tensor and a scalar as a number, of the same bytes.
+numpy), `numpy_to_torch` gives an array as a tensor and a scalar as a number, of the same bytes.
 
 Sources: numpy/_core/src/multiarray/methods.c (array_reduce, array_setstate), descriptor.c (arraydescr_reduce), and
 pickles that numpy 1.26 and 2 wrote.
@@ -15,9 +15,9 @@ from typing import Any
 
 from ..index.checkpoint import ITEMSIZE
 from .pickles import Global, Opaque
-from .stored_tensors import Inline, number_in
+from .stored_tensors import Inline, decode_number
 
-__all__ = ["as_torch"]
+__all__ = ["numpy_to_torch"]
 
 _MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _FRAMES = ("numpy.core.numeric", "numpy._core.numeric")
@@ -40,27 +40,29 @@ _DTYPES = {
 }
 
 
-def as_torch(x: Any) -> Any:
-    """The same data with arrays as `Inline` tensors and scalars as numbers; the object itself where there are none.
-    What torch has no dtype for stays as it is."""
+def numpy_to_torch(x: Any) -> Any:
+    """Convert arrays of numpy to `Inline` tensors and scalars to numbers; the object itself where there are none.
+
+    What torch has no dtype for stays as it is.
+    """
     if isinstance(x, Opaque):
-        found = _tensor(x)
+        found = _decode_array(x)
         if found is None:
             return x
         array, is_scalar = found
-        number = number_in(array.dtype, array.data) if is_scalar and array.dtype in ("float64", "int64") else None
+        number = decode_number(array.dtype, array.data) if is_scalar and array.dtype in ("float64", "int64") else None
         return array if number is None else number
     if isinstance(x, dict):
-        items = [as_torch(v) for v in x.values()]
+        items = [numpy_to_torch(v) for v in x.values()]
         return x if all(map(is_, items, x.values())) else type(x)(zip(x, items, strict=True))
     if isinstance(x, (list, tuple)) and not isinstance(x, (Global, Inline)):
-        items = [as_torch(v) for v in x]
+        items = [numpy_to_torch(v) for v in x]
         return x if all(map(is_, items, x)) else items if isinstance(x, list) else tuple(items)
     return x
 
 
-def _tensor(x: Opaque) -> tuple[Inline, bool] | None:
-    """(the elements, whether it is a scalar) of an array or a scalar; None of anything else."""
+def _decode_array(x: Opaque) -> tuple[Inline, bool] | None:
+    """Decode an array or a scalar: (the elements, whether it is a scalar); None for anything else."""
     where, args = (x.cls.module, x.cls.name), x.args
     shape: Any
     if where in [(m, "_reconstruct") for m in _MODULES]:
@@ -76,7 +78,7 @@ def _tensor(x: Opaque) -> tuple[Inline, bool] | None:
         (dtype, data), shape = args, ()
     else:
         return None
-    kind = _dtype(dtype)
+    kind = _torch_dtype_name(dtype)
     sizes = isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
     if (
         kind is None
@@ -88,8 +90,8 @@ def _tensor(x: Opaque) -> tuple[Inline, bool] | None:
     return Inline(kind, shape, bytes(data)), where[1] == "scalar"
 
 
-def _dtype(x: Any) -> str | None:
-    """torch's name of a little-endian numpy dtype, None where torch has none."""
+def _torch_dtype_name(x: Any) -> str | None:
+    """Return torch's name of a little-endian numpy dtype; None where torch has none."""
     if not isinstance(x, Opaque) or x.cls != Global("numpy", "dtype") or not x.args or not isinstance(x.args[0], str):
         return None
     order = x.state[1] if isinstance(x.state, tuple) and len(x.state) > 1 else "|"

@@ -1,6 +1,7 @@
-"""What a file is whose name or place says tensors, and whose first bytes say something else: a git-lfs pointer, a web
-page, a GGUF file, an archive. The readers of tensors call `refuse` before they call such a file damaged. And whose
-checkpoint a folder is that no layout reads, by the names in it (`refuse_checkpoint`).
+"""Files that are not what their name or place says: a git-lfs pointer, a web page, a GGUF file, an archive.
+
+The readers of tensors call `refuse_foreign_file` before they call such a file damaged. `refuse_foreign_checkpoint` says
+whose checkpoint a folder is that no layout reads, by the names in it.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ import re
 from collections.abc import Collection, Iterable
 
 from ..errors import Corrupt, NotRecognised, Unsupported
-from .zip_bytes import first_name, is_zip
+from .zip_bytes import first_record_name, is_zip
 
 __all__ = [
     "HEAD_BYTES",
     "LFS_POINTER",
-    "foreign",
+    "identify_foreign_checkpoint",
     "is_text",
     "is_web_page",
-    "refuse",
-    "refuse_checkpoint",
-    "refuse_format",
+    "refuse_foreign_checkpoint",
+    "refuse_foreign_file",
+    "refuse_foreign_format",
 ]
 
-#: As much of the beginning of a file as `refuse` looks at.
+#: As much of the beginning of a file as `refuse_foreign_file` looks at.
 HEAD_BYTES = 512
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -91,13 +92,13 @@ def is_web_page(head: bytes) -> bool:
     return head.lstrip()[:1] == b"<"
 
 
-def refuse(head: bytes, what: str) -> None:
+def refuse_foreign_file(head: bytes, what: str) -> None:
     """Refuse a file of another kind, and say which. `head` is its first `HEAD_BYTES` bytes, `what` names it in
     messages.
 
     Raises:
         Corrupt: a pointer, a page or a text stands where the file should be. Unsupported: it is a file of another
-        format.
+            format.
     """
     if head.startswith(LFS_POINTER):
         raise Corrupt(
@@ -110,10 +111,10 @@ def refuse(head: bytes, what: str) -> None:
         raise Corrupt(
             f"{what} is text ({head[:60].decode()!r}), not tensors: the download failed. Download the file again."
         )
-    refuse_format(head, what)
+    refuse_foreign_format(head, what)
 
 
-def refuse_format(head: bytes, what: str) -> None:
+def refuse_foreign_format(head: bytes, what: str) -> None:
     """Refuse a file of a known format that ckpttool does not read.
 
     Raises:
@@ -126,16 +127,19 @@ def refuse_format(head: bytes, what: str) -> None:
         raise Unsupported(f"{what} is a tar archive, which ckpttool does not read. {_UNPACK}.")
     if re.match(_SAFETENSORS, head) and not what.endswith(".safetensors"):
         raise Unsupported(f"{what} holds safetensors, but is not named so. Give it a name that ends in .safetensors.")
-    if len(head) >= 30 and is_zip(head) and "/" not in (name := first_name(head)):
+    if len(head) >= 30 and is_zip(head) and "/" not in (name := first_record_name(head)):
         kind, advice = (
             ("a numpy .npz file", _FORMATS[b"\x93NUMPY"][1]) if name.endswith(".npy") else ("a zip archive", _UNPACK)
         )
         raise Unsupported(f"{what} is {kind}, which torch.save did not write. {advice}.")
 
 
-def foreign(names: Iterable[str], beside: Collection[str]) -> tuple[str, str, str] | None:
-    """(the file that shows it, what it is, what to do) if one of some files is of a checkpoint that no layout reads.
-    `beside` is all names of their folder."""
+def identify_foreign_checkpoint(names: Iterable[str], beside: Collection[str]) -> tuple[str, str, str] | None:
+    """Find out whether one of some files is of a checkpoint that no layout reads: (that file, what it is, what to do),
+    or None.
+
+    `beside` is all names of their folder.
+    """
     names = list(names)
     for pattern, other, kind, advice in _CHECKPOINTS:
         if not other or any(re.fullmatch(other, n) for n in beside):
@@ -145,13 +149,13 @@ def foreign(names: Iterable[str], beside: Collection[str]) -> tuple[str, str, st
     return None
 
 
-def refuse_checkpoint(names: Iterable[str], beside: Collection[str], what: str) -> None:
+def refuse_foreign_checkpoint(names: Iterable[str], beside: Collection[str], what: str) -> None:
     """Refuse files that no layout has recognised, if their names tell what they are. `what` is the path in messages.
 
     Raises:
         NotRecognised: they do.
     """
-    if (found := foreign(names, beside)) is not None:
+    if (found := identify_foreign_checkpoint(names, beside)) is not None:
         name, kind, advice = found
         shown = "" if what.rpartition("/")[2] == name else f" ({name})"
         raise NotRecognised(f"{what} is {kind}{shown}, which ckpttool does not read. {advice}.")

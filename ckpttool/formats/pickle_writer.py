@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Collection
 from typing import Any
 
-from .pickles import Again, Global, Opaque, Ordered
+from .pickles import BackReference, Global, Opaque, Ordered
 
 __all__ = ["dump"]
 
@@ -150,7 +150,7 @@ class _Pickler:
                 self.save_call(Global("collections", "OrderedDict"), ())
             self._memoize_identity(x)
             self._save_dict_items(x.items())
-        elif type(x) is Again:
+        elif type(x) is BackReference:
             self.recall(x)
         elif isinstance(x, Opaque):
             self._save_instance(x)
@@ -164,7 +164,7 @@ class _Pickler:
         self.out += b"R" if x.call else b"\x81"
         self._memoize_identity(x)
         if x.label is not None:  # of the outermost instance that is being written, whose labels come first
-            self.memo[Again(x.label)] = self.memo[id(x)]
+            self.memo[BackReference(x.label)] = self.memo[id(x)]
         self._save_list_items(x.list_items)
         self._save_dict_items(x.dict_items)
         if x.state is not None:

@@ -13,7 +13,7 @@ and are not counted. Every 2^18 instructions, what is on the stack and in the me
 writes (`watched`). Integers have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested
 is ever hashed, and none is set twice; the result is walked once and refused if it is deeper than 100 or expands to more
 than 16 nodes per opcode. An instance that holds itself, as a config whose nodes point to their parents, is copied once,
-with an `Again` for each reference back (`_untangled`).
+with an `BackReference` for each reference back (`_copy_without_cycles`).
 
 `load_large` reads a genuine 100 MB `.metadata` (a million chunks) fifty times faster with the C unpickler of the
 standard library and the same stand-ins, in a child process whose memory and time are limited, since the C code would
@@ -45,7 +45,7 @@ __all__ = [
     "ANY_MODULE",
     "MEGATRON_ENUMS",
     "MEMORY_FORMATS",
-    "Again",
+    "BackReference",
     "Global",
     "Opaque",
     "Ordered",
@@ -53,14 +53,14 @@ __all__ = [
     "SharedStandIn",
     "StandIn",
     "Truncated",
-    "acts",
-    "attribute",
     "enum_members",
+    "is_dangerous",
     "load",
     "load_large",
     "refuse_deep",
+    "resolve_attribute",
     "short",
-    "unwritable",
+    "unwritable_reason",
 ]
 
 #: {(module, name): what stands for that class or function}
@@ -131,7 +131,7 @@ class Ordered(dict[Any, Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class BackReference:
     """In the place of an instance that was met before inside the same outermost instance: the one with this label."""
 
     label: int
@@ -141,7 +141,7 @@ class Opaque:
     """An instance of an unknown class: kept as it was pickled, never built.
 
     `call` is True when the pickle called the class (REDUCE), False when it used __new__ (NEWOBJ). `label` is a number
-    to which the `Again` inside it refer, None where there is none.
+    to which the `BackReference` inside it refer, None where there is none.
     """
 
     __slots__ = ("_keys", "args", "call", "cls", "dict_items", "label", "list_items", "state")
@@ -155,8 +155,10 @@ class Opaque:
         self._keys: dict[Any, None] = {}
 
     def mapped(self, f: Callable[[Any], Any], made: Callable[[Opaque], None] = lambda out: None) -> Opaque:
-        """The same instance with `f` of its arguments, its items and its state, in the order of a pickle; `made` gets
-        it before its items."""
+        """Copy the instance with `f` of its arguments, its items and its state, in the order of a pickle.
+
+        `made` gets the copy before its items are made.
+        """
         out = Opaque(self.cls, f(self.args), self.call)
         out.label = self.label
         made(out)
@@ -164,16 +166,16 @@ class Opaque:
         return out
 
     def set_item(self, key: Any, value: Any, what: str) -> None:
-        """One more item of an instance of a subclass of dict; a key that is there already is refused.
+        """Add an item to an instance of a subclass of dict; a key that is there already is refused.
 
         Keys whose hashing has no bound (an instance, a tuple of tuples) are not compared.
         """
-        if _bounded(key):
-            _set(self._keys, key, None, what)
+        if _has_bounded_hash(key):
+            _set_new_key(self._keys, key, None, what)
         self.dict_items.append((key, value))
 
     def parts(self) -> tuple[Any, ...]:
-        """Everything inside, for walking and comparing."""
+        """Return everything inside, for walking and comparing."""
         return (self.cls, self.args, self.state, self.list_items, self.dict_items)
 
     def __eq__(self, other: object) -> bool:
@@ -187,36 +189,38 @@ class Opaque:
         return f"<{self.cls}>"
 
 
-def _encode(text: str, encoding: str) -> bytes:
+def _encode_text(text: str, encoding: str) -> bytes:
+    """Stand in for codecs.encode, by which protocol 2 spells bytes."""
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise Unsafe(f"a pickle encodes text as {short(encoding)}")
     return text.encode(encoding)
 
 
-def _complex(real: float, imag: float) -> complex:
+def _make_complex(real: float, imag: float) -> complex:
     return complex(float(real), float(imag))
 
 
-def _filled(out: dict[Any, Any], items: Any = ()) -> dict[Any, Any]:
+def _fill_dict(out: dict[Any, Any], items: Any = ()) -> dict[Any, Any]:
+    """Add (key, value) pairs to a dict, each key once."""
     for k, v in items:
-        _set(out, k, v)
+        _set_new_key(out, k, v)
     return out
 
 
 # Calls (REDUCE) that genuine checkpoints hold and that are data, not actions. What plain Python can hold becomes that,
 PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): lambda items=(): _filled(Ordered(), items),
-    ("builtins", "set"): lambda items=(): _flat_set(set, items),
-    ("__builtin__", "set"): lambda items=(): _flat_set(set, items),
-    ("builtins", "frozenset"): lambda items=(): _flat_set(frozenset, items),
-    ("__builtin__", "frozenset"): lambda items=(): _flat_set(frozenset, items),
-    ("builtins", "complex"): _complex,
-    ("__builtin__", "complex"): _complex,
-    ("builtins", "bytearray"): lambda raw=b"": _bytearray(raw),
-    ("__builtin__", "bytearray"): lambda raw=b"": _bytearray(raw),
+    ("collections", "OrderedDict"): lambda items=(): _fill_dict(Ordered(), items),
+    ("builtins", "set"): lambda items=(): _make_flat_set(set, items),
+    ("__builtin__", "set"): lambda items=(): _make_flat_set(set, items),
+    ("builtins", "frozenset"): lambda items=(): _make_flat_set(frozenset, items),
+    ("__builtin__", "frozenset"): lambda items=(): _make_flat_set(frozenset, items),
+    ("builtins", "complex"): _make_complex,
+    ("__builtin__", "complex"): _make_complex,
+    ("builtins", "bytearray"): lambda raw=b"": _make_bytearray(raw),
+    ("__builtin__", "bytearray"): lambda raw=b"": _make_bytearray(raw),
     ("builtins", "bytes"): lambda: b"",  # how protocols below 3 spell no bytes at all
     ("__builtin__", "bytes"): lambda: b"",
-    ("_codecs", "encode"): _encode,
+    ("_codecs", "encode"): _encode_text,
 }
 #: Enumerations of Megatron-Core that the arguments of a job hold; a member is pickled as a call of its class with its
 #: value.
@@ -357,7 +361,7 @@ _HINTS = frozenset(
 )
 
 
-def acts(cls: Global) -> bool:
+def is_dangerous(cls: Global) -> bool:
     """Whether objects of a class act when they are created, or represent calls."""
     return cls.module.partition(".")[0] in _NEVER and cls not in _BUFFER
 
@@ -376,36 +380,38 @@ def _is_attribute(module: str, name: str) -> bool:
     return named and module.partition(".")[0] not in _STANDARD
 
 
-def attribute(cls: Any, name: Any) -> Global | None:
-    """What getattr(cls, name) refers to: a class in a class, or a member of an enum; None of anything else."""
+def resolve_attribute(cls: Any, name: Any) -> Global | None:
+    """Return what getattr(cls, name) refers to: a class in a class, or a member of an enum; None for anything else."""
     if isinstance(cls, Global) and isinstance(name, str) and _is_attribute(cls.module, f"{cls.name}.{name}"):
         return Global(cls.module, f"{cls.name}.{name}")
     return None
 
 
 def _record_of_call(f: Global, args: tuple[Any, ...]) -> Any:
-    """The record of a call that makes data, None of one that is refused.
+    """Make the record of a call that makes data; None for a call that is refused.
 
     Kept are calls of what `_KEPT` lists, of exceptions of Python, and of a name that looks like a class and is not of
     Python's own library. Nothing is executed here; but a record that is written into a pickle again is executed by who
     loads that without `weights_only`. So a call of an unknown class with one plain argument, which is how pickle spells
     a member of an enum, is kept as `__new__` of the class: for an enum that is the same member, and for any other class
     no `__init__` runs. A call with other arguments, and one of an instance that gets a state or items besides, stays a
-    call, which no pickle is written with (`unwritable`).
+    call, which no pickle is written with (`unwritable_reason`).
     """
     if f.name == "getattr" and f.module in _BUILTINS:  # protocols below 4, and enums of Python 3.11.0 to 3.11.3
-        return attribute(*args) if len(args) == 2 else None
+        return resolve_attribute(*args) if len(args) == 2 else None
     if f.name == "_reconstructor" and f.module in ("copyreg", "copy_reg"):  # an instance, in protocols 0 and 1
-        made = len(args) == 3 and isinstance(args[0], Global) and not acts(args[0])
+        made = len(args) == 3 and isinstance(args[0], Global) and not is_dangerous(args[0])
         return Opaque(args[0], ()) if made and args[1] in _OBJECT and args[2] is None else None
     if f in _KEPT or (f.name in _EXCEPTIONS and f.module in (*_BUILTINS, "exceptions")):
-        refused = (f.name in ("partial", "defaultdict") and _holds_action(args)) or not _is_of_generator(f, args)
+        refused = (f.name in ("partial", "defaultdict") and _holds_dangerous_class(args)) or not _is_of_generator(
+            f, args
+        )
         return None if refused else Opaque(f, args, call=True)
     if f in _HINTS or f in _TYPE:
         return Opaque(f, args, call=True) if _makes_hint(f, args) else None
     if not _is_unknown_class(f):
         return None
-    plain = len(args) == 1 and not isinstance(args[0], (Global, StandIn)) and _bounded(args[0])
+    plain = len(args) == 1 and not isinstance(args[0], (Global, StandIn)) and _has_bounded_hash(args[0])
     return Opaque(f, args, call=not plain or _is_of_torchao(f, args))
 
 
@@ -429,7 +435,7 @@ def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
             return all(map(is_hint, x))
         if isinstance(x, Opaque):
             return x.call and (x.cls in _HINTS or x.cls in _TYPE)
-        return not _holds_action(x) if isinstance(x, Global) else x is None or isinstance(x, (int, str))
+        return not _holds_dangerous_class(x) if isinstance(x, Global) else x is None or isinstance(x, (int, str))
 
     if f in _TYPE:
         return args == (None,)
@@ -460,16 +466,20 @@ _GENERICS = ("typing", "typing_extensions", "collections", "collections.abc")
 _OBJECT = tuple(Global(module, "object") for module in _BUILTINS)
 
 
-def _holds_action(x: Any) -> bool:
+def _holds_dangerous_class(x: Any) -> bool:
     """Whether a function that would be called later (that of a partial, the factory of a defaultdict) is one of a
     module that acts."""
     todo = list(x) if isinstance(x, tuple) and not isinstance(x, Global) else [x]
-    return any(isinstance(v, Global) and acts(v) and not (v.module in _BUILTINS and v.name in _TYPES) for v in todo)
+    return any(
+        isinstance(v, Global) and is_dangerous(v) and not (v.module in _BUILTINS and v.name in _TYPES) for v in todo
+    )
 
 
-def unwritable(x: Any) -> str | None:
-    """Why a value must not be written into a pickle, None where it may: loading it would call a class that nobody here
-    knows."""
+def unwritable_reason(x: Any) -> str | None:
+    """Say why a value must not be written into a pickle; None where it may.
+
+    The reason is that loading it would call a class that nobody here knows.
+    """
     todo = [x]
     while todo:
         v = todo.pop()
@@ -479,38 +489,47 @@ def unwritable(x: Any) -> str | None:
     return None
 
 
-def _bytearray(raw: Any) -> bytearray:
+def _make_bytearray(raw: Any) -> bytearray:
+    """Stand in for bytearray, which makes zeros of a number."""
     if not isinstance(raw, bytes):  # bytearray(10**12) would allocate
         raise Unsafe(f"a pickle builds a bytearray from a {type(raw).__name__}")
     return bytearray(raw)
 
 
-def _flat_set(kind: Any, items: Any) -> Any:
+def _make_flat_set(kind: Any, items: Any) -> Any:
+    """Stand in for set and frozenset, whose members must hash in bounded time."""
     for x in items:
-        _key(x)
+        _checked_key(x)
     return kind(items)
 
 
-def _bounded(k: Any) -> bool:
+def _has_bounded_hash(k: Any) -> bool:
     """Whether hashing a key takes bounded work."""
     if isinstance(k, tuple):
         return all(x is None or isinstance(x, (str, int, float, bytes, Global)) for x in k)
     return k is None or isinstance(k, (str, int, float, bytes, StandIn))
 
 
-def _key(k: Any) -> Any:
-    """A key whose hashing is bounded, or a refusal."""
-    if _bounded(k):
+def _checked_key(k: Any) -> Any:
+    """Return a key whose hashing is bounded.
+
+    Raises:
+        Unsafe: it is not.
+    """
+    if _has_bounded_hash(k):
         return k
     raise Unsafe(f"a pickle uses a {type(k).__name__} as key of a dict; hashing it has no bound.")
 
 
-def _set(d: dict[Any, Any], k: Any, v: Any, what: str = "a pickle") -> None:
-    """d[k] = v, where k must be new: a pickler writes every key of a dict once.
+def _set_new_key(d: dict[Any, Any], k: Any, v: Any, what: str = "a pickle") -> None:
+    """Set d[k] = v, where k must be new: a pickler writes every key of a dict once.
 
     Equal keys (1, 1.0, True) are one key. A `SharedStandIn` is not compared.
+
+    Raises:
+        Unsafe: the key is there already, or its hashing has no bound.
     """
-    if _key(k) in d and not isinstance(k, SharedStandIn):
+    if _checked_key(k) in d and not isinstance(k, SharedStandIn):
         raise Unsafe(
             f"{what}: the key {short(k)} is set twice in one dict, so loading it would lose the first value. No "
             "pickler writes that; use another copy of the checkpoint."
@@ -526,17 +545,16 @@ def load(
     what: str = "pickle",
     inert: bool = False,
 ) -> tuple[Any, int]:
-    """(object, position after STOP) of one pickle.
+    """Read one pickle as data: (object, position after STOP).
 
     `persistent` turns a persistent id (torch's storages) into a value. `what` names the pickle in errors. With `inert`,
     a call of anything unknown is kept as an `Opaque` and not refused, for those who only look for storages.
 
     Raises:
-        Unsafe: it would call something, or has no bound.
-        Corrupt: it is not a pickle, or ends too early.
+        Unsafe: it would call something, or has no bound. Truncated: it ends too early. Corrupt: it is not a pickle.
     """
     try:
-        obj, end = _run(data, start, stand_ins or {}, persistent, what, inert)
+        obj, end = _run_opcodes(data, start, stand_ins or {}, persistent, what, inert)
     except (IndexError, struct.error):
         raise Truncated(f"{what}: the pickle ends in the middle of an instruction.") from None
     except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
@@ -545,12 +563,16 @@ def load(
     try:
         refuse_deep(obj, what, most)
     except Unsafe:  # too large, or without end since an instance holds itself
-        obj = _untangled(obj, what, most)
+        obj = _copy_without_cycles(obj, what, most)
         refuse_deep(obj, what, most)
     return obj, end
 
 
-def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, inert: bool) -> tuple[Any, int]:
+def _run_opcodes(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, inert: bool) -> tuple[Any, int]:
+    """Execute the instructions of a pickle on a stack of plain data: (object, position after STOP).
+
+    `known` are the stand-ins. The errors of Python that a malformed pickle causes are for `load` to translate.
+    """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     below: list[list[Any]] = []  # the stacks under the marks: nothing above a mark takes from them
@@ -565,6 +587,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
         raise Corrupt(f"{what}: {size} bytes of pickle; at most {MAX_BYTES} are read.")
 
     def take(n: int) -> bytes:
+        """Read the next n bytes."""
         nonlocal pos
         if n < 0 or pos + n > size:
             raise IndexError
@@ -573,16 +596,19 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
         return out
 
     def since_mark() -> list[Any]:
+        """Pop everything above the last mark, and the mark."""
         nonlocal stack, push, pop
         out, stack = stack, below.pop()
         push, pop = stack.append, stack.pop
         return out
 
     def line() -> bytes:
+        """Read up to the next line end."""
         end = data.index(b"\n", pos)
         return take(end + 1 - pos)[:-1]
 
     def find(module: str, name: str) -> Any:
+        """Look up a global: its stand-in, or a `Global`."""
         nonlocal named
         named += 1
         if named > _MOST_GLOBALS:
@@ -598,6 +624,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
     members: dict[int, Opaque] = {}  # calls that are kept as those of an enum, which gets no state
 
     def call(f: Any, args: Any) -> Any:
+        """Make what a REDUCE makes, if it is data."""
         if not isinstance(args, tuple):
             raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
         if isinstance(f, Global):
@@ -616,7 +643,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
         return f(*args)
 
     def watched() -> Iterator[Iterator[None]]:
-        """The instructions, in portions, after each of which what they left is looked at."""
+        """Yield the instructions in portions, after each of which what they left is looked at."""
         done = before = memoized = 0
         while True:
             yield repeat(None, _LOOK)
@@ -701,7 +728,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             if kwargs:
                 raise Unsafe(f"{what}: the pickle builds a {short(cls)} with keyword arguments.")
             if isinstance(cls, Global) and cls not in PLAIN:
-                if acts(cls):
+                if is_dangerous(cls):
                     raise Unsafe(f"{what}: the pickle holds an instance of {cls}, which is not training state.")
                 if not isinstance(args, tuple):
                     raise Corrupt(f"{what}: arguments of {cls} are not a tuple.")
@@ -721,7 +748,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
                         f"{what}: the pickle sets the state of a {obj.cls} twice; the first one would be lost."
                     )
                 obj.call |= id(obj) in members
-                if obj.cls == _PARTIAL and isinstance(state, tuple) and _holds_action(state[:1]):
+                if obj.cls == _PARTIAL and isinstance(state, tuple) and _holds_dangerous_class(state[:1]):
                     raise Unsafe(f"{what}: the pickle holds a functools.partial of {short(state[0])}.")
                 obj.state = state
             elif isinstance(obj, StandIn) and hasattr(obj, "__setstate__"):
@@ -746,7 +773,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
                         d.update(new)
                         continue
                 for i in range(0, len(items), 2):
-                    _set(d, items[i], items[i + 1], what)
+                    _set_new_key(d, items[i], items[i + 1], what)
         elif op == 0x73:  # SETITEM
             v, k = pop(), pop()
             if isinstance(stack[-1], Opaque):
@@ -755,7 +782,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             elif not isinstance(stack[-1], dict):
                 raise TypeError("SETITEM on a " + type(stack[-1]).__name__)
             else:
-                _set(stack[-1], k, v, what)
+                _set_new_key(stack[-1], k, v, what)
         elif op in (0x65, 0x61):  # APPENDS, APPEND
             items = since_mark() if op == 0x65 else [pop()]
             if isinstance(stack[-1], Opaque):
@@ -769,7 +796,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             items = since_mark()
             if type(stack[-1]) is not set:
                 raise TypeError("ADDITEMS to a " + type(stack[-1]).__name__)
-            stack[-1].update(map(_key, items))
+            stack[-1].update(map(_checked_key, items))
         elif op == 0x93:  # STACK_GLOBAL
             name, module = pop(), pop()
             if not isinstance(name, str) or not isinstance(module, str):
@@ -833,7 +860,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             push(set())
         elif op == 0x91:
             items = since_mark()
-            push(frozenset(map(_key, items)))
+            push(frozenset(map(_checked_key, items)))
         elif op == 0x30:  # POP
             popped += 1
             pop() if stack else since_mark()
@@ -845,7 +872,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
             push(items)
         elif op == 0x64:
             items = since_mark()
-            push(_filled({}, zip(items[::2], items[1::2], strict=True)))
+            push(_fill_dict({}, zip(items[::2], items[1::2], strict=True)))
         elif op in (0x49, 0x4C):  # INT, LONG as text (protocol 0)
             text = line().rstrip(b"L")
             if len(text) > 150:
@@ -871,7 +898,7 @@ def _run(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, ine
 
 
 def short(x: Any) -> str:
-    """repr of anything that came out of a pickle, for a message: bounded in work and in length."""
+    """Return the repr of anything that came out of a pickle, for a message: bounded in work and in length."""
     try:
         refuse_deep(x, "", 200)
         text = repr(x)
@@ -881,7 +908,7 @@ def short(x: Any) -> str:
 
 
 def children(x: Any) -> Any:
-    """What a container holds, or () for a leaf."""
+    """Return what a container holds; () for a leaf."""
     if isinstance(x, dict):
         return [*x.keys(), *x.values()]
     if isinstance(x, Opaque):
@@ -890,7 +917,11 @@ def children(x: Any) -> Any:
 
 
 def _refuse_chain(x: Any, what: str) -> None:
-    """Refuse an object whose last parts are nested deeper than any training state, before all of it is read."""
+    """Refuse an object whose last parts are nested deeper than any training state, before all of it is read.
+
+    Raises:
+        Unsafe: it is.
+    """
     for _ in range(10 * MAX_DEPTH):
         if type(x) not in (list, tuple) or not x:
             return
@@ -899,11 +930,12 @@ def _refuse_chain(x: Any, what: str) -> None:
 
 
 def refuse_deep(obj: Any, what: str, most: int) -> None:
-    """Walk an object without recursion, seeing shared parts as often as they are met.
+    """Refuse an object that is too deep or too large, walking without recursion and counting shared parts as often as
+    they are met.
 
     Raises:
-        Unsafe: deeper than 100, or more than `most` nodes, so that any later walk is bounded.
-        Unsupported: it contains one of our stand-ins, because the pickle has a function that it never calls.
+        Unsafe: deeper than 100, or more than `most` nodes, so that any later walk is bounded. Unsupported: it contains
+            one of our stand-ins, because the pickle has a function that it never calls.
     """
     todo, seen = [(obj, 0)], 0
     while todo:
@@ -926,10 +958,11 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
                 )
 
 
-def _untangled(obj: Any, what: str, most: int) -> Any:
-    """The same data with every outermost instance that holds itself, however deep inside, as a copy without that: an
-    instance that is met again in it is an `Again` with its label. An outermost instance that is deeper than 100 all the
-    same is a `Refused`.
+def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:
+    """Copy every outermost instance that holds itself, however deep inside, without that.
+
+    An instance that is met again in it becomes a `BackReference` with its label. An outermost instance that is deeper
+    than 100 all the same becomes a `Refused`.
 
     Raises:
         Unsafe: a list or dict is deeper than 100 or holds itself, or the copies have more than `most` nodes.
@@ -959,12 +992,12 @@ def _untangled(obj: Any, what: str, most: int) -> Any:
             return type(x)(copy(v, depth + 1, scope) for v in x)
         return x
 
-    def instance(x: Opaque, depth: int, scope: _Scope) -> Opaque | Again:
+    def instance(x: Opaque, depth: int, scope: _Scope) -> Opaque | BackReference:
         if (known := scope.met.get(id(x))) is not None:
             if known.label is None:
                 known.label, scope.labels = scope.labels, scope.labels + 1
             scope.tangled |= id(x) in scope.open
-            return Again(known.label)
+            return BackReference(known.label)
         scope.open.add(id(x))
         out = x.mapped(lambda part: copy(part, depth + 1, scope), lambda made: scope.met.__setitem__(id(x), made))
         scope.open.discard(id(x))
@@ -985,8 +1018,10 @@ class _Scope:
 
 
 def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum: each
-    is (the stand-in of a class, {name: member}). Of anything else it is `attribute`, or refused.
+    """Make stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum.
+
+    Each of `enums` is (the stand-in of a class, {name: member}). Of anything else it is `resolve_attribute`, or
+    refused.
 
     Source: Enum.__reduce_ex__ in Lib/enum.py of those versions.
     """
@@ -995,7 +1030,7 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
         for known, members in enums:
             if cls is known and isinstance(name, str) and name in members:
                 return members[name]
-        if (found := attribute(cls, name)) is not None:
+        if (found := resolve_attribute(cls, name)) is not None:
             return found
         raise Unsafe(f"the pickle calls getattr({short(cls)}, {short(name)}), which a checkpoint does not need.")
 

@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Cut", "Piece", "local_pieces"]
+__all__ = ["PlacementCut", "ShardPiece", "local_pieces"]
 
 _MOST_RUNS = 1 << 20
 _Runs = list[
@@ -24,7 +24,7 @@ _Runs = list[
 ]  # (first index of the whole, number) of what a rank has along a dimension, in its own order
 
 
-class Cut(NamedTuple):
+class PlacementCut(NamedTuple):
     """A placement along tensor dimension `dim`: this rank is number `at` of `parts`; `split` is 1 for a plain Shard."""
 
     dim: int
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
     split: int = 1
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """A box of the whole tensor at `start`, which begins at `local` in the rank's tensor."""
 
     start: tuple[int, ...]
@@ -41,18 +41,20 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
-def local_pieces(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[list[Piece], tuple[int, ...]]:
-    """(the boxes of a rank's local tensor, its shape); a rank without elements has no box with any.
+def local_pieces(shape: Sequence[int], cuts: Iterable[PlacementCut]) -> tuple[list[ShardPiece], tuple[int, ...]]:
+    """Compute which boxes of the whole a rank's local tensor holds: (boxes, shape of the local tensor).
+
+    A rank without elements has no box with any.
 
     Raises:
         ValueError: a split factor below 1, or more boxes than any job has. IndexError: a dimension that the tensor does
-        not have.
+            not have.
     """
     along: list[_Runs] = [[(0, n)] for n in shape]
     for cut in cuts:
         if cut.split < 1 or cut.dim < 0 or not 0 <= cut.at < cut.parts:
             raise ValueError(f"split factor {cut.split} along dimension {cut.dim}, part {cut.at} of {cut.parts}")
-        along[cut.dim] = _cut(along[cut.dim], cut)
+        along[cut.dim] = _apply_cut(along[cut.dim], cut)
     rows: list[list[tuple[int, int, int]]] = []  # (start, local, number) by dimension
     for runs in along:
         at, row = 0, []
@@ -63,13 +65,19 @@ def local_pieces(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[list[Piece]
     if prod(map(len, rows)) > _MOST_RUNS:
         raise ValueError(f"more than {_MOST_RUNS} boxes of one tensor on one rank")
     pieces = [
-        Piece(tuple(x[0] for x in box), tuple(x[1] for x in box), tuple(x[2] for x in box)) for box in product(*rows)
+        ShardPiece(tuple(x[0] for x in box), tuple(x[1] for x in box), tuple(x[2] for x in box))
+        for box in product(*rows)
     ]
     return pieces, tuple(sum(n for _, n in runs) for runs in along)
 
 
-def _cut(runs: _Runs, cut: Cut) -> _Runs:
-    """What a cut leaves of some runs. Sizes come out of files, so nothing here takes more work than there are runs."""
+def _apply_cut(runs: _Runs, cut: PlacementCut) -> _Runs:
+    """Return what a cut leaves of some runs. Sizes come out of files, so nothing here takes more work than there are
+    runs.
+
+    Raises:
+        ValueError: it makes more runs than any job has.
+    """
     total = sum(n for _, n in runs)
     outer = -(-total // cut.split)
     if outer and total // outer * len(runs) > _MOST_RUNS:
@@ -79,7 +87,7 @@ def _cut(runs: _Runs, cut: Cut) -> _Runs:
         n = min(outer, total - first)
         inner = -(-n // cut.parts)
         a = first + min(n, cut.at * inner)
-        for start, count in _between(runs, a, min(a + inner, first + n)):
+        for start, count in _runs_between(runs, a, min(a + inner, first + n)):
             if out and sum(out[-1]) == start:
                 out[-1] = (out[-1][0], out[-1][1] + count)
             else:
@@ -87,7 +95,8 @@ def _cut(runs: _Runs, cut: Cut) -> _Runs:
     return out
 
 
-def _between(runs: _Runs, a: int, b: int) -> Iterator[tuple[int, int]]:
+def _runs_between(runs: _Runs, a: int, b: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of runs that are between elements a and b of them all, counted in the rank's own order."""
     at = 0
     for start, n in runs:
         x, y = max(a, at), min(b, at + n)

@@ -23,7 +23,7 @@ from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, PACKED
 from ..storage.source import Source
 from . import other_files
 
-__all__ = ["CODES", "Slot", "header", "open_with_library", "prefetch", "slots", "sort_key"]
+__all__ = ["CODES", "Slot", "header", "open_with_library", "prefetch_headers", "slots", "sort_key"]
 
 #: safetensors' dtype code by torch's name, in the order the library sorts by (safetensors/src/tensor.rs, enum Dtype).
 CODES: dict[str, str] = {
@@ -67,11 +67,11 @@ class Slot(NamedTuple):
 
 
 def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, str]]:
-    """(slots in the order of their bytes, __metadata__) of a file.
+    """Read and check the header of a file: (slots in the order of their bytes, __metadata__).
 
     Raises:
         Corrupt: not a whole safetensors file. Unsafe: readers would differ on it. Unsupported: another format under
-        that name.
+            that name.
     """
     what = f"{source.root}/{file}"
     size = source.size(file)
@@ -79,7 +79,7 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
         raise Corrupt(f"{what} has {size} bytes; the copy is incomplete.")
     n = struct.unpack("<Q", source.read(file, 0, 8))[0]
     if n > MAX_HEADER_BYTES:
-        other_files.refuse(source.read(file, 0, min(other_files.HEAD_BYTES, size)), what)
+        other_files.refuse_foreign_file(source.read(file, 0, min(other_files.HEAD_BYTES, size)), what)
         raise Unsafe(f"{what}: a header of {n} bytes; safetensors allows {MAX_HEADER_BYTES}.")
     if 8 + n > size:
         raise Corrupt(f"{what}: the header needs {n} bytes but the file has {size}. The copy is incomplete.")
@@ -97,8 +97,8 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     out: list[tuple[int, int, str, Slot]] = []
     for name, t in data.items():
         if not name.isascii():
-            _encodable(name, what)
-        out.append(_slot(name, t, 8 + n, what))
+            _check_encodable(name, what)
+        out.append(_check_slot(name, t, 8 + n, what))
     out.sort(key=lambda x: x[:2])
     at = 0
     for begin, end, name, _ in out:
@@ -133,14 +133,24 @@ def open_with_library(source: Source, files: Iterable[str]) -> None:
             raise Corrupt(f"{path}: the safetensors library cannot open what was written ({e}).") from e
 
 
-def _encodable(name: str, what: str) -> None:
+def _check_encodable(name: str, what: str) -> None:
+    """Refuse a name that UTF-8 cannot encode.
+
+    Raises:
+        Corrupt: it is half of a surrogate pair.
+    """
     try:
         name.encode()
     except UnicodeEncodeError:
         raise Corrupt(f"{what}: the name {name!a} is half of a character and cannot be written.") from None
 
 
-def _slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]:
+def _check_slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]:
+    """Check the entry `t` of a tensor: (begin, end, name, slot); `base` is where the data begins in the file.
+
+    Raises:
+        Corrupt: it is damaged. Unsupported: torch has no such dtype or shape.
+    """
     if not isinstance(t, dict) or set(t) != {"dtype", "shape", "data_offsets"}:
         raise Corrupt(f'{what}: the entry of "{name}" is damaged.')
     dtype, shape, offsets = t["dtype"], t["shape"], t["data_offsets"]
@@ -164,23 +174,24 @@ def _slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]
     return begin, end, name, Slot(_NAMES[dtype], tuple(shape), base + begin, need)
 
 
-def prefetch(source: Source, files: Iterable[str]) -> None:
-    """The headers of these files will soon be read."""
+def prefetch_headers(source: Source, files: Iterable[str]) -> None:
+    """Tell the source that the headers of these files will soon be read."""
     source.prefetch((f, 0, min(source.size(f), _USUAL_HEADER_BYTES)) for f in files)
 
 
 def slots(source: Source, file: str) -> dict[str, Slot]:
-    """The tensors of a file."""
+    """Read the tensors of a file: {name: Slot}."""
     return read_header(source, file)[0]
 
 
 def sort_key(name: str, dtype: str) -> tuple[int, str]:
-    """The library writes widest dtypes first, then by name, so that every tensor is aligned."""
+    """Return the key of the order in which the library writes tensors: widest dtypes first, then by name, so that every
+    tensor is aligned."""
     return -_RANK[dtype], name
 
 
 def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """The first bytes of a file of (name, dtype, shape), in this order: byte for byte what the library writes.
+    """Write the first bytes of a file of (name, dtype, shape), in this order: byte for byte what the library writes.
 
     Raises:
         Unsupported: a tensor has the name that the format keeps for its metadata.

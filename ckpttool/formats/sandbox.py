@@ -13,7 +13,7 @@ import sys
 
 from ..errors import CkpttoolError, Corrupt, Unsafe
 
-__all__ = ["in_child"]
+__all__ = ["run_in_child"]
 
 _CODE = """
 import sys
@@ -41,8 +41,12 @@ import os; os._exit(0)
 """
 
 
-def in_child(function: str, argument: str, work_bytes: int, text: bytes = b"") -> bytes:
-    """What `module:function` of ours returns for one string; `work_bytes` of input bound its time and memory.
+def run_in_child(function: str, argument: str, work_bytes: int, text: bytes = b"") -> bytes:
+    """Call `module:function` of ours with one string in a child process, and return its bytes.
+
+    Args:
+        work_bytes: bytes of input, which bound its time and memory; 0 for 20 seconds and no bound of memory.
+        text: what the child reads from stdin.
 
     Raises:
         CkpttoolError: as the function raised it. Unsafe: it took more than its limits. Corrupt: it failed.

@@ -6,7 +6,8 @@ and sizes of all shards, the state has the rank that wrote it (torch/distributed
 local tensor is follows from the mesh's size, the rank's coordinates, and the placements (placements.py), which cut from
 left to right, or as `shard_order` says (torch/distributed/tensor/_dtensor_spec.py).
 
-`stand_ins` keeps both as `Opaque`; `shards_of` says what one rank has of such a tensor; `sharded_tensor` makes one.
+`stand_ins` keeps both as `Opaque`; `shards_of` says what one rank has of such a tensor; `make_sharded_tensor` makes
+one.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from ..storage.source import ReadAt
 from . import torch_zip
-from .pickles import MEMORY_FORMATS, Global, Opaque, attribute, enum_members, short
-from .placements import Cut, Piece, local_pieces
-from .stored_tensors import StoredTensor, inlined
+from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, resolve_attribute, short
+from .placements import PlacementCut, ShardPiece, local_pieces
+from .stored_tensors import StoredTensor, inline_tensors
 from .subclasses import is_subclass
 from .torch_pickles import TensorRef
 
-__all__ = ["Shards", "Table", "is_sharded", "local_tensor", "sharded_tensor", "shards_of", "stand_ins"]
+__all__ = ["ShardTable", "Shards", "is_sharded", "local_tensor", "make_sharded_tensor", "shards_of", "stand_ins"]
 
 _SHARDED = "torch.distributed._shard.sharded_tensor"
 
@@ -45,7 +46,7 @@ class Shards(NamedTuple):
 
 
 def stand_ins(what: str) -> dict[tuple[str, str], Any]:
-    """Stand-ins for the classes and calls in files of ranks: nothing is built, ShardedTensor and DTensor stay
+    """Make stand-ins for the classes and calls in files of ranks: nothing is built, ShardedTensor and DTensor stay
     Opaque."""
 
     def from_type(func: Any, cls: Any, args: Any, state: Any) -> Any:
@@ -57,7 +58,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
             out = Opaque(cls, args if isinstance(args, tuple) else ())
             out.state = state
             return out
-        return torch_zip.from_type(what, func, cls, args, state)
+        return torch_zip.rebuild_from_type(what, func, cls, args, state)
 
     def get(obj: Any, name: Any) -> Any:
         """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some
@@ -66,7 +67,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
             return formats(obj, name)
         if isinstance(obj, Global) and obj.module.startswith(_SHARDED) and name != "ProcessGroupState":
             raise Unsafe(f"{what}: the pickle takes {short(name)} of {short(obj)}.")
-        if (found := attribute(obj, name)) is None:
+        if (found := resolve_attribute(obj, name)) is None:
             raise Unsafe(f"{what}: the pickle calls getattr({short(obj)}, {short(name)}).")
         return found
 
@@ -75,7 +76,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
 
     formats = enum_members((memory_format, {name: k for k, name in enumerate(MEMORY_FORMATS)}))["builtins", "getattr"]
     out: dict[tuple[str, str], Any] = {("torch._tensor", "_rebuild_from_type_v2"): from_type}
-    out.update(torch_zip.size_as_tuple(what))
+    out.update(torch_zip.size_stand_in(what))
     for builtins in ("__builtin__", "builtins"):
         out[builtins, "getattr"] = get
     for module in (f"{_SHARDED}.metadata", "torch.distributed.checkpoint.metadata"):
@@ -84,8 +85,8 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
     return out
 
 
-def _fields(x: Any) -> dict[str, Any]:
-    """The attributes of an instance, as pickled: its __dict__, or (None, {slot: value})."""
+def _attributes_of(x: Any) -> dict[str, Any]:
+    """Return the attributes of an instance, as pickled: its __dict__, or (None, {slot: value})."""
     state = x.state if isinstance(x, Opaque) else None
     if isinstance(state, tuple) and len(state) == 2 and all(isinstance(s, dict | None) for s in state):
         return {**(state[0] or {}), **(state[1] or {})}
@@ -98,52 +99,63 @@ def is_sharded(x: Any) -> bool:
 
 
 def local_tensor(x: Opaque) -> Any:
-    """What a DTensor has on the rank that pickled it; None of a ShardedTensor, which may have several."""
-    return _fields(x).get("_local_tensor")
+    """Return what a DTensor has on the rank that pickled it; None for a ShardedTensor, which may have several."""
+    return _attributes_of(x).get("_local_tensor")
 
 
 def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str) -> Shards:
-    """What a file says of its part of a tensor.
+    """Read what a file says of its part of a tensor.
 
     Raises:
-        Corrupt: it contradicts itself.
+        Corrupt: it contradicts itself. Unsupported: a placement that a checkpoint cannot hold.
     """
     try:
-        return _sharded_tensor(x) if x.cls.name == "ShardedTensor" else _dtensor(x, read_at, what)
+        return _read_sharded_tensor(x) if x.cls.name == "ShardedTensor" else _read_dtensor(x, read_at, what)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise Corrupt(
             f'{what}: "{key}" is a {x.cls.name} that does not hold together ({type(e).__name__}: {e}).'
         ) from None
 
 
-def _sharded_tensor(x: Opaque) -> Shards:
+def _read_sharded_tensor(x: Opaque) -> Shards:
+    """Read the shards of a ShardedTensor.
+
+    Raises:
+        ValueError, and what a malformed pickle raises: it does not hold together.
+    """
     local, meta, group = x.state[:3]
-    fields = _fields(meta)
-    shape = _ints(fields["size"])
+    fields = _attributes_of(meta)
+    shape = _checked_sizes(fields["size"])
     dtype = fields["tensor_properties"].state[0].name
     pieces = []
-    for shard in map(_fields, local):
-        tensor, place = shard["tensor"], _fields(shard["metadata"])
-        start, size = _ints(place["shard_offsets"]), _ints(place["shard_sizes"])
+    for shard in map(_attributes_of, local):
+        tensor, place = shard["tensor"], _attributes_of(shard["metadata"])
+        start, size = _checked_sizes(place["shard_offsets"]), _checked_sizes(place["shard_sizes"])
         listed = any(
             list(start) == s["shard_offsets"] and list(size) == s["shard_sizes"]
-            for s in map(_fields, fields["shards_metadata"])
+            for s in map(_attributes_of, fields["shards_metadata"])
         )
         if not isinstance(tensor, StoredTensor) or tensor.shape != size or not listed:
             raise ValueError(f"a shard at {start} of size {size} that its table does not have")
         dtype = tensor.dtype
         pieces.append((start, tensor))
-    ranks = _fields(group)
+    ranks = _attributes_of(group)
     rank, world = ranks.get("global_rank"), ranks.get("global_world_size")
     where = (ranks["local_rank"], ranks["local_world_size"]) if "local_rank" in ranks else None
     return Shards(dtype, shape, pieces, rank, world, where)
 
 
-def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
-    fields = _fields(x)
-    tensor, spec = fields["_local_tensor"], _fields(fields["_spec"])
+def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
+    """Read the local tensor of a DTensor, and compute which boxes of the whole it holds.
+
+    Raises:
+        ValueError, and what a malformed pickle raises: it does not hold together. Unsupported: a placement or a
+            subclass that is not read.
+    """
+    fields = _attributes_of(x)
+    tensor, spec = fields["_local_tensor"], _attributes_of(fields["_spec"])
     meta = spec["tensor_meta"]
-    shape = _ints((meta.args or tuple(_fields(meta).values()))[0])
+    shape = _checked_sizes((meta.args or tuple(_attributes_of(meta).values()))[0])
     if is_subclass(tensor):
         raise Unsupported(
             f"{what}: holds a DTensor whose parts are {tensor.args[1]}, which ckpttool joins only where "
@@ -151,8 +163,10 @@ def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
         )
     if not isinstance(tensor, StoredTensor):
         raise ValueError("no local tensor")
-    sizes, at, rank, world = _mesh(_fields(spec["mesh"]), read_at, what)
-    kinds = [(p.cls.name, f.get("dim"), f.get("split_factor", 1)) for p in spec["placements"] for f in [_fields(p)]]
+    sizes, at, rank, world = _read_mesh(_attributes_of(spec["mesh"]), read_at, what)
+    kinds = [
+        (p.cls.name, f.get("dim"), f.get("split_factor", 1)) for p in spec["placements"] for f in [_attributes_of(p)]
+    ]
     if len(kinds) != len(sizes):
         raise ValueError(f"{len(kinds)} placements on a mesh of {len(sizes)} dimensions")
     order = list(range(len(kinds)))
@@ -168,29 +182,30 @@ def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
             continue
         if kind not in ("Shard", "_StridedShard") or type(dim) is not int:
             raise Unsupported(f"{what}: holds a DTensor with placement {kind}, which a checkpoint cannot hold.")
-        cuts.append(Cut(dim, sizes[d], at[d], split if kind == "_StridedShard" else 1))
+        cuts.append(PlacementCut(dim, sizes[d], at[d], split if kind == "_StridedShard" else 1))
         slice_at, slices = slice_at * sizes[d] + at[d], slices * sizes[d]
     pieces, box = local_pieces(shape, cuts)
     if tensor.shape != box and prod(tensor.shape) + prod(box):
         raise ValueError(f"a local tensor of {tensor.shape} where mesh and placements leave {box}")
-    held = [(p.start, _part(tensor, p)) for p in pieces if prod(p.shape) or not shape]
+    held = [(p.start, _local_box(tensor, p)) for p in pieces if prod(p.shape) or not shape]
     return Shards(tensor.dtype, shape, held, rank, world, (slice_at, slices))
 
 
-def _part(tensor: StoredTensor, piece: Piece) -> StoredTensor:
-    """A box of a local tensor."""
+def _local_box(tensor: StoredTensor, piece: ShardPiece) -> StoredTensor:
+    """Return a box of a local tensor."""
     at = sum(a * s for a, s in zip(piece.local, tensor.strides, strict=True)) * ITEMSIZE[tensor.dtype]
     return tensor._replace(shape=piece.shape, at=tensor.at + at)
 
 
-def _mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[int], list[int], int | None, int | None]:
-    """(size of every dimension, the rank's coordinates, the rank, ranks in all) of a pickled DeviceMesh."""
+def _read_mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[int], list[int], int | None, int | None]:
+    """Read a pickled DeviceMesh: (size of every dimension, the rank's coordinates, the rank, ranks in all); None where
+    it does not say."""
     grid = mesh.get("mesh")
     if isinstance(grid, StoredTensor):  # torch < 2.10
         sizes = list(grid.shape)
     else:
-        layout = _fields(mesh["_layout"])
-        axes = [_fields(a)["shape"] for a in layout["axes"]] if "axes" in layout else layout["shape"]
+        layout = _attributes_of(mesh["_layout"])
+        axes = [_attributes_of(a)["shape"] for a in layout["axes"]] if "axes" in layout else layout["shape"]
         sizes = [prod(_flat_ints(a)) for a in axes]
     at = list(mesh["_coordinate_on_dim"])
     if len(at) != len(sizes) or not all(type(c) is int and 0 <= c < n for c, n in zip(at, sizes, strict=True)):
@@ -199,13 +214,13 @@ def _mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[int], 
     ranks = grid if isinstance(grid, StoredTensor) else mesh.get("_rank_map")
     if rank is None and isinstance(grid, StoredTensor) and grid.dtype in ("int32", "int64"):
         item, k = ITEMSIZE[grid.dtype], boxes.flat_start(grid.shape, at)
-        rank = int.from_bytes(inlined(grid, read_at, what).data[k * item :][:item], "little")
+        rank = int.from_bytes(inline_tensors(grid, read_at, what).data[k * item :][:item], "little")
     world = prod(ranks.shape) if isinstance(ranks, StoredTensor) and ranks is not grid else None
     return sizes, at, rank if type(rank) is int else None, world
 
 
 def _flat_ints(x: Any) -> list[int]:
-    """The integers in nested tuples or lists, in no particular order.
+    """List the integers in nested tuples or lists, in no particular order.
 
     Raises:
         ValueError: there are more than a mesh has, as in a list that contains itself.
@@ -225,7 +240,12 @@ def _flat_ints(x: Any) -> list[int]:
     raise ValueError(f"{short(x)} is not the shape of a mesh")
 
 
-def _ints(x: Any) -> tuple[int, ...]:
+def _checked_sizes(x: Any) -> tuple[int, ...]:
+    """Return a tuple of sizes.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x):
         return tuple(x)
     raise ValueError(f"{short(x)} is not a size")
@@ -234,7 +254,7 @@ def _ints(x: Any) -> tuple[int, ...]:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-class Table:
+class ShardTable:
     """The shards of 1-D tensors of one job as ShardedTensors list them; made once, since pickles then share them.
 
     `bounds` are (first element, end) by rank; ranks that hold nothing have no shard.
@@ -242,36 +262,40 @@ class Table:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.places = [_instance("torch.distributed.remote_device", "_remote_device", _remote(r)) for r in range(world)]
+        self.places = [
+            _make_instance("torch.distributed.remote_device", "_remote_device", _remote_device_state(r))
+            for r in range(world)
+        ]
         self.lists: dict[tuple[tuple[int, int], ...], list[Opaque]] = {}
 
     def shards(self, bounds: tuple[tuple[int, int], ...]) -> list[Opaque]:
-        """The ShardMetadata of all ranks that hold something."""
+        """Return the ShardMetadata of all ranks that hold something."""
         if bounds not in self.lists:
             self.lists[bounds] = [self._one(r, a, b) for r, (a, b) in enumerate(bounds) if a < b]
         return self.lists[bounds]
 
     def _one(self, rank: int, a: int, b: int) -> Opaque:
+        """Make the ShardMetadata of one rank, which holds elements [a, b)."""
         fields = {"shard_offsets": [a], "shard_sizes": [b - a], "placement": self.places[rank]}
-        return _instance("torch.distributed._shard.metadata", "ShardMetadata", (None, fields))
+        return _make_instance("torch.distributed._shard.metadata", "ShardMetadata", (None, fields))
 
 
-def sharded_tensor(
-    table: Table, bounds: tuple[tuple[int, int], ...], rank: int, ref: TensorRef | None, dtype: str
+def make_sharded_tensor(
+    table: ShardTable, bounds: tuple[tuple[int, int], ...], rank: int, ref: TensorRef | None, dtype: str
 ) -> Opaque:
-    """A 1-D ShardedTensor as `rank` pickles it; `ref` is its own shard, None where it holds nothing."""
+    """Make a 1-D ShardedTensor as `rank` pickles it; `ref` is its own shard, None where it holds nothing."""
     cls, kind = Global(f"{_SHARDED}.api", "ShardedTensor"), Global("torch", dtype)
     size, shards = bounds[-1][1], table.shards(bounds)
     strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)
     local = []
     if ref is not None:
         own = shards[sum(a < b for a, b in bounds[:rank])]
-        local.append(_instance(f"{_SHARDED}.shard", "Shard", (None, {"tensor": ref, "metadata": own})))
+        local.append(_make_instance(f"{_SHARDED}.shard", "Shard", (None, {"tensor": ref, "metadata": own})))
     memory = Opaque(Global(f"{_SHARDED}.metadata", "MEM_FORMAT_ENCODING"), (0,), call=True)
-    properties = _instance(f"{_SHARDED}.metadata", "TensorProperties", (kind, strided, True, memory, False))
+    properties = _make_instance(f"{_SHARDED}.metadata", "TensorProperties", (kind, strided, True, memory, False))
     shape = Opaque(Global("torch", "Size"), ((size,),), call=True)
     about = {"shards_metadata": shards, "size": shape, "tensor_properties": properties}
-    meta = _instance(f"{_SHARDED}.metadata", "ShardedTensorMetadata", about)
+    meta = _make_instance(f"{_SHARDED}.metadata", "ShardedTensorMetadata", about)
     # ShardedTensor.ProcessGroupState is a class inside a class, which protocol 2 spells as a call of getattr
     nested: Any = Opaque(Global("__builtin__", "getattr"), (cls, "ProcessGroupState"), call=True)
     group = Opaque(nested, ())
@@ -282,7 +306,7 @@ def sharded_tensor(
         "global_world_size": table.world,
     }
     chunks = "torch.distributed._shard.sharding_spec.chunk_sharding_spec"
-    spec = _instance(chunks, "ChunkShardingSpec", {"dim": 0, "placements": list(table.places)})
+    spec = _make_instance(chunks, "ChunkShardingSpec", {"dim": 0, "placements": list(table.places)})
     wrapper = (cls, kind, (size,), (1,), 0, strided, Opaque(Global("torch", "device"), ("cpu",), call=True), True)
     return Opaque(
         Global("torch._tensor", "_rebuild_from_type_v2"),
@@ -291,11 +315,13 @@ def sharded_tensor(
     )
 
 
-def _instance(module: str, name: str, state: Any) -> Opaque:
+def _make_instance(module: str, name: str, state: Any) -> Opaque:
+    """Make the record of an instance with a state."""
     out = Opaque(Global(module, name), ())
     out.state = state
     return out
 
 
-def _remote(rank: int) -> dict[str, Any]:
+def _remote_device_state(rank: int) -> dict[str, Any]:
+    """Return the state of a torch.distributed._remote_device."""
     return {"_worker_name": None, "_rank": rank, "_device": Opaque(Global("torch", "device"), ("cpu",), call=True)}

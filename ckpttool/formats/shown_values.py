@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from .pickles import Again, Global, Opaque
+from .pickles import BackReference, Global, Opaque
 from .stored_tensors import Inline
 
 __all__ = ["instances_in", "readable"]
 
 
 def readable(x: Any) -> Any:
-    """Plain data of a value. An instance is `text`; a node of OmegaConf, which keeps flags, types and its parent too,
-    is its content."""
+    """Convert a value to plain data for people.
+
+    An instance becomes text; a node of OmegaConf, which keeps flags, types and its parent too, becomes its content.
+    """
     if isinstance(x, Opaque):
         if x.cls.module.partition(".")[0] == "omegaconf" and isinstance(x.state, dict):
             return readable(x.state.get("_content", x.state.get("_val")))
-        return _Text(_called(x))
+        return _Text(_format_as_call(x))
     if isinstance(x, Global):
         return _Text(str(x))
-    if isinstance(x, Again):
+    if isinstance(x, BackReference):
         return _Text("...")
     if isinstance(x, Inline):
         return _Text(f"<{x.dtype} tensor {list(x.shape)}>")
@@ -31,7 +33,8 @@ def readable(x: Any) -> Any:
 
 
 def instances_in(x: Any) -> dict[Global, None]:
-    """The classes of the outermost instances in a value, other than arrays and numbers of numpy, devices and sizes."""
+    """Find the classes of the outermost instances in a value, other than arrays and numbers of numpy, devices and
+    sizes."""
     if isinstance(x, Opaque):
         return {} if x.cls.module.partition(".")[0] == "numpy" or x.cls.module == "torch" else {x.cls: None}
     inside = x.values() if isinstance(x, dict) else x if type(x) in (list, tuple) else ()
@@ -47,8 +50,8 @@ class _Text(str):
         return str(self)
 
 
-def _called(x: Opaque) -> str:
-    """An instance as a call that would make it: homemod.Mode(2), argparse.Namespace(lr=0.1)."""
+def _format_as_call(x: Opaque) -> str:
+    """Write an instance as a call that would make it: homemod.Mode(2), argparse.Namespace(lr=0.1)."""
     cls, args, state = str(x.cls), x.args, x.state
     if cls == "functools.partial" and isinstance(state, tuple) and len(state) == 4 and isinstance(state[1], tuple):
         args, state = (state[0], *state[1]), state[2]

@@ -14,20 +14,20 @@ from ..index.composites import Composite
 from ..storage.source import ReadAt
 from .crc import crc32
 from .pickles import Global, Opaque, children
-from .subclasses import is_subclass, taken_apart
+from .subclasses import is_subclass, take_apart
 
 __all__ = [
     "Inline",
     "Size",
     "Storage",
     "StoredTensor",
-    "as_dcp_flattens",
-    "flattened",
-    "inlined",
+    "decode_number",
+    "flatten_like_dcp",
+    "flatten_tree",
+    "inline_tensors",
     "leaves",
     "map_tensors",
     "mapping_items",
-    "number_in",
     "tensors_in",
 ]
 
@@ -86,13 +86,13 @@ class Inline(NamedTuple):
 
 class Size(tuple[int, ...]):
     """A torch.Size in a file whose format has sizes of its own; in a value it is the call that torch pickles
-    (`inlined`)."""
+    (`inline_tensors`)."""
 
     __slots__ = ()
 
 
 def map_tensors(x: Any, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
-    """The same tree with every StoredTensor replaced, and every Size."""
+    """Replace every StoredTensor in a tree by `f` of it, and every Size by `of_size` of it."""
 
     def inside(part: Any) -> Any:
         return map_tensors(part, f, of_size)
@@ -109,22 +109,23 @@ def map_tensors(x: Any, f: Callable[[StoredTensor], Any], of_size: Callable[[Siz
 
 
 def tensors_in(x: Any) -> Iterator[StoredTensor]:
-    """Every StoredTensor inside a value."""
+    """Yield every StoredTensor inside a value."""
     found: list[StoredTensor] = []
     map_tensors(x, lambda t: found.append(t))
     return iter(found)
 
 
 def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[dict[Path, Any], list[Record]]:
-    """The leaves of a tree below `path`, {path: TensorEntry or plain value}, and the CRC32s of their storages.
+    """Take a tree apart below `path`: ({path: TensorEntry or plain value}, the CRC32s of the storages).
 
     Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does. An object of a tensor
-    subclass is a `Composite`. Anything else is one value, whose tensors are read (`inlined`).
+    subclass is a `Composite`. Anything else is one value, whose tensors are read (`inline_tensors`).
     """
-    found = flattened(tree, path)
+    found = flatten_tree(tree, path)
     records: dict[int, Record] = {}
 
     def entry(t: StoredTensor, at: Path) -> TensorEntry:
+        """Make the entry of a tensor, and remember the CRC32 of its storage."""
         chunks = Chunks.whole(t.shape, file, *t.extent, None if t.contiguous else t.strides)
         s = t.storage
         if s.crc32 is not None:
@@ -135,16 +136,16 @@ def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tupl
         if isinstance(leaf, StoredTensor):
             found[at] = entry(leaf, at)
         elif is_subclass(leaf):
-            about, inside = taken_apart(leaf, StoredTensor, f"{what}: {joined(at)}")
+            about, inside = take_apart(leaf, StoredTensor, f"{what}: {joined(at)}")
             tensors = {n: entry(t, (*at, *n.split("."))) for n, t in inside.items()}
             found[at] = Composite(at, about, tensors)
         else:
-            found[at] = inlined(leaf, read_at, f"{what}: {joined(at)}")
+            found[at] = inline_tensors(leaf, read_at, f"{what}: {joined(at)}")
     return found, list(records.values())
 
 
-def flattened(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """The leaves of a tree as `leaves` takes it apart, as they are."""
+def flatten_tree(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    """Take a tree apart as `leaves` does, and leave the leaves as they are."""
     found: dict[Path, Any] = {}
     _flatten(path, tree, found)
     return found
@@ -178,7 +179,7 @@ def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
 
 
 def mapping_items(x: Any) -> list[tuple[Any, Any]] | None:
-    """The items of a dict, or of an instance of one of the dicts of `collections`; None of anything else."""
+    """List the items of a dict, or of an instance of one of the dicts of `collections`; None for anything else."""
     if isinstance(x, dict):
         return list(x.items())
     if isinstance(x, Opaque) and x.cls in _DICTS:
@@ -191,27 +192,30 @@ def mapping_items(x: Any) -> list[tuple[Any, Any]] | None:
 _DICTS = frozenset((Global("collections", "Counter"), Global("collections", "defaultdict")))
 
 
-def as_dcp_flattens(x: Any, path: Path) -> dict[Path, Any]:
-    """The entries that torch makes of a dict with keys that are not text when it saves and loads a state dict with DCP:
-    one for each key, which becomes text, and of a list in it one for each element where a dict is inside. Any other
-    value, and one with arrays inside, is one entry.
+def flatten_like_dcp(x: Any, path: Path) -> dict[Path, Any]:
+    """Make the entries that torch makes of a dict with keys that are not text when it saves and loads a state dict with
+    DCP.
+
+    There is one for each key, which becomes text, and of a list in it one for each element where a dict is inside. Any
+    other value, and one with arrays inside, is one entry.
 
     Source: traverse_state_dict of torch/distributed/checkpoint/_traverse.py (2.13).
     """
     whole = mapping_items(x) is None or not _has_other_keys(x) or _holds_array(x)
-    found = [] if whole else list(_flattened_as_dcp(x, path))
+    found = [] if whole else list(_walk_like_dcp(x, path))
     unambiguous = len({joined(p) for p, _ in found}) == len(found)  # {1: ..., "1": ...} has two entries of one name
     return dict(found) if found and unambiguous else {path: x}
 
 
-def _flattened_as_dcp(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _walk_like_dcp(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, value) of the entries below a value."""
     items = mapping_items(x)
     if items is not None:
         for k, v in items:
-            yield from _flattened_as_dcp(v, (*path, str(k)))
+            yield from _walk_like_dcp(v, (*path, str(k)))
     elif isinstance(x, list) and _holds_mapping(x):
         for i, v in enumerate(x):
-            yield from _flattened_as_dcp(v, (*path, i))
+            yield from _walk_like_dcp(v, (*path, i))
     else:
         yield path, x
 
@@ -249,11 +253,11 @@ def _is_optimizer_state(path: Path, x: Any) -> bool:
     )
 
 
-def inlined(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
-    """A value whose tensors are `Inline`: bytes instead of byte ranges.
+def inline_tensors(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
+    """Read the tensors inside a value: `Inline` tensors with bytes instead of byte ranges.
 
     Raises:
-        Unsupported: they have more than `most` bytes together.
+        Unsupported: they have more than `most` bytes together. Corrupt: bytes do not match their CRC32.
     """
     total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in tensors_in(x))
     if total > most:
@@ -264,7 +268,7 @@ def inlined(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
         if t.storage.crc32 is not None and crc32(whole) != t.storage.crc32:
             raise Corrupt(f"{what}: a tensor inside it does not match its CRC32; the file is damaged.")
         raw = whole[t.at : t.at + t.span]
-        return Inline(t.dtype, t.shape, raw if t.contiguous else gather(raw, t))
+        return Inline(t.dtype, t.shape, raw if t.contiguous else gather_strided(raw, t))
 
     return map_tensors(x, one, lambda size: Opaque(Global("torch", "Size"), (tuple(size),), call=True))
 
@@ -272,9 +276,8 @@ def inlined(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
 _NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
 
 
-def number_in(dtype: str, data: bytes) -> float | int | None:
-    """The number that the bytes of one element are, None for a dtype that no counter has, or for more or fewer
-    bytes."""
+def decode_number(dtype: str, data: bytes) -> float | int | None:
+    """Decode the bytes of one element; None for a dtype that no counter has, or for more or fewer bytes."""
     if dtype == "bfloat16" and len(data) == 2:
         dtype, data = "float32", b"\0\0" + data
     code = _NUMBERS.get(dtype)
@@ -282,8 +285,8 @@ def number_in(dtype: str, data: bytes) -> float | int | None:
     return found
 
 
-def gather(raw: bytes, t: StoredTensor) -> bytes:
-    """Row-major bytes of a strided tensor whose span is `raw`."""
+def gather_strided(raw: bytes, t: StoredTensor) -> bytes:
+    """Gather the row-major bytes of a strided tensor whose span is `raw`."""
     import numpy as np
 
     item = ITEMSIZE[t.dtype]

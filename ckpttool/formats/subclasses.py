@@ -6,7 +6,7 @@ torch pickles an object of a subclass that has no storage of its own as
         (cls, dtype, size, stride, storage_offset, layout, device, requires_grad), state)
 
 where `state` is the object's __dict__, with the tensors that it is made of (torch/_tensor.py, `_reduce_ex_internal`).
-The call is kept as an `Opaque`; `taken_apart` makes of it the value that index/composites.py describes and the tensors
+The call is kept as an `Opaque`; `take_apart` makes of it the value that index/composites.py describes and the tensors
 inside, and `put_together` the call again. `dense_inside` knows the classes that only accompany a dense weight through
 training.
 """
@@ -22,7 +22,16 @@ from ..index.checkpoint import joined
 from ..index.composites import Composite, class_label
 from .pickles import Global, Opaque, short
 
-__all__ = ["REBUILD", "WRAPPER", "call_of", "dense_inside", "is_subclass", "placeholder", "put_together", "taken_apart"]
+__all__ = [
+    "REBUILD",
+    "WRAPPER",
+    "dense_inside",
+    "is_subclass",
+    "placeholder",
+    "put_together",
+    "rebuild_call",
+    "take_apart",
+]
 
 REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -47,7 +56,7 @@ def is_subclass(x: Any) -> bool:
 
 
 def dense_inside(cls: Global, state: Any) -> Any:
-    """The dense tensor that an object of a training wrapper holds; None for all other classes."""
+    """Return the dense tensor that an object of a training wrapper holds; None for all other classes."""
     name = _DENSE.get(cls.name)
     if name is None or cls.module.partition(".")[0] != "torchao" or not isinstance(state, dict):
         return None
@@ -55,13 +64,14 @@ def dense_inside(cls: Global, state: Any) -> Any:
 
 
 def placeholder(name: str) -> Opaque:
-    """What stands in the value for a tensor inside."""
+    """Make what stands in the value for the tensor `name` inside."""
     return Opaque(_PLACEHOLDER, (name,), call=True)
 
 
-def taken_apart(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the value that index/composites.py describes, {name: tensor}) of an object; `kind` is the class of tensors in
-    the tree.
+def take_apart(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take an object apart: (the value that index/composites.py describes, {name: tensor}).
+
+    `kind` is the class of tensors in the tree.
 
     Raises:
         Corrupt: it is not pickled as torch does.
@@ -76,7 +86,7 @@ def taken_apart(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[
     if not isinstance(state, dict):
         raise Corrupt(f"{what}: the state of a {cls} is {short(state)}.")
     tensors: dict[str, Any] = {}
-    kept = _named(state, (), kind, tensors)
+    kept = _replace_tensors(state, (), kind, tensors)
     about = {"class": cls, "dtype": dtype.name, "shape": list(shape), "tensors": list(tensors), "state": kept}
     if stride != boxes.strides(shape):
         about["stride"] = list(stride)
@@ -85,36 +95,36 @@ def taken_apart(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[
     return about, tensors
 
 
-def _named(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> Any:
-    """The same tree with a placeholder for every tensor, whose name is where it is."""
+def _replace_tensors(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> Any:
+    """Replace every tensor in a tree by a placeholder, and add it to `tensors` under the name of its place."""
     if isinstance(x, kind):
         name = ".".join(at)
         tensors[name] = x
         return placeholder(name)
     if isinstance(x, dict):
-        return type(x)((k, _named(v, (*at, str(k)), kind, tensors)) for k, v in x.items())
+        return type(x)((k, _replace_tensors(v, (*at, str(k)), kind, tensors)) for k, v in x.items())
     if type(x) in (list, tuple):
-        return type(x)(_named(v, (*at, str(i)), kind, tensors) for i, v in enumerate(x))
+        return type(x)(_replace_tensors(v, (*at, str(i)), kind, tensors) for i, v in enumerate(x))
     if isinstance(x, Opaque) and x.cls == Global("torch", "Size"):
         return x.args[0]  # a tuple, as which its own code compares it
     if isinstance(x, Opaque):
         nested = is_subclass(x)
         args = (
-            (*x.args[:3], _named(x.args[3], at, kind, tensors))
+            (*x.args[:3], _replace_tensors(x.args[3], at, kind, tensors))
             if nested
-            else _named(x.args, (*at, "args"), kind, tensors)
+            else _replace_tensors(x.args, (*at, "args"), kind, tensors)
         )
         out = Opaque(x.cls, args, x.call)
         out.label = x.label
-        out.state = _named(x.state, at, kind, tensors)
-        out.list_items = _named(x.list_items, (*at, "items"), kind, tensors)
-        out.dict_items = _named(x.dict_items, (*at, "items"), kind, tensors)
+        out.state = _replace_tensors(x.state, at, kind, tensors)
+        out.list_items = _replace_tensors(x.list_items, (*at, "items"), kind, tensors)
+        out.dict_items = _replace_tensors(x.dict_items, (*at, "items"), kind, tensors)
         return out
     return x
 
 
 def put_together(found: Composite, tensors: Mapping[str, Any]) -> Opaque:
-    """The call that makes the object again; `tensors` are what stands for the tensors in the pickle to write.
+    """Make the call that makes the object again; `tensors` are what stands for the tensors in the pickle to write.
 
     Raises:
         Unsupported: only a part of it is an object.
@@ -125,11 +135,11 @@ def put_together(found: Composite, tensors: Mapping[str, Any]) -> Opaque:
             "one object cannot be. dcp carries it at the world size of the save; "
             f"{argument('dequantize', ['optim.*'])} writes plain numbers."
         )
-    return call_of(found.about, tensors)
+    return rebuild_call(found.about, tensors)
 
 
-def call_of(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
-    """`put_together` of an object, by its value."""
+def rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
+    """Make the call that rebuilds an object from the value that describes it."""
     cls = Global(*about["class"])
     shape = tuple(about["shape"])
     strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)
@@ -137,16 +147,17 @@ def call_of(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
     stride = tuple(about.get("stride") or boxes.strides(shape))
     dtype = Global("torch", about["dtype"])
     args = (cls, dtype, shape, stride, 0, strided, device, about.get("requires_grad", False))
-    return Opaque(REBUILD, (WRAPPER, cls, args, _filled(about["state"], tensors)), call=True)
+    return Opaque(REBUILD, (WRAPPER, cls, args, _insert_tensors(about["state"], tensors)), call=True)
 
 
-def _filled(x: Any, tensors: Mapping[str, Any]) -> Any:
+def _insert_tensors(x: Any, tensors: Mapping[str, Any]) -> Any:
+    """Replace every placeholder by its tensor."""
     if isinstance(x, dict):
-        return type(x)((k, _filled(v, tensors)) for k, v in x.items())
+        return type(x)((k, _insert_tensors(v, tensors)) for k, v in x.items())
     if type(x) in (list, tuple):
-        return type(x)(_filled(v, tensors) for v in x)
+        return type(x)(_insert_tensors(v, tensors) for v in x)
     if isinstance(x, Opaque):
         if x.cls == _PLACEHOLDER:
             return tensors[x.args[0]]
-        return x.mapped(lambda part: _filled(part, tensors))
+        return x.mapped(lambda part: _insert_tensors(part, tensors))
     return x

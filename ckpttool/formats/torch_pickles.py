@@ -14,7 +14,7 @@ from .stored_tensors import Inline
 from .torch_zip import STORAGE_NAMES
 from .zip_bytes import central_directory, local_header
 
-__all__ = ["TensorRef", "head_records", "pickled", "small_zip"]
+__all__ = ["TensorRef", "make_head", "pickle_tree", "save_small_file"]
 
 
 class TensorRef(NamedTuple):
@@ -27,7 +27,7 @@ class TensorRef(NamedTuple):
     first: int = 0
 
     def reduce(self) -> tuple[Global, tuple[Any, ...]]:
-        """The call by which torch puts the tensor together."""
+        """Return the call by which torch puts the tensor together."""
         hooks = Opaque(Global("collections", "OrderedDict"), (), call=True)
         rest = (self.first, self.shape, boxes.strides(self.shape), False, hooks)
         if self.dtype in STORAGE_NAMES:
@@ -39,8 +39,8 @@ class _StorageRef(NamedTuple):
     tensor: TensorRef
 
 
-def pickled(tree: Any) -> bytes:
-    """data.pkl of a tree with `TensorRef` for every tensor."""
+def pickle_tree(tree: Any) -> bytes:
+    """Write data.pkl of a tree with `TensorRef` for every tensor."""
 
     def persistent(x: Any) -> tuple[Any, ...] | None:
         if type(x) is not _StorageRef:
@@ -53,8 +53,8 @@ def pickled(tree: Any) -> bytes:
     return dump(tree, persistent)
 
 
-def small_zip(value: Any) -> bytes:
-    """A whole torch.save file of a value; `Inline` tensors become tensors."""
+def save_small_file(value: Any) -> bytes:
+    """Write a whole torch.save file of a value; `Inline` tensors become tensors."""
     data: list[bytes] = []
 
     def one(x: Any) -> Any:
@@ -71,7 +71,7 @@ def small_zip(value: Any) -> bytes:
             return x.mapped(one)
         return x
 
-    pkl = pickled(one(value))
+    pkl = pickle_tree(one(value))
     out = bytearray()
     records: list[tuple[str, int, int, int, bool]] = []
     members = [("data.pkl", pkl), ("byteorder", b"little"), ("version", b"3\n")]
@@ -82,8 +82,8 @@ def small_zip(value: Any) -> bytes:
     return bytes(out + central_directory(records, len(out)))
 
 
-def head_records(root: str, pkl: bytes) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
-    """The first bytes of a torch.save file: data.pkl and the small records, and their directory entries."""
+def make_head(root: str, pkl: bytes) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
+    """Write the first bytes of a torch.save file, data.pkl and the small records: (bytes, their directory entries)."""
     out = bytearray()
     records: list[tuple[str, int, int, int, bool]] = []
     for name, body in (("data.pkl", pkl), ("byteorder", b"little"), (".storage_alignment", b"64"), ("version", b"3\n")):

@@ -23,22 +23,22 @@ from ..storage.overlay import LostBytes
 from ..storage.source import ReadAt
 from . import other_files
 from .crc import crc32
-from .pickles import Global, Opaque, Refused, Truncated, acts, load, short
+from .pickles import Global, Opaque, Refused, Truncated, is_dangerous, load, short
 from .stored_tensors import Size, Storage, StoredTensor, map_tensors
 from .subclasses import REBUILD, WRAPPER, dense_inside
-from .zip_bytes import first_name, is_zip, torchscript, zip_records
+from .zip_bytes import first_record_name, is_zip, torchscript_error, zip_records
 
 __all__ = [
     "MAX_PICKLE_BYTES",
     "STORAGE_NAMES",
-    "from_type",
+    "drop_attributes",
+    "find_storages",
+    "name_at_save",
     "read",
+    "rebuild_from_type",
     "refuse_copied",
     "refuse_other_rank",
-    "saved_as",
-    "size_as_tuple",
-    "storages_of",
-    "with_attributes",
+    "size_stand_in",
 ]
 
 #: torch's storage classes by dtype (torch/storage.py, _dtype_to_storage_type_map); newer dtypes have none and are
@@ -64,19 +64,21 @@ MAX_PICKLE_BYTES = 256 << 20
 
 
 def _malformed(what: str, problem: str) -> Corrupt:
+    """Make the error for a file that torch.save cannot have written."""
     return Corrupt(f"{what}: {problem}. torch.save does not write that: the file is damaged. Use another copy.")
 
 
-def saved_as(read_at: ReadAt, length: int) -> str | None:
-    """The name under which torch.save wrote a file, without its ending: the root folder of its records. None for a
-    legacy file, and for one that was written to an open file ("archive").
+def name_at_save(read_at: ReadAt, length: int) -> str | None:
+    """Return the name under which torch.save wrote a file, without its ending: the root folder of its records.
+
+    It is None for a legacy file, and for one that was written to an open file ("archive").
 
     Source: caffe2/serialize/inline_container.cc, PyTorchStreamWriter::setup.
     """
     head = read_at(0, min(length, 300))
     if not is_zip(head):
         return None
-    root = first_name(head).partition("/")[0]
+    root = first_record_name(head).partition("/")[0]
     return None if root == "archive" else root
 
 
@@ -88,7 +90,7 @@ def refuse_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks
     Raises:
         Corrupt: another rank wrote it.
     """
-    first, stem = saved_as(read_at, length), what.rpartition("/")[2].rpartition(".")[0]
+    first, stem = name_at_save(read_at, length), what.rpartition("/")[2].rpartition(".")[0]
     if first is None or first == stem or re.sub(r"\d+", "0", first) != re.sub(r"\d+", "0", stem):
         return []
     return refuse_copied(
@@ -120,7 +122,7 @@ def read(
     stand_ins: dict[tuple[str, str], Any] | None = None,
     later: bool = False,
 ) -> Any:
-    """The object in a torch.save file, zip or legacy, with `StoredTensor` for every tensor.
+    """Read the object in a torch.save file, zip or legacy, with `StoredTensor` for every tensor.
 
     `read_at(offset, n)` reads the file; the torch file is its bytes [base, base + length). With `later`, a tensor of a
     kind that is not supported is a `Refused`, for the caller to raise who knows whether it is needed.
@@ -131,10 +133,10 @@ def read(
     head = read_at(base, min(other_files.HEAD_BYTES, length))
     if not is_zip(head):
         return _read_legacy(read_at, base, length, what, stand_ins or {}, later)
-    other_files.refuse_format(head, what)
+    other_files.refuse_foreign_format(head, what)
     records = zip_records(read_at, base, length, what)
     if "constants.pkl" in records:
-        raise torchscript(what)
+        raise torchscript_error(what)
     if "data.pkl" not in records:
         raise Corrupt(f"{what}: this zip has no data.pkl, so torch.save did not write it.")
     order = records.get("byteorder")
@@ -157,7 +159,7 @@ def read(
     unread: list[tuple[Any, str]] = []
 
     def persistent(pid: Any) -> Storage:
-        dtype, key, numel = _storage_id(pid, what)
+        dtype, key, numel = _parse_storage_id(pid, what)
         if kinds.setdefault(key, dtype or "uint8") != (dtype or "uint8"):
             raise Corrupt(
                 f"{what}: storage {key!r} is declared as {kinds[key]} and as {dtype}; torch reads both as the first."
@@ -173,15 +175,16 @@ def read(
             )
         return Storage(dtype, record.offset, record.length, record.crc32 or None)
 
-    tree = load(data, {**_rebuilds(what, unread, later), **(stand_ins or {})}, persistent, what=what)[0]
+    tree = load(data, {**_tensor_stand_ins(what, unread, later), **(stand_ins or {})}, persistent, what=what)[0]
     return _refuse_unread(tree, unread, what, later)
 
 
-def storages_of(
+def find_storages(
     data: bytes, start: int, what: str, stand_ins: dict[tuple[str, str], Any] | None = None
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """({key: (elements, bytes)} of the storages that a pickle refers to, in that order; where the pickle ends). Calls
-    of what nobody knows are neither made nor refused: that is for `read`.
+    """Find the storages that a pickle refers to: ({key: (elements, bytes)} in that order, where the pickle ends).
+
+    Calls of what nobody knows are neither made nor refused: that is for `read`.
 
     Raises:
         Truncated: the bytes end before the pickle does. Corrupt, Unsupported: as `read`.
@@ -189,17 +192,22 @@ def storages_of(
     found: dict[str, tuple[int, int]] = {}
 
     def persistent(pid: Any) -> Storage:
-        dtype, key, numel = _storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
+        dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
         n = numel * (ITEMSIZE[dtype] if dtype else 1)
         if found.setdefault(key, (numel, n)) != (numel, n):
             raise _malformed(what, f"storage {key!r} is declared twice with different sizes")
         return Storage(dtype, 0, n, None)
 
-    end = load(data, {**_rebuilds(what, []), **(stand_ins or {})}, persistent, start, what, inert=True)[1]
+    end = load(data, {**_tensor_stand_ins(what, []), **(stand_ins or {})}, persistent, start, what, inert=True)[1]
     return found, end
 
 
-def _storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
+def _parse_storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
+    """Check the persistent id of a storage: (dtype, None for one without; key; elements).
+
+    Raises:
+        Corrupt, Unsupported: torch does not write it.
+    """
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Global)):
         raise _malformed(what, "the pickle has an unknown kind of reference")
     cls, key, _, numel = pid[1:5]
@@ -229,8 +237,8 @@ _MEANING = {
 }
 
 
-def with_attributes(x: Any, state: Any, what: str) -> Any:
-    """A tensor to which torch would give the attributes in `state` (torch/_utils.py, _set_obj_state): they are dropped.
+def drop_attributes(x: Any, state: Any, what: str) -> Any:
+    """Return a tensor without the attributes in `state` that torch would give it (torch/_utils.py, _set_obj_state).
 
     Raises:
         Corrupt: it is not a tensor. Unsupported: an attribute is the tensor's numbers.
@@ -247,16 +255,18 @@ def with_attributes(x: Any, state: Any, what: str) -> Any:
     return x
 
 
-def from_type(what: str, func: Any, cls: Any, args: Any, state: Any) -> Any:
-    """A tensor of a subclass: the dense tensor, where it has a storage or is wrapped around one, or the call as it is
-    pickled (formats/subclasses.py). Python attributes of a plain tensor (DeepSpeed's flat groups) are not tensor data.
+def rebuild_from_type(what: str, func: Any, cls: Any, args: Any, state: Any) -> Any:
+    """Return a tensor of a subclass: the dense tensor, where it has a storage or is wrapped around one, or the call as
+    it is pickled (formats/subclasses.py).
+
+    Python attributes of a plain tensor (DeepSpeed's flat groups) are not tensor data.
 
     Raises:
         Unsupported: it is one rank's part of a tensor. Unsafe: its class is none of tensors.
     """
     if func == WRAPPER and isinstance(cls, Global) and isinstance(args, tuple):
-        args = tuple(_sizes(x, what) if isinstance(x, Opaque) and x.cls == _SIZE else x for x in args)
-        if acts(cls):
+        args = tuple(_checked_size(x, what) if isinstance(x, Opaque) and x.cls == _SIZE else x for x in args)
+        if is_dangerous(cls):
             raise Unsafe(f"{what}: the pickle makes a tensor of class {cls}, which is not training state.")
         if cls.module.startswith("torch.") and cls.name in ("DTensor", "ShardedTensor"):
             raise Unsupported(
@@ -277,11 +287,11 @@ def from_type(what: str, func: Any, cls: Any, args: Any, state: Any) -> Any:
         return Opaque(REBUILD, (func, cls, args, state), call=True)
     if isinstance(func, Global) or not callable(func) or not isinstance(args, tuple):
         raise Unsafe(f"{what}: the pickle calls {short(func)}.")
-    return with_attributes(func(*args), state, what)
+    return drop_attributes(func(*args), state, what)
 
 
-def _bits(bits: Any) -> str:
-    """What the metadata of a tensor means (torch/_utils.py, set_tensor_metadata; a key acts whatever its value)."""
+def _describe_bits(bits: Any) -> str:
+    """Say what the metadata of a tensor means (torch/_utils.py, set_tensor_metadata; a key acts whatever its value)."""
     if not isinstance(bits, dict):
         return f"has metadata {short(bits)}, which is not a dict"
     other = [k for k in bits if k not in _MEANING]
@@ -295,8 +305,8 @@ _NAMED = 16  # tensors whose place in the tree is looked for
 
 
 def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
-    """The tree. A tensor whose numbers are not those of its storage is refused: now, or with `later` where it is
-    needed.
+    """Return the tree, after refusing tensors whose numbers are not those of their storage: now, or with `later` where
+    they are needed.
 
     Raises:
         Unsupported: with the tensor's path in dicts and lists.
@@ -313,11 +323,13 @@ def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str, later: b
 
 
 def _unread_text(tree: Any, tensor: Any, why: str, what: str) -> str:
+    """Say which tensor is refused and why; without its name where `tree` is None."""
     name = joined(_path_to(tree, tensor) or ())
     return f'{what}: {f"""tensor "{name}" """ if name else "a tensor "}{why}.'
 
 
 def _path_to(tree: Any, wanted: Any) -> Path | None:
+    """Find where a tensor is in dicts and lists; None where it is not."""
     if tree is wanted:
         return ()
     if isinstance(tree, Opaque):  # a DTensor: its name is where it lies
@@ -351,7 +363,7 @@ class _TensorBuilder:
             ("torch._utils", "_rebuild_tensor_v3"): self.tensor_v3,
             ("torch._utils", "_rebuild_parameter"): self.parameter,
             ("torch._utils", "_rebuild_parameter_with_state"): self.parameter_with_state,
-            REBUILD: lambda *call: from_type(self.what, *call),
+            REBUILD: lambda *call: rebuild_from_type(self.what, *call),
             ("torch.serialization", "_get_layout"): self.memory_layout,
         }
 
@@ -377,7 +389,7 @@ class _TensorBuilder:
         kind = dtype or storage.dtype
         if kind is None:
             raise _malformed(what, "a tensor has no dtype")
-        size, stride = _sizes(size, what), _sizes(stride, what)
+        size, stride = _checked_size(size, what), _checked_size(stride, what)
         if len(size) != len(stride) or type(offset) is not int or offset < 0:
             raise _malformed(what, f"a tensor has size {size}, stride {stride}, offset {short(offset)}")
         if any(n < 0 or n > MAX_NUMEL for n in (*size, *stride)) or prod(size) > MAX_NUMEL:
@@ -395,7 +407,7 @@ class _TensorBuilder:
             )
         self._check_grad(out, grad)
         if bits:
-            self.unread.append((out, _bits(bits)))
+            self.unread.append((out, _describe_bits(bits)))
         self._note_hooks(out, hooks)
         return out
 
@@ -425,7 +437,7 @@ class _TensorBuilder:
         """`_rebuild_parameter_with_state`: a Parameter with Python attributes, which are dropped."""
         self._check_grad(data, grad)
         self._note_hooks(data, hooks)
-        return with_attributes(data, state, self.what)
+        return drop_attributes(data, state, self.what)
 
     def memory_layout(self, name: Any) -> Global:
         """`_get_layout`: torch.strided by its name."""
@@ -470,15 +482,15 @@ _NOT_DENSE = {
 }
 
 
-def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
+def _tensor_stand_ins(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
     """Stand-ins for torch's functions that put a tensor together (`_TensorBuilder`); with `later`, those that are
     refused are a `Refused`."""
     calls = _TensorBuilder(what, unread).stand_ins()
-    return {name: _later(f) for name, f in calls.items()} if later else calls
+    return {name: _defer_refusals(f) for name, f in calls.items()} if later else calls
 
 
-def _later(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which gives a `Refused` instead of raising Unsupported, and takes one for a tensor."""
+def _defer_refusals(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that it returns a `Refused` instead of raising Unsupported, and takes one for a tensor."""
 
     def call(*args: Any) -> Any:
         for x in args:
@@ -495,12 +507,17 @@ def _later(f: Callable[..., Any]) -> Callable[..., Any]:
 _SIZE = Global("torch", "Size")
 
 
-def size_as_tuple(what: str) -> dict[tuple[str, str], Any]:
-    """The stand-in for torch.Size of a format that has sizes of its own: a tuple, until it is found in a value."""
-    return {_SIZE: lambda items=(): Size(_sizes(items, what))}
+def size_stand_in(what: str) -> dict[tuple[str, str], Any]:
+    """Make the stand-in for torch.Size of a format that has sizes of its own: a tuple, until it is found in a value."""
+    return {_SIZE: lambda items=(): Size(_checked_size(items, what))}
 
 
-def _sizes(x: Any, what: str) -> tuple[int, ...]:
+def _checked_size(x: Any, what: str) -> tuple[int, ...]:
+    """Return the size of a tensor as a tuple.
+
+    Raises:
+        Corrupt: it is not up to 64 integers.
+    """
     if isinstance(x, Opaque) and x.cls == _SIZE:
         x = x.args[0] if x.args else ()
     if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int for n in x):
@@ -511,7 +528,11 @@ def _sizes(x: Any, what: str) -> tuple[int, ...]:
 def _read_legacy(
     read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any], later: bool
 ) -> Any:
-    """`torch.save(..., _use_new_zipfile_serialization=False)`; torch/serialization.py, _legacy_save."""
+    """Read a file of `torch.save(..., _use_new_zipfile_serialization=False)`; torch/serialization.py, _legacy_save.
+
+    Raises:
+        As `read`.
+    """
     magic = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # LONG1 of 0x1950a86a20f9469cfc6c
     head = read_at(base, min(length, 32))
     if magic not in head:
@@ -524,7 +545,7 @@ def _read_legacy(
                 f"{what} is a plain pickle, which torch.save does not write. Load it where it was made, and save its "
                 "state dict with torch.save."
             )
-        other_files.refuse(read_at(base, min(other_files.HEAD_BYTES, length)), what)
+        other_files.refuse_foreign_file(read_at(base, min(other_files.HEAD_BYTES, length)), what)
         raise _malformed(what, "it is neither a zip nor a legacy torch.save file")
     for window in (4 << 20, 32 << 20, MAX_PICKLE_BYTES):  # the pickles come first and are small, the storages are not
         try:
@@ -538,7 +559,7 @@ def _read_legacy(
 
 
 def _first_bytes(read_at: ReadAt, base: int, length: int) -> bytes:
-    """The first bytes of a file that is patched: as many as are there."""
+    """Read the first bytes of a file that is patched: as many as are there."""
     try:
         return read_at(base, length)
     except LostBytes as e:
@@ -554,6 +575,12 @@ class _Cut(Exception):
 def _parse_legacy(
     data: bytes, read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any], later: bool
 ) -> Any:
+    """Parse the pickles of a legacy file, of which `data` are the first bytes, and find its storages behind them.
+
+    Raises:
+        _Cut: the pickles do not end within `data`. Corrupt: pickles and storages disagree. Unsupported: big-endian, or
+            of torch < 0.4.
+    """
     wanted: dict[str, tuple[str | None, int]] = {}
     numbers: dict[str, int] = {}
     unread: list[tuple[Any, str]] = []
@@ -561,7 +588,7 @@ def _parse_legacy(
     def persistent(pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is not None:
             raise Unsupported(f"{what}: a storage view of torch < 0.4.")
-        dtype, key, numel = _storage_id(pid[:5] if isinstance(pid, tuple) and len(pid) == 6 else None, what)
+        dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) and len(pid) == 6 else None, what)
         if wanted.setdefault(key, (dtype, numel)) != (dtype, numel):
             raise _malformed(what, f"storage {key!r} is declared twice with different types")
         number = numbers.setdefault(key, len(numbers))
@@ -575,7 +602,7 @@ def _parse_legacy(
             raise Unsupported(
                 f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian."
             )
-        obj, at = load(data, {**_rebuilds(what, unread, later), **stand_ins}, persistent, start=at, what=what)
+        obj, at = load(data, {**_tensor_stand_ins(what, unread, later), **stand_ins}, persistent, start=at, what=what)
         obj = _refuse_unread(obj, unread, what, later)
         keys, at = load(data, start=at, what=what)
     except Truncated as e:

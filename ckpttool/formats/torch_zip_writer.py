@@ -28,7 +28,7 @@ from .pickles import Opaque
 __all__ = ["TorchFiles"]
 
 
-class _Hole(NamedTuple):
+class _PendingRecord(NamedTuple):
     """A record whose bytes come later: its header's offset, its own, its length."""
 
     name: str
@@ -40,18 +40,18 @@ class _Hole(NamedTuple):
 class _File(NamedTuple):
     head: bytes
     records: list[tuple[str, int, int, int, bool]]  # directory entries of what is in the head
-    holes: list[_Hole]
+    holes: list[_PendingRecord]
     places: dict[str, int]
     end: int  # of the last hole, its descriptor included
 
 
 @lru_cache(1024)
-def _zeros(n: int) -> int:
-    """CRC32 of n zero bytes."""
+def _crc_of_zeros(n: int) -> int:
+    """Compute the CRC32 of n zero bytes."""
     if n <= 1 << 16:
         return int(crc32(bytes(n)))
-    half = _zeros(n // 2)
-    return int(crc32_combine(crc32_combine(half, half, n // 2), _zeros(n % 2), n % 2))
+    half = _crc_of_zeros(n // 2)
+    return int(crc32_combine(crc32_combine(half, half, n // 2), _crc_of_zeros(n % 2), n % 2))
 
 
 class TorchFiles:
@@ -63,7 +63,7 @@ class TorchFiles:
         self.ends: dict[tuple[str, int], int] = {}
 
     def add(self, name: str, tree: Any, storages: Mapping[str, int], root: str = "archive") -> int:
-        """A file of a tree of plain values with `TensorRef` and `Inline` tensors; gives its number.
+        """Add a file of a tree of plain values with `TensorRef` and `Inline` tensors; returns its number.
 
         Args:
             storages: {key: bytes}, in the order in which their records shall lie; those of `Inline` tensors are added.
@@ -72,7 +72,7 @@ class TorchFiles:
         tree = _number_inline(tree, len(storages), inline)
         if clash := {str(len(storages) + i) for i in range(len(inline))} & storages.keys():
             raise AssertionError(f"{name}: storages are numbered otherwise: {sorted(clash)}")
-        head, records = torch_pickles.head_records(root, torch_pickles.pickled(tree))
+        head, records = torch_pickles.make_head(root, torch_pickles.pickle_tree(tree))
         out = bytearray(head)
         for i, data in enumerate(inline):
             record = f"{root}/data/{len(storages) + i}"
@@ -82,7 +82,7 @@ class TorchFiles:
         for key, n in storages.items():
             record = f"{root}/data/{key}"
             offset = at + len(zip_bytes.local_header(record, n, None, at, 64))
-            holes.append(_Hole(record, at, offset, n))
+            holes.append(_PendingRecord(record, at, offset, n))
             places[key] = offset
             at = offset + n + zip_bytes.DATA_DESCRIPTOR_BYTES
         self.names.append(name)
@@ -90,19 +90,19 @@ class TorchFiles:
         return len(self.files) - 1
 
     def literal(self, name: str, data: bytes) -> int:
-        """A file whose bytes are all known; gives its number."""
+        """Add a file whose bytes are all known; returns its number."""
         self.names.append(name)
         self.files.append(data)
         return len(self.files) - 1
 
     def offset(self, file: int, key: str) -> int:
-        """Where a storage begins in its file."""
+        """Return where a storage begins in its file."""
         f = self.files[file]
         assert isinstance(f, _File)
         return f.places[key]
 
     def sizes(self) -> list[int]:
-        """Bytes of every file; of those with records to come, a bound."""
+        """Return the bytes of every file; of those with records to come, a bound."""
         out = []
         for f in self.files:
             if isinstance(f, bytes):
@@ -148,17 +148,17 @@ class TorchFiles:
         def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
             f = self.files[t.chunks.file[row]]
             assert isinstance(f, _File)
-            return self._between(checkpoint, f, end_of(written, f), t.chunks.offset[row], written)
+            return self._bytes_between(checkpoint, f, end_of(written, f), t.chunks.offset[row], written)
 
         def tail(file: int, written: Sequence[Written], digests: dict[str, Any]) -> bytes:
             f = self.files[file]
             if isinstance(f, bytes):
                 return b""
-            out = self._between(checkpoint, f, end_of(written, f), f.end, written)
+            out = self._bytes_between(checkpoint, f, end_of(written, f), f.end, written)
             entries, at = list(f.records), f.end
             at_chunk = 0
             for hole in f.holes:
-                crc, at_chunk = self._crc(checkpoint, hole, written, at_chunk)
+                crc, at_chunk = self._crc_of_record(checkpoint, hole, written, at_chunk)
                 entries.append((hole.name, hole.header, hole.length, crc, True))
             notes_of: dict[str, Any] = {}
             if recorded:
@@ -197,10 +197,10 @@ class TorchFiles:
             changed=changed or {},
         )
 
-    def _between(self, checkpoint: Checkpoint, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:
-        """Bytes [a, b) of a file, in which no chunk lies: padding, and the ends and headers of records."""
+    def _bytes_between(self, checkpoint: Checkpoint, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:
+        """Make bytes [a, b) of a file, in which no chunk lies: padding, and the ends and headers of records."""
         out, at = bytearray(), a
-        for hole in self._reached(f, a):
+        for hole in self._records_from(f, a):
             if at == hole.header and at < b:
                 out += zip_bytes.local_header(hole.name, hole.length, None, hole.header, 64)
                 at = hole.offset
@@ -211,7 +211,7 @@ class TorchFiles:
             out += bytes(stop - at)
             at = stop
             if at == end and at < b:
-                crc = self._crc(checkpoint, hole, written, self._first(checkpoint, hole, written))[0]
+                crc = self._crc_of_record(checkpoint, hole, written, self._first_chunk_in(checkpoint, hole, written))[0]
                 out += zip_bytes.data_descriptor(hole.length, crc)
                 at += zip_bytes.DATA_DESCRIPTOR_BYTES
         if at != b:
@@ -220,18 +220,18 @@ class TorchFiles:
 
     @staticmethod
     def _record_at(f: _File, offset: int) -> int:
-        """Where the hole that a byte lies in begins."""
+        """Return where the record that a byte lies in begins."""
         return f.holes[bisect_right(f.holes, offset, key=lambda hole: hole.offset) - 1].offset
 
     @staticmethod
-    def _reached(f: _File, at: int) -> Iterator[_Hole]:
-        """The holes that end at or after a byte."""
+    def _records_from(f: _File, at: int) -> Iterator[_PendingRecord]:
+        """Yield the records to come that end at or after a byte."""
         first = bisect_left(f.holes, at, key=lambda hole: hole.offset + hole.length)
         return (f.holes[i] for i in range(first, len(f.holes)))
 
     @staticmethod
-    def _first(checkpoint: Checkpoint, hole: _Hole, written: Sequence[Written]) -> int:
-        """The first of the last chunks written that lie in a hole."""
+    def _first_chunk_in(checkpoint: Checkpoint, hole: _PendingRecord, written: Sequence[Written]) -> int:
+        """Return the number of the first of the last chunks written that lie in a record."""
         k = len(written)
         while k:
             name, row, _ = written[k - 1]
@@ -241,8 +241,11 @@ class TorchFiles:
         return k
 
     @staticmethod
-    def _crc(checkpoint: Checkpoint, hole: _Hole, written: Sequence[Written], k: int) -> tuple[int, int]:
-        """(CRC32 of a hole, number of the first chunk after it), where its chunks are written[k], ..."""
+    def _crc_of_record(
+        checkpoint: Checkpoint, hole: _PendingRecord, written: Sequence[Written], k: int
+    ) -> tuple[int, int]:
+        """Put together the CRC32 of a record whose chunks are written[k], ...: (CRC32, number of the first chunk after
+        it)."""
         crc, at, end = 0, hole.offset, hole.offset + hole.length
         while k < len(written):
             name, row, part = written[k]
@@ -251,15 +254,19 @@ class TorchFiles:
             if offset >= end and (length or offset > end):
                 break
             if offset > at:
-                crc = crc32_combine(crc, _zeros(offset - at), offset - at)
+                crc = crc32_combine(crc, _crc_of_zeros(offset - at), offset - at)
             crc, at, k = crc32_combine(crc, part, length), offset + length, k + 1
         if at < end:
-            crc = crc32_combine(crc, _zeros(end - at), end - at)
+            crc = crc32_combine(crc, _crc_of_zeros(end - at), end - at)
         return int(crc), k
 
 
 def _number_inline(x: Any, first: int, inline: list[bytes], done: dict[int, Any] | None = None) -> Any:
-    """Small tensors inside values become tensors of their own storages; what is there twice stays one object."""
+    """Replace small tensors inside values by tensors of their own storages, numbered from `first`, and add their bytes
+    to `inline`.
+
+    What is there twice stays one object; `done` is {id: what became of it}.
+    """
     done = {} if done is None else done
     if id(x) in done:
         return done[id(x)]

@@ -45,10 +45,10 @@ from typing import Any
 from .. import bounded_json
 from ..errors import Corrupt, Unsupported
 from ..index.checkpoint import ITEMSIZE, Path, Value, joined
-from .pickles import MAX_DEPTH, Again, Global, Opaque, Ordered
+from .pickles import MAX_DEPTH, BackReference, Global, Opaque, Ordered
 from .stored_tensors import Inline
 
-__all__ = ["as_json", "decode", "encode", "encode_one", "of_json"]
+__all__ = ["decode", "encode", "encode_one", "from_json_tree", "to_json_tree"]
 
 _PLAIN_INT_BITS = 2048
 _DEEPEST = MAX_DEPTH + 2  # the file is a dict of dicts itself
@@ -58,7 +58,7 @@ _DEEPEST = MAX_DEPTH + 2  # the file is a dict of dicts itself
 
 
 def encode(values: Mapping[str, Value]) -> bytes:
-    """The bytes of values.json.
+    """Write the bytes of values.json.
 
     Raises:
         Unsupported: a value holds itself, is nested too deep, or is of a type that no checkpoint has.
@@ -68,24 +68,26 @@ def encode(values: Mapping[str, Value]) -> bytes:
         path, data = values[name]
         if name != joined(path):
             raise AssertionError(f"{name!a} has the path {path!a}")
-        rows[name] = {"path": _plain(path), "data": data}
+        rows[name] = {"path": _path_as_json(path), "data": data}
     return (_Writer().pairs(rows, "\n", ",\n") + "\n").encode()
 
 
 def encode_one(value: Value) -> bytes:
-    """Path and data of one value, spelled as in a line of values.json.
+    """Write path and data of one value, spelled as in a line of values.json.
 
     Raises:
         Unsupported: as `encode`.
     """
     writer = _Writer()
     writer.name = joined(value.path)
-    return writer.pairs({"path": _plain(value.path), "data": value.data}).encode()
+    return writer.pairs({"path": _path_as_json(value.path), "data": value.data}).encode()
 
 
-def _plain(path: Path) -> list[str | int]:
-    """A path as JSON has it. The number of a parameter becomes text, as in DCP; the param groups list it as a number
-    (index/trees.py)."""
+def _path_as_json(path: Path) -> list[str | int]:
+    """Write a path as JSON has it.
+
+    The number of a parameter becomes text, as in DCP; the param groups list it as a number (index/trees.py).
+    """
     return [p if type(p) is int else str(p) for p in path]
 
 
@@ -98,7 +100,9 @@ class _Writer:
         self.labels: set[int] | None = None  # of the outermost instance that is being written
 
     def pairs(self, x: dict[Any, Any], edge: str = "", comma: str = ", ") -> str:
-        plain = all(type(k) is str and k[:1] != "$" and _whole(k) for k in x)
+        """Write a dict; `edge` and `comma` stand around and between its items. With an `edge`, its keys are the names
+        of values."""
+        plain = all(type(k) is str and k[:1] != "$" and _is_valid_unicode(k) for k in x)
         rows = []
         for k, v in x.items():
             if edge:
@@ -108,6 +112,11 @@ class _Writer:
         return f"{{{inner}}}" if plain else f'{{"$dict": [{inner}]}}'
 
     def text(self, x: Any) -> str:
+        """Write any value.
+
+        Raises:
+            Unsupported: it holds itself, or is nested too deep.
+        """
         kind = type(x)
         leaf = _LEAVES.get(kind)
         if leaf is not None:
@@ -116,7 +125,7 @@ class _Writer:
             return f'{{"$complex": {self.items((x.real, x.imag))}}}'
         if id(x) in self.above or len(self.above) >= _DEEPEST:
             why = "holds itself" if id(x) in self.above else f"is nested deeper than {MAX_DEPTH}"
-            raise Unsupported(f'the value "{_shown(self.name)}" {why}; values.json cannot keep it.')
+            raise Unsupported(f'the value "{_show_name(self.name)}" {why}; values.json cannot keep it.')
         self.above.add(id(x))
         try:
             return self.container(x, kind)
@@ -124,13 +133,18 @@ class _Writer:
             self.above.discard(id(x))
 
     def container(self, x: Any, kind: type) -> str:
+        """Write a value that holds others.
+
+        Raises:
+            Unsupported: it is of a type that no checkpoint has, or refers to an instance that it does not hold.
+        """
         if kind is dict:
             return self.pairs(x)
         if kind is Ordered:
             return f'{{"$ordered": {self.items(map(list, x.items()))}}}'
-        if kind is Again:
+        if kind is BackReference:
             if self.labels is None or x.label not in self.labels:
-                raise Unsupported(f'the value "{_shown(self.name)}" refers to an instance that it does not hold.')
+                raise Unsupported(f'the value "{_show_name(self.name)}" refers to an instance that it does not hold.')
             return f'{{"$again": {x.label}}}'
         if kind is list:
             return self.items(x)
@@ -144,14 +158,21 @@ class _Writer:
             self.labels = None if outermost else self.labels
             return text
         raise Unsupported(
-            f'the value "{_shown(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json cannot '
+            f'the value "{_show_name(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json '
+            "cannot "
             "keep."
         )
 
     def items(self, x: Iterable[Any]) -> str:
+        """Write a list of values."""
         return f"[{', '.join(map(self.text, x))}]"
 
     def instance(self, x: Opaque) -> str:
+        """Write the inside of an instance's object.
+
+        Raises:
+            Unsupported: two instances have one label.
+        """
         out = [f'"class": {self.items(x.cls)}']
         if x.call:
             out.append('"call": true')
@@ -160,7 +181,7 @@ class _Writer:
         labels = self.labels = set() if self.labels is None else self.labels
         args = self.items(x.args)
         if x.label in labels:
-            raise Unsupported(f'the value "{_shown(self.name)}" holds two instances with the label {x.label}.')
+            raise Unsupported(f'the value "{_show_name(self.name)}" holds two instances with the label {x.label}.')
         labels |= set() if x.label is None else {x.label}
         # in the order of a pickle, which says what comes before what
         items, pairs, state = self.items(x.list_items), ", ".join(map(self.items, x.dict_items)), self.text(x.state)
@@ -175,7 +196,7 @@ class _Writer:
         return ", ".join(out)
 
 
-def _whole(text: str) -> bool:
+def _is_valid_unicode(text: str) -> bool:
     """Whether a text has no halves of characters."""
     if text.isascii():
         return True
@@ -186,28 +207,29 @@ def _whole(text: str) -> bool:
     return True
 
 
-def _shown(name: Any) -> str:
+def _show_name(name: Any) -> str:
+    """Show the name of a value in a message, in ASCII and not too long."""
     text = ascii(name)[1:-1]
     return text if len(text) < 200 else text[:197] + "..."
 
 
-def _of_str(x: str) -> str:
-    if _whole(x):
+def _write_str(x: str) -> str:
+    if _is_valid_unicode(x):
         return json.encoder.encode_basestring(x)  # `json.dumps` makes an encoder for each text
     return f'{{"$str": "{x.encode("utf-8", "surrogatepass").hex()}"}}'
 
 
-def _of_int(x: int) -> str:
+def _write_int(x: int) -> str:
     return str(x) if x.bit_length() <= _PLAIN_INT_BITS else f'{{"$int": "{x:x}"}}'
 
 
-def _of_float(x: float) -> str:
+def _write_float(x: float) -> str:
     if isfinite(x):
         return repr(x)
     return f'{{"$float": "{x if x == x else "nan:" + struct.pack(">d", x).hex()}"}}'
 
 
-def _of_tensor(x: Inline) -> str:
+def _write_tensor(x: Inline) -> str:
     row = {"dtype": x.dtype, "shape": list(x.shape), "data": base64.b64encode(x.data).decode()}
     return f'{{"$tensor": {json.dumps(row)}}}'
 
@@ -215,46 +237,46 @@ def _of_tensor(x: Inline) -> str:
 _LEAVES: dict[type, Callable[[Any], str]] = {
     type(None): lambda x: "null",
     bool: lambda x: "true" if x else "false",
-    int: _of_int,
-    float: _of_float,
-    str: _of_str,
+    int: _write_int,
+    float: _write_float,
+    str: _write_str,
     bytes: lambda x: f'{{"$bytes": "{base64.b64encode(x).decode()}"}}',
     bytearray: lambda x: f'{{"$bytearray": "{base64.b64encode(x).decode()}"}}',
-    Global: lambda x: f'{{"$global": [{_of_str(x.module)}, {_of_str(x.name)}]}}',
-    Inline: _of_tensor,
+    Global: lambda x: f'{{"$global": [{_write_str(x.module)}, {_write_str(x.name)}]}}',
+    Inline: _write_tensor,
 }
 
 
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def as_json(held: Mapping[str, Value]) -> dict[str, Any]:
-    """The content of values.json as a tree of JSON, to be a part of another file."""
+def to_json_tree(held: Mapping[str, Value]) -> dict[str, Any]:
+    """Return the content of values.json as a tree of JSON, to be a part of another file."""
     tree: dict[str, Any] = json.loads(encode(held))
     return tree
 
 
-def of_json(tree: Any) -> dict[str, Value]:
-    """What `as_json` gave.
+def from_json_tree(tree: Any) -> dict[str, Value]:
+    """Read what `to_json_tree` gave.
 
     Raises:
         ValueError, TypeError: it is something else.
     """
-    found = _value(tree, 0)
+    found = _read_value(tree, 0)
     if type(found) is not dict:
         raise ValueError("it is not an object of values")
-    return {name: _row(name, row) for name, row in found.items()}
+    return {name: _read_row(name, row) for name, row in found.items()}
 
 
 def decode(data: bytes, what: str) -> dict[str, Value]:
-    """The values of a values.json, which is not trusted.
+    """Read the values of a values.json, which is not trusted.
 
     Raises:
         Corrupt: damaged, or other bytes than `encode` writes. Unsafe: a key twice, or nested too deep.
     """
     tree = bounded_json.parse(data, what)
     try:
-        out = of_json(tree)
+        out = from_json_tree(tree)
         same = encode(out) == data
     except (ValueError, TypeError, Unsupported) as e:
         raise Corrupt(f"{what}: damaged, or not written by ckpttool ({e}).") from None
@@ -263,105 +285,129 @@ def decode(data: bytes, what: str) -> dict[str, Value]:
     return out
 
 
-def _row(name: Any, row: Any) -> Value:
+def _read_row(name: Any, row: Any) -> Value:
+    """Read path and data of one value.
+
+    Raises:
+        ValueError: they are something else, or the path is not that of the name.
+    """
     if type(name) is not str or type(row) is not dict or list(row) != ["path", "data"] or type(row["path"]) is not list:
-        raise ValueError(f"the entry {_shown(name)!r} is not a path and data")
+        raise ValueError(f"the entry {_show_name(name)!r} is not a path and data")
     path = tuple(row["path"])
     if not path or not all(type(k) is str or (type(k) is int and k >= 0) for k in path) or joined(path) != name:
-        raise ValueError(f"the entry {_shown(name)!r} has another path")
+        raise ValueError(f"the entry {_show_name(name)!r} has another path")
     return Value(path, row["data"])
 
 
-def _value(x: Any, depth: int) -> Any:
-    """What a piece of JSON stands for."""
+def _read_value(x: Any, depth: int) -> Any:
+    """Read what a piece of JSON stands for.
+
+    Raises:
+        ValueError: it is nested too deep, or has an unknown "$" key.
+    """
     if not isinstance(x, (list, dict)):
         return x
     if depth > _DEEPEST + 2:  # a complex number, which `encode` takes for a leaf, is two levels more here
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if isinstance(x, list):
-        return [_value(v, depth + 1) for v in x]
+        return [_read_value(v, depth + 1) for v in x]
     tag = next((k for k in x if k[:1] == "$"), None)
     if tag is None:
-        return {k: _value(v, depth + 1) for k, v in x.items()}
+        return {k: _read_value(v, depth + 1) for k, v in x.items()}
     if len(x) != 1 or tag not in _TAGS:
-        raise ValueError(f"an object with the unknown key {_shown(tag)!r}")
+        raise ValueError(f"an object with the unknown key {_show_name(tag)!r}")
     return _TAGS[tag](x[tag], depth + 1)
 
 
-def _list(x: Any, depth: int) -> list[Any]:
+def _read_list(x: Any, depth: int) -> list[Any]:
+    """Read a list of values.
+
+    Raises:
+        ValueError: it is no list.
+    """
     if type(x) is not list:
         raise ValueError("something other than a list")
-    return [_value(v, depth) for v in x]
+    return [_read_value(v, depth) for v in x]
 
 
-def _pair(x: Any, depth: int) -> tuple[Any, Any]:
-    key, value = _list(x, depth)
+def _read_pair(x: Any, depth: int) -> tuple[Any, Any]:
+    key, value = _read_list(x, depth)
     return key, value
 
 
-def _dict(x: Any, depth: int) -> dict[Any, Any]:
-    return dict(_pairs(x, depth))
+def _read_dict(x: Any, depth: int) -> dict[Any, Any]:
+    return dict(_read_pairs(x, depth))
 
 
-def _pairs(x: Any, depth: int) -> list[tuple[Any, Any]]:
+def _read_pairs(x: Any, depth: int) -> list[tuple[Any, Any]]:
     if type(x) is not list:
         raise ValueError("something other than pairs")
-    return [_pair(row, depth) for row in x]
+    return [_read_pair(row, depth) for row in x]
 
 
-def _string(x: Any) -> str:
+def _check_str(x: Any) -> str:
     if type(x) is not str:
         raise ValueError("something other than text")
     return x
 
 
-def _bytes(x: Any) -> bytes:
-    return base64.b64decode(_string(x), validate=True)
+def _read_bytes(x: Any) -> bytes:
+    return base64.b64decode(_check_str(x), validate=True)
 
 
-def _float(x: Any) -> float:
-    if _string(x).startswith("nan:"):
+def _read_float(x: Any) -> float:
+    if _check_str(x).startswith("nan:"):
         found: float = struct.unpack(">d", bytes.fromhex(x[4:]).rjust(8, b"\0")[:8])[0]
         return found
     return float(x)
 
 
-def _complex(x: Any, depth: int) -> complex:
-    real, imaginary = _list(x, depth)
+def _read_complex(x: Any, depth: int) -> complex:
+    real, imaginary = _read_list(x, depth)
     if type(real) is not float or type(imaginary) is not float:
         raise ValueError("a complex number that is not made of floats")
     return complex(real, imaginary)
 
 
-def _global(x: Any, depth: int) -> Global:
-    module, name = map(_string, _list(x, depth))
+def _read_global(x: Any, depth: int) -> Global:
+    module, name = map(_check_str, _read_list(x, depth))
     return Global(module, name)
 
 
 _PARTS = {"class", "call", "label", "args", "state", "list", "dict"}
 
 
-def _object(x: Any, depth: int) -> Opaque:
+def _read_object(x: Any, depth: int) -> Opaque:
+    """Read the record of an instance.
+
+    Raises:
+        ValueError: it has no class, or more than objects have.
+    """
     if type(x) is not dict or not x.keys() <= _PARTS or "class" not in x:
         raise ValueError("an object without a class, or with more than objects have")
-    out = Opaque(_global(x["class"], depth), tuple(_list(x.get("args", []), depth)), "call" in x)
-    out.label = _label(x["label"]) if "label" in x else None
-    out.state = _value(x.get("state"), depth)
-    out.list_items = _list(x.get("list", []), depth)
-    out.dict_items = _pairs(x.get("dict", []), depth)
+    out = Opaque(_read_global(x["class"], depth), tuple(_read_list(x.get("args", []), depth)), "call" in x)
+    out.label = _check_label(x["label"]) if "label" in x else None
+    out.state = _read_value(x.get("state"), depth)
+    out.list_items = _read_list(x.get("list", []), depth)
+    out.dict_items = _read_pairs(x.get("dict", []), depth)
     return out
 
 
-def _label(x: Any) -> int:
+def _check_label(x: Any) -> int:
     if type(x) is not int or x < 0:
         raise ValueError("a label that is no number")
     return x
 
 
-def _tensor(x: Any, depth: int) -> Inline:
+def _read_tensor(x: Any, depth: int) -> Inline:
+    """Read a small tensor.
+
+    Raises:
+        ValueError: torch has no such dtype or shape, or the bytes are not as many.
+    """
     if type(x) is not dict or list(x) != ["dtype", "shape", "data"] or type(x["shape"]) is not list:
         raise ValueError("a tensor without dtype, shape or data")
-    dtype, shape, data = _string(x["dtype"]), tuple(x["shape"]), _bytes(x["data"])
+    dtype, shape, data = _check_str(x["dtype"]), tuple(x["shape"]), _read_bytes(x["data"])
     if dtype not in ITEMSIZE or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError("a tensor of a dtype or shape that torch does not have")
     if prod(shape) * ITEMSIZE[dtype] != len(data):
@@ -370,19 +416,19 @@ def _tensor(x: Any, depth: int) -> Inline:
 
 
 _TAGS: dict[str, Callable[[Any, int], Any]] = {
-    "$tuple": lambda x, depth: tuple(_list(x, depth)),
-    "$set": lambda x, depth: set(_list(x, depth)),
-    "$frozenset": lambda x, depth: frozenset(_list(x, depth)),
-    "$dict": _dict,
-    "$ordered": lambda x, depth: Ordered(_pairs(x, depth)),
-    "$again": lambda x, depth: Again(_label(x)),
-    "$bytes": lambda x, depth: _bytes(x),
-    "$bytearray": lambda x, depth: bytearray(_bytes(x)),
-    "$float": lambda x, depth: _float(x),
-    "$complex": _complex,
-    "$int": lambda x, depth: int(_string(x), 16),
-    "$str": lambda x, depth: bytes.fromhex(_string(x)).decode("utf-8", "surrogatepass"),
-    "$global": _global,
-    "$object": _object,
-    "$tensor": _tensor,
+    "$tuple": lambda x, depth: tuple(_read_list(x, depth)),
+    "$set": lambda x, depth: set(_read_list(x, depth)),
+    "$frozenset": lambda x, depth: frozenset(_read_list(x, depth)),
+    "$dict": _read_dict,
+    "$ordered": lambda x, depth: Ordered(_read_pairs(x, depth)),
+    "$again": lambda x, depth: BackReference(_check_label(x)),
+    "$bytes": lambda x, depth: _read_bytes(x),
+    "$bytearray": lambda x, depth: bytearray(_read_bytes(x)),
+    "$float": lambda x, depth: _read_float(x),
+    "$complex": _read_complex,
+    "$int": lambda x, depth: int(_check_str(x), 16),
+    "$str": lambda x, depth: bytes.fromhex(_check_str(x)).decode("utf-8", "surrogatepass"),
+    "$global": _read_global,
+    "$object": _read_object,
+    "$tensor": _read_tensor,
 }

@@ -22,10 +22,10 @@ __all__ = [
     "central_directory",
     "data_descriptor",
     "directory_entries",
-    "first_name",
+    "first_record_name",
     "is_zip",
     "local_header",
-    "torchscript",
+    "torchscript_error",
     "zip_records",
 ]
 
@@ -37,14 +37,14 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 
 
-def first_name(head: bytes) -> str:
-    """The name of the first record of a zip, whose local header is in `head`."""
+def first_record_name(head: bytes) -> str:
+    """Return the name of the first record of a zip, whose local header is in `head`."""
     n: int = _LOCAL.unpack(head[:30])[9]
     return head[30 : 30 + n].decode("utf-8", "replace")
 
 
-def torchscript(what: str) -> Unsupported:
-    """The error for an archive of torch.jit.save."""
+def torchscript_error(what: str) -> Unsupported:
+    """Make the error for an archive of torch.jit.save."""
     return Unsupported(f"{what}: this is a TorchScript archive, which is a program. Save model.state_dict() instead.")
 
 
@@ -63,12 +63,10 @@ def is_zip(head: bytes) -> bool:
 
 
 def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str, ZipRecord]:
-    """The records of the zip in bytes [base, base + length), by name without the root folder.
+    """Read and prove the directory of the zip in bytes [base, base + length): records by name without the root folder.
 
     Raises:
-        Corrupt: not a whole zip.
-        Unsafe: one that different readers would read differently.
-        Unsupported: TorchScript.
+        Corrupt: not a whole zip. Unsafe: one that different readers would read differently. Unsupported: TorchScript.
     """
     tail_length = min(length, 22 + 20 + 56)
     tail = read_at(base + length - tail_length, tail_length)
@@ -105,14 +103,14 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
         raw_name = directory[at + 46 : at + 46 + n]
         extra = directory[at + 46 + n : at + 46 + n + extra_n]
         at += 46 + n + extra_n + comment_n
-        packed, size, header = _zip64(extra, packed, size, header, what)
+        packed, size, header = _apply_zip64(extra, packed, size, header, what)
         try:
             name = raw_name.decode("utf-8")
         except UnicodeDecodeError:
             raise Unsafe(f"{what}: a record name is not UTF-8.") from None
         folder, _, short = name.partition("/")
         if short.startswith("code/"):
-            raise torchscript(what)
+            raise torchscript_error(what)
         if method != 0 or packed != size:
             raise Unsafe(
                 f"{what}: record {name!r} is compressed ({packed} -> {size} bytes). torch never does that; refused, "
@@ -134,7 +132,7 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
         spans.append((header, n))
     if at != cd_size:
         raise Unsafe(f"{what}: {cd_size - at} bytes of the zip's directory belong to no entry.")
-    return _settle(read_at, base, out, spans, cd_offset, root or "", what)
+    return _locate_data(read_at, base, out, spans, cd_offset, root or "", what)
 
 
 class DirectoryEntry(NamedTuple):
@@ -153,7 +151,8 @@ class DirectoryEntry(NamedTuple):
 
 
 def directory_entries(read_at: ReadAt, length: int) -> tuple[list[DirectoryEntry], int]:
-    """(the entries, where the directory begins) of a zip of `length` bytes that `zip_records` has proved."""
+    """Read the directory of a zip of `length` bytes that `zip_records` has proved: (entries, where the directory
+    begins)."""
     tail_length = min(length, 98)
     tail = read_at(length - tail_length, tail_length)
     count, size, at = _EOCD.unpack(tail[-22:])[4:7]
@@ -165,7 +164,7 @@ def directory_entries(read_at: ReadAt, length: int) -> tuple[list[DirectoryEntry
         fields = _CENTRAL.unpack_from(directory, here)
         n, extra_n, comment_n = fields[10:13]
         extra = directory[here + 46 + n : here + 46 + n + extra_n]
-        _, nbytes, header = _zip64(extra, fields[8], fields[9], fields[16], "")
+        _, nbytes, header = _apply_zip64(extra, fields[8], fields[9], fields[16], "")
         local = _LOCAL.unpack(read_at(header, 30))
         data = header + 30 + local[9] + local[10]
         name = directory[here + 46 : here + 46 + n].decode()
@@ -174,7 +173,12 @@ def directory_entries(read_at: ReadAt, length: int) -> tuple[list[DirectoryEntry
     return out, at
 
 
-def _zip64(extra: bytes, packed: int, size: int, header: int, what: str) -> tuple[int, int, int]:
+def _apply_zip64(extra: bytes, packed: int, size: int, header: int, what: str) -> tuple[int, int, int]:
+    """Replace the sizes and the offset that do not fit 32 bits by those of the zip64 field: (packed, size, header).
+
+    Raises:
+        Corrupt: the field is too short.
+    """
     at = 0
     while at + 4 <= len(extra):
         tag, n = struct.unpack_from("<HH", extra, at)
@@ -190,7 +194,7 @@ def _zip64(extra: bytes, packed: int, size: int, header: int, what: str) -> tupl
     return packed, size, header
 
 
-def _settle(
+def _locate_data(
     read_at: ReadAt,
     base: int,
     found: dict[str, ZipRecord],
@@ -199,7 +203,13 @@ def _settle(
     root: str,
     what: str,
 ) -> dict[str, ZipRecord]:
-    """Turn header offsets into data offsets, after comparing every local header with the directory."""
+    """Turn header offsets into data offsets, after comparing every local header with the directory.
+
+    `spans` are (header, bytes of the name) of the records, `end` is where the directory begins.
+
+    Raises:
+        Unsafe: a header disagrees, or records overlap. Corrupt: a record reaches past the end.
+    """
     out: dict[str, ZipRecord] = {}
     previous = 0
     ordered = sorted(zip(found.values(), spans, strict=True), key=lambda x: x[1][0])
@@ -227,7 +237,8 @@ DATA_DESCRIPTOR_BYTES = 24  # signature, CRC32 and two 64-bit sizes, behind a re
 
 
 def local_header(name: str, size: int, crc: int | None, at: int, align: int = 1) -> bytes:
-    """The header before a stored record that starts at file offset `at`; the record itself is aligned.
+    """Make the header before a stored record that starts at file offset `at`; the record itself is aligned to `align`
+    bytes.
 
     With crc None the CRC follows the record in a data descriptor. Sizes of 4 GiB and more take the zip64 field.
     """
@@ -248,12 +259,12 @@ def local_header(name: str, size: int, crc: int | None, at: int, align: int = 1)
 
 
 def data_descriptor(size: int, crc: int) -> bytes:
-    """What follows a record whose local header had no CRC yet."""
+    """Make what follows a record whose local header had no CRC yet."""
     return struct.pack("<4sIQQ", b"PK\x07\x08", crc, size, size)
 
 
 def central_directory(records: list[tuple[str, int, int, int, bool]], at: int) -> bytes:
-    """Directory and end record, written at file offset `at`, of (name, header offset, size, crc, descriptor)
+    """Make the directory and the end record at file offset `at` of (name, header offset, size, crc, descriptor)
     records."""
     out = bytearray()
     for name, header, size, crc, descriptor in records:

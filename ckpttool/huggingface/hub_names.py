@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..extras import need
-from ..formats.sandbox import in_child
+from ..formats.sandbox import run_in_child
 
 __all__ = ["PLAIN", "Relation", "Verdict", "find_contradiction", "meta_model", "relate"]
 
@@ -148,7 +148,7 @@ def find_contradiction(config: Mapping[str, Any], shapes: Mapping[str, tuple[int
 def _ask_child(question: bytes) -> bytes:
     """Ask the child, and return its answer. That takes seconds, and a conversion asks the same for its source, its
     draft and the result."""
-    return in_child("ckpttool.huggingface.hub_names:_answer", "transformers", 0, question)
+    return run_in_child("ckpttool.huggingface.hub_names:_answer", "transformers", 0, question)
 
 
 def meta_model(config_dict: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsupported, argument
 from ..extras import need
-from ..formats.sandbox import in_child
+from ..formats.sandbox import run_in_child
 from ..storage.source import Source
 from . import model_files
 from .hub_names import meta_model
@@ -109,7 +109,7 @@ def sort_by_module_order(tensors: Mapping[str, T], config: Mapping[str, Any]) ->
 @lru_cache(4)
 def _ask_child(config: bytes) -> bytes:
     """Ask the child, and return its answer; that takes seconds."""
-    return in_child("ckpttool.huggingface.model_names:_answer", "transformers", 0, config)
+    return run_in_child("ckpttool.huggingface.model_names:_answer", "transformers", 0, config)
 
 
 def _answer(_: str) -> bytes:

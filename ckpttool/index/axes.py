@@ -59,7 +59,7 @@ class Axes:
 
     @classmethod
     def parse(cls, text: str) -> Axes:
-        """The axes that a text describes, without its square brackets.
+        """Parse the axes that a text describes, without its square brackets.
 
         Raises:
             UsageError: it is not made of names, 1, parentheses and +.
@@ -67,6 +67,7 @@ class Axes:
         tokens = _TOKEN.findall(text)
 
         def bad(what: str) -> UsageError:
+            """Make the error for a text that does not parse."""
             return UsageError(
                 f"[{text if len(text) < 200 else text[:200] + '...'}]: {what}. Axes are names, products (a b) and sums "
                 "(a+b), such as (g (n+1+1) h) x."
@@ -78,7 +79,7 @@ class Axes:
             return () if token == "1" else (token,)
 
         def group(depth: int) -> Dim:
-            """What is inside parentheses: a product of factors, or a sum of products of atoms."""
+            """Parse what is inside parentheses: a product of factors, or a sum of products of atoms."""
             terms: list[list[Factor]] = [[]]
             if depth > _DEEPEST:
                 raise bad(f"parentheses are nested deeper than {_DEEPEST}")
@@ -126,7 +127,7 @@ class Axes:
         return {a for d in self.dims for f in d for t in f for a in t} - {PAD}
 
     def term(self, k: int) -> Axes:
-        """The same axes with the k-th term of the sum in place of the sum."""
+        """Return the same axes with the k-th term of the sum in place of the sum."""
 
         def of(f: Factor) -> Dim:
             return tuple(((a,),) for a in f[k]) if len(f) > 1 else (f,)
@@ -134,11 +135,11 @@ class Axes:
         return Axes(tuple(tuple(g for f in d for g in of(f)) for d in self.dims))
 
     def without(self, atoms: frozenset[str]) -> Axes:
-        """The same axes without dimensions that are one of these atoms."""
+        """Return the same axes without the dimensions that are one of these atoms."""
         return Axes(tuple(d for d in self.dims if not (len(d) == 1 and len(d[0]) == 1 and set(d[0][0]) & atoms)))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape, in elements.
+        """Compute the shape of a tensor with these axes from {atom: size}.
 
         Raises:
             UnknownSize: of an atom that has no size.
@@ -146,7 +147,7 @@ class Axes:
         return tuple(prod(_factor_size(f, sizes) for f in d) for d in self.dims)
 
     def solve(self, shape: Sequence[int], sizes: dict[str, int]) -> None:
-        """Add to `sizes` what follows from a shape.
+        """Derive the sizes of atoms that follow from a shape, and add them to `sizes`.
 
         Raises:
             AxesError: the shape contradicts the sizes.
@@ -168,6 +169,11 @@ class Axes:
 
 
 def _factor_size(f: Factor, sizes: Mapping[str, int]) -> int:
+    """Compute the size of a sum of terms.
+
+    Raises:
+        UnknownSize: of an atom that has no size.
+    """
     for t in f:
         for a in t:
             if a not in sizes:
@@ -176,7 +182,11 @@ def _factor_size(f: Factor, sizes: Mapping[str, int]) -> int:
 
 
 def _solve_dim(d: Dim, n: int, sizes: dict[str, int]) -> bool:
-    """Find the one unknown atom of a dimension of n elements; whether there was one."""
+    """Find the one unknown atom of a dimension of n elements, and return whether there was one.
+
+    Raises:
+        AxesError: no size of it gives n, or all are known and give another length.
+    """
     unknown = {a for f in d for t in f for a in t if a not in sizes}
     if not unknown:
         if (have := prod(_factor_size(f, sizes) for f in d)) != n:
@@ -194,6 +204,7 @@ def _solve_dim(d: Dim, n: int, sizes: dict[str, int]) -> bool:
 
 
 def _describe_dim(d: Dim, sizes: Mapping[str, int]) -> str:
+    """Describe a dimension and the known sizes in it, for messages."""
     known = {a: sizes[a] for f in d for t in f for a in t if a in sizes}
     return f"[{Axes((d,))}]" + (f" with {', '.join(f'{a}={n}' for a, n in known.items())}" if known else "")
 
@@ -211,6 +222,7 @@ class _Run(NamedTuple):
     other_step: int
 
     def swapped(self) -> _Run:
+        """Return the same run seen from the other tensor."""
         return _Run(self.size, self.other_dim, self.other_step, self.dim, self.step)
 
 
@@ -232,7 +244,7 @@ class Link:
 
 
 def _steps_by_atom(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """{atom: (dimension, elements of it that one index moves)} of axes without sums."""
+    """Return {atom: (dimension, elements along it that one index moves)} for axes without sums."""
     out: dict[str, tuple[int, int]] = {}
     for i, d in enumerate(axes.dims):
         step = 1
@@ -244,7 +256,8 @@ def _steps_by_atom(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int,
 
 
 def link_part(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: Mapping[str, int]) -> Link:
-    """How a part is in the whole: as the term number `term` of its sum, at index `at[a]` of each axis that it lacks.
+    """Compute where a part is in the whole: as the term number `term` of its sum, at index `at[a]` of each axis that it
+    lacks.
 
     Raises:
         UnknownSize: of an atom.
@@ -271,7 +284,7 @@ def link_part(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: 
 
 
 def _merge_runs(runs: list[_Run]) -> list[_Run]:
-    """Runs of one dimension, outer ones first, those that are one run of both tensors joined."""
+    """Join the runs of one dimension that are one run of both tensors; sorted, outer ones first."""
     out: list[_Run] = []
     for r in sorted((r for r in runs if r.size > 1), key=lambda r: -r.step):
         if out:
@@ -299,7 +312,10 @@ class _Piece(NamedTuple):
 
 
 def _strided_pieces(runs: Sequence[_Run], ndim: int, start: Sequence[int], source: Sequence[int]) -> Iterator[_Piece]:
-    """The boxes of a destination of `ndim` dimensions, of runs from it to its source; both begin at a corner."""
+    """Yield the boxes of a destination of `ndim` dimensions that are strided boxes of its source.
+
+    `runs` lead from the destination to the source; `start` and `source` are the corners at which both begin.
+    """
     kept: dict[int, _Run] = {}  # by dimension of the destination
     rest: list[_Run] = []
     for d in range(ndim):
@@ -334,14 +350,14 @@ class _Rows:
         self.tile = all(a <= b for a, b in pairwise(self.ends))
 
     def between(self, first: int, last: int) -> list[tuple[Chunk, tuple[int, ...]]]:
-        """Those that may have rows of [first, last]."""
+        """Return the chunks that may have rows of [first, last], with the strides inside them."""
         stop = bisect_left(self.starts, last + 1)
         return self.rows[bisect_left(self.ends, first + 1) : stop] if self.tile else self.rows[:stop]
 
 
 def place_chunks(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -> None:
-    """Add to `out` the chunks of the whole that a part (`entry`) is, or those of a part that are in the whole
-    (`entry`).
+    """Add chunks to `out` whose bytes are those of `entry`: the chunks of the whole that a part is (`to_whole`), or
+    those of a part that are in the whole.
 
     Raises:
         Compressed: a chunk is compressed.
@@ -370,7 +386,8 @@ def place_chunks(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -
 
 
 def _add_overlap(out: Chunks, piece: _Piece, c: Chunk, inner: tuple[int, ...], item: int) -> None:
-    """The part of a piece that is in one chunk of the source."""
+    """Add to `out` the overlap of a piece with one chunk of the source, if there is any; `inner` are the strides inside
+    the chunk, `item` the bytes of an element."""
     first, shape, steps = list(piece.start), list(piece.shape), [0] * len(piece.shape)
     at = list(piece.source)
     for d, way in enumerate(piece.along):

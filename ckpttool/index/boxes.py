@@ -31,7 +31,7 @@ __all__ = [
 
 
 def strides(shape: Sequence[int]) -> Shape:
-    """Row-major strides, in elements: strides((2, 3, 4)) == (12, 4, 1)."""
+    """Return row-major strides, in elements: strides((2, 3, 4)) == (12, 4, 1)."""
     out, step = [], 1
     for n in reversed(shape):
         out.append(step)
@@ -45,12 +45,13 @@ def is_row_major(shape: Sequence[int], steps: Sequence[int]) -> bool:
 
 
 def span(shape: Sequence[int], steps: Sequence[int]) -> int:
-    """Elements from the first to the end of the last of a strided box; 0 when it is empty."""
+    """Count the elements from the first to the end of the last of a strided box; 0 when it is empty."""
     return sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) + 1 if prod(shape) else 0
 
 
 def chunk_sizes(n: int, parts: int) -> list[int]:
-    """Lengths of the `parts` pieces torch.chunk makes of n, zeros appended: chunk_sizes(5, 4) == [2, 2, 1, 0].
+    """Return the lengths of the `parts` pieces that torch.chunk makes of n, zeros appended: chunk_sizes(5, 4) == [2, 2,
+    1, 0].
 
     FSDP2 shards every parameter so on dim 0 (torch/distributed/tensor/placement_types.py, Shard._split_tensor).
     """
@@ -59,7 +60,7 @@ def chunk_sizes(n: int, parts: int) -> list[int]:
 
 
 def flat_start(shape: Sequence[int], start: Sequence[int]) -> int:
-    """Index of the element at `start` when the tensor is flattened."""
+    """Return the index of the element at `start` when the tensor is flattened."""
     at = 0
     for n, s in zip(shape, start, strict=True):
         at = at * n + s
@@ -77,7 +78,7 @@ def box_is_flat(shape: Sequence[int], start: Sequence[int], size: Sequence[int])
 
 
 def flat_to_boxes(shape: Sequence[int], first: int, last: int) -> list[tuple[Shape, Shape]]:
-    """The boxes, in row-major order, that make up elements [first, last) of the flattened tensor; at most 2n-1.
+    """Split elements [first, last) of the flattened tensor into boxes, in row-major order; at most 2n-1.
 
     flat_to_boxes((4, 3), 2, 10) == [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
@@ -92,6 +93,7 @@ def flat_to_boxes(shape: Sequence[int], first: int, last: int) -> list[tuple[Sha
     out: list[tuple[Shape, Shape]] = []
 
     def part(i: int, a: int, b: int) -> None:
+        """Add the boxes of elements [a, b) of row i."""
         out.extend(((i, *s), (1, *k)) for s, k in flat_to_boxes(shape[1:], a, b))
 
     if head > tail:  # within one row
@@ -131,6 +133,7 @@ def cut_into_slabs(shape: Sequence[int], most: int) -> Iterator[tuple[Shape, Sha
 
 
 def _iterate_indices(shape: Sequence[int]) -> Iterator[Shape]:
+    """Yield all indices of a shape in row-major order."""
     if not shape:
         yield ()
         return
@@ -142,7 +145,7 @@ def _iterate_indices(shape: Sequence[int]) -> Iterator[Shape]:
 def intersect(
     a: tuple[Sequence[int], Sequence[int]], b: tuple[Sequence[int], Sequence[int]]
 ) -> tuple[Shape, Shape] | None:
-    """The intersection of two boxes, or None when it is empty."""
+    """Intersect two boxes; None when they do not meet."""
     start, size = [], []
     for s1, k1, s2, k2 in zip(a[0], a[1], b[0], b[1], strict=True):
         s = s1 if s1 > s2 else s2
@@ -155,7 +158,7 @@ def intersect(
 
 
 def find_cover_problem(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """Why the boxes do not cover a tensor of `shape` exactly once, or None when they do. Empty boxes are legal.
+    """Say why the boxes do not cover a tensor of `shape` exactly once; None when they do. Empty boxes are legal.
 
     Time is linear in the number of boxes, whatever they look like: see `_covers_exactly_once`.
     """
@@ -183,6 +186,7 @@ def find_cover_problem(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int]
 
 
 def _describe_box(start: Sequence[int], size: Sequence[int]) -> str:
+    """Write a box as slices: 0:4, 8:16."""
     return ", ".join(f"{s}:{s + k}" for s, k in zip(start, size, strict=True))
 
 
@@ -220,7 +224,8 @@ _MOST_WORK = 500_000
 
 
 def _find_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that meet, for the message; None where there are none, or where they are not found in reasonable time.
+    """Find two boxes that meet, for the message; None where there are none, or where they are not found in reasonable
+    time.
 
     Cut the set along one dimension into groups whose intervals do not meet and look into each; when no dimension
     separates the set any more, compare all pairs.

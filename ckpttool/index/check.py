@@ -62,6 +62,11 @@ def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int)
 
 
 def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
+    """Prove that the chunks of one tensor cover it exactly once and have the bytes that its dtype needs.
+
+    Raises:
+        Corrupt: with the tensor, the file and the numbers.
+    """
     item = ITEMSIZE.get(t.dtype)
     if item is None or (t.dtype in NOT_TORCHS and ckpt.layout not in ("hf", "audit")):
         raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
@@ -95,7 +100,8 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
 
 
 def _rows_cover_shape(c: Chunks, shape: tuple[int, ...]) -> bool:
-    """Whether the chunks are whole rows of dim 0 without gaps or overlaps; compares columns only."""
+    """Whether the chunks are whole rows of dim 0 without gaps or overlaps. It compares columns only; False sends the
+    tensor to the general proof."""
     order = c.rows_in_order() if len(c) and c.ndim else None
     if order is None or c.shape[1 : c.ndim].tolist() != list(shape[1:]):
         return False

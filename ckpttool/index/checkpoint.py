@@ -100,7 +100,7 @@ _SHORT = {
 
 
 def floating_dtype(name: str) -> str:
-    """torch's name of a floating-point dtype that was given as "bf16", "torch.bfloat16" or "bfloat16".
+    """Return torch's name of a floating-point dtype that was given as "bf16", "torch.bfloat16" or "bfloat16".
 
     Raises:
         UsageError: it is not a floating-point dtype.
@@ -120,8 +120,11 @@ class MixupNote(str):
 
 
 def of_rank(rank: int | str, path: Path) -> Path:
-    """Where one rank's own value is kept, below extra. Positions in lists become keys: a list of which only some
-    elements differ would have holes, and torch cannot load one."""
+    """Return the path below extra at which one rank's own value is kept.
+
+    Positions in lists become keys: a list of which only some elements differ would have holes, and torch cannot load
+    one.
+    """
     return ("per_rank", str(rank), *(str(p) if type(p) is int else p for p in path))
 
 
@@ -165,7 +168,7 @@ class Chunks(Sequence[Chunk]):
 
     @classmethod
     def of(cls, ndim: int, rows: Iterable[Chunk]) -> Chunks:
-        """Columns of some chunks."""
+        """Make columns of chunks."""
         out = cls(ndim)
         for c in rows:
             out.add(c.start, c.shape, *c.extent, strides=c.strides, zstd=c.zstd)
@@ -175,13 +178,13 @@ class Chunks(Sequence[Chunk]):
     def whole(
         cls, shape: Sequence[int], file: int, offset: int, length: int, strides: tuple[int, ...] | None = None
     ) -> Chunks:
-        """One chunk that is the whole tensor."""
+        """Make one chunk that is the whole tensor."""
         out = cls(len(shape))
         out.add((0,) * len(shape), shape, file, offset, length, strides)
         return out
 
     def moved(self, by: int) -> Chunks:
-        """The same chunks in a list of files that has `by` more before theirs."""
+        """Return the same chunks for a list of files that has `by` more before theirs."""
         if not by:
             return self
         out = Chunks(self.ndim)
@@ -241,11 +244,11 @@ class Chunks(Sequence[Chunk]):
             yield self[k]
 
     def shape_of(self, row: int) -> tuple[int, ...]:
-        """The shape of a row."""
+        """Return the shape of the chunk in a row."""
         return tuple(self.shape[row * self.ndim : (row + 1) * self.ndim])
 
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(start, shape) of every row."""
+        """Return (start, shape) of every row."""
         n = self.ndim
         if n == 0:
             return [((), ())] * len(self)
@@ -253,8 +256,8 @@ class Chunks(Sequence[Chunk]):
         return list(zip(zip(*[starts] * n, strict=True), zip(*[shapes] * n, strict=True), strict=True))
 
     def rows_in_order(self) -> list[int] | None:
-        """Rows without empty ones, sorted along the flattened tensor, when each is a whole range of dim 0; else
-        None."""
+        """Return the rows that are not empty, sorted along the flattened tensor; None unless each chunk is a whole
+        range of dim 0."""
         n = self.ndim
         if n == 0 or not len(self):
             return list(range(len(self)))
@@ -313,7 +316,7 @@ class Record(NamedTuple):
     crc32: int
 
     def moved(self, by: int) -> Record:
-        """The same bytes in a list of files that has `by` more before theirs."""
+        """Return the same record for a list of files that has `by` more before its own."""
         return Record(self.extent._replace(file=self.extent.file + by), self.crc32)
 
 
@@ -331,7 +334,7 @@ class Unread(NamedTuple):
     damaged: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: {"name", "bytes", "what", "component", "damaged"}."""
+        """Return plain data: {"name", "bytes", "what", "component", "damaged"}."""
         return self._asdict()
 
 
@@ -361,7 +364,7 @@ class Salvage:
 
     @classmethod
     def of_states(cls, states: Mapping[str, str]) -> Salvage:
-        """What `states` gave."""
+        """Make it of what `states` gave."""
         of: dict[str, dict[str, str]] = {"exact": {}, "missing": {}, "rebuilt": {}}
         for name, state in states.items():
             kind, _, why = state.partition(": ")
@@ -369,7 +372,8 @@ class Salvage:
         return cls([], of["missing"], of["rebuilt"])
 
     def states(self, tensors: Iterable[str]) -> dict[str, str]:
-        """{name: "exact", "rebuilt: how" or "missing: why"} of the tensors that are there and of what is missing."""
+        """Return {name: "exact", "rebuilt: how" or "missing: why"} of the tensors that are there and of what is
+        missing."""
         out = {n: f"rebuilt: {self.rebuilt[n]}" if n in self.rebuilt else "exact" for n in tensors}
         return out | {n: f"missing: {why}" for n, why in self.missing.items()}
 
@@ -430,16 +434,16 @@ class Checkpoint:
         return sum(t.nbytes for t in self.tensors.values())
 
     def component(self, name: str) -> str:
-        """The first element of a canonical name: "model", "optim", "scheduler", ..."""
+        """Return the first element of a canonical name: "model", "optim", "scheduler", ..."""
         return (self.tensors.get(name) or self.values[name]).component
 
     def value(self, name: str) -> Any:
-        """The data of a value; None if there is none of that name."""
+        """Return the data of a value; None if there is none of that name."""
         found = self.values.get(name)
         return None if found is None else found.data
 
     def leaves(self) -> dict[Path, Any]:
-        """{path: TensorEntry, or the data of a value} of everything."""
+        """Return {path: TensorEntry, or the data of a value} of everything."""
         out: dict[Path, Any] = {t.path: t for t in self.tensors.values()}
         return out | {v.path: v.data for v in self.values.values()}
 
@@ -452,7 +456,7 @@ class Checkpoint:
         return found or self.left_arguments
 
     def only(self, components: Iterable[str]) -> Checkpoint:
-        """The same checkpoint with nothing but some components ("model", "optim", ...)."""
+        """Return the same checkpoint with nothing but some components ("model", "optim", ...)."""
         keep = set(components)
         return replace(
             self,
@@ -464,7 +468,8 @@ class Checkpoint:
 
 
 def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """{name: the first one that has the same bytes of the same file}: tied weights, as far as a file shows them."""
+    """Map the name of each tied weight to the first name that has the same bytes of the same file, as far as files show
+    that."""
     first: dict[Any, str] = {}
     out: dict[str, str] = {}
     for name, t in tensors.items():
@@ -491,9 +496,9 @@ def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
 
 
 def orphaned_optimizer_state(ckpt: Checkpoint) -> list[str]:
-    """FQNs that the optimizer has state for but that the model lacks, if the checkpoint holds both.
+    """List the FQNs that the optimizer has state for but that the model lacks, if the checkpoint holds both.
 
-    None for a trainer that fuses parameters in the optimizer and keeps their parts in the model.
+    The list is empty for a trainer that fuses parameters in the optimizer and keeps their parts in the model.
     """
     if fuses_parameters(ckpt.trainer):
         return []
@@ -506,7 +511,7 @@ _MOST_RANKS = 1 << 16  # a file may claim any world size
 
 
 def ranks_without_rng_state(ckpt: Checkpoint) -> list[int]:
-    """The ranks that have no random states, if others have."""
+    """List the ranks that have no random states, if others have."""
     leaves: list[TensorEntry | Value] = [*ckpt.tensors.values(), *ckpt.values.values()]
     keys = {str(leaf.path[1]) for leaf in leaves if leaf.component == "rng" and len(leaf.path) > 1}
     have = {int(k) for k in keys if k.isdecimal() and len(k) < 7}
@@ -516,9 +521,11 @@ def ranks_without_rng_state(ckpt: Checkpoint) -> list[int]:
 
 
 def unnamed_optimizer_state(ckpt: Checkpoint) -> list[str]:
-    """The tensors of an optimizer whose parameters could not be named as the model names them, so that it is carried as
-    data; of a checkpoint with weights and no other optimizer. It is under extra.<file>.optimizer.state, or, with
-    numbers for names, under extra.<key>.state."""
+    """List the tensors of an optimizer whose parameters could not be named as the model names them, so that it is
+    carried as data; none if the checkpoint has weights and another optimizer.
+
+    It is under extra.<file>.optimizer.state, or, with numbers for names, under extra.<key>.state.
+    """
     if {t.component for t in ckpt.tensors.values()} >= {"model", "optim"}:
         return []
 

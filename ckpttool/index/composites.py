@@ -89,24 +89,25 @@ class Composite:
         return prod(self.shape)
 
     def leaves(self) -> dict[Path, Any]:
-        """{path: tensor, or the value}."""
+        """Return {path: tensor inside, or the value that describes the object}."""
         out: dict[Path, Any] = {(*self.path, *name.split(".")): t for name, t in self.tensors.items()}
         out[*self.path, MARK] = dict(self.about)
         return out
 
 
 def shape_of(leaf: Any) -> tuple[int, ...] | None:
-    """The shape of the leaf of a tensor, also of a subclass; None of a value's."""
+    """Return the shape of the leaf of a tensor, also of a subclass; None for a value."""
     return leaf.shape if isinstance(leaf, (TensorEntry, Composite)) else None
 
 
 def class_label(about: Mapping[str, Any]) -> str:
-    """How to name the class to people: "torchao OptimState8bit"."""
+    """Name the class for people: "torchao OptimState8bit"."""
     module, name = about["class"]
     return f"{module.partition('.')[0]} {name}"
 
 
 def _is_composite_value(path: Path, data: Any) -> bool:
+    """Whether a value is one that describes a tensor subclass."""
     return (
         path[-1:] == (MARK,)
         and isinstance(data, dict)
@@ -118,7 +119,7 @@ def _is_composite_value(path: Path, data: Any) -> bool:
 
 
 def collapse_composites(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The leaves with every tensor subclass as one `Composite`, where its first leaf was."""
+    """Return the leaves with every tensor subclass as one `Composite`, where its first leaf was."""
     whole: dict[Path, Composite] = {}
     for path, data in leaves.items():
         if _is_composite_value(path, data):
@@ -136,7 +137,7 @@ def collapse_composites(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def add_composite(ckpt: Checkpoint, found: Composite) -> None:
-    """Add what an object is made of to a checkpoint."""
+    """Add the tensors inside an object, and the value that describes it, to a checkpoint."""
     for path, leaf in found.leaves().items():
         if isinstance(leaf, TensorEntry):
             ckpt.tensors[joined(path)] = replace(leaf, path=path)
@@ -145,7 +146,7 @@ def add_composite(ckpt: Checkpoint, found: Composite) -> None:
 
 
 def composites(ckpt: Checkpoint) -> dict[str, Composite]:
-    """{name: tensor subclass} of a checkpoint."""
+    """Find the tensor subclasses of a checkpoint: {name: Composite}."""
     marks = {v.path: v.data for v in ckpt.values.values() if _is_composite_value(v.path, v.data)}
     if not marks:
         return {}
@@ -154,7 +155,7 @@ def composites(ckpt: Checkpoint) -> dict[str, Composite]:
 
 
 def describe_composites(objects: Mapping[str, Composite]) -> list[str]:
-    """One sentence for each class."""
+    """Write one sentence for each class of tensor subclasses."""
     of: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, found in objects.items():
         of.setdefault((class_label(found.about), tuple(found.tensors)), []).append(name)
@@ -166,7 +167,7 @@ def describe_composites(objects: Mapping[str, Composite]) -> list[str]:
 
 
 def describe_unwrapped(tensors: Iterable[TensorEntry]) -> list[str]:
-    """What to say of dense tensors that an object of another class held."""
+    """Write one sentence for each class of objects whose dense tensor was taken out of them."""
     of: dict[str, list[str]] = {}
     for t in tensors:
         if t.wrapper:
@@ -209,6 +210,11 @@ _KINDS = {
 
 
 def _find_kind(about: Mapping[str, Any]) -> _Kind:
+    """Look up how objects of a class are cut.
+
+    Raises:
+        CannotCut: it is not known.
+    """
     module, name = about["class"]
     kind = _KINDS.get(name) if module.partition(".")[0] == "torchao" else None
     if kind is None or not {*about["tensors"]} <= {*kind.rows, *kind.whole}:
@@ -219,10 +225,10 @@ def _find_kind(about: Mapping[str, Any]) -> _Kind:
 
 
 def is_replicated(about: Mapping[str, Any], name: str) -> bool:
-    """Whether every part of an object has all of the tensor `name`.
+    """Whether every part of an object has all of the tensor `name` inside it.
 
     Raises:
-        Uncut: it is not known how to cut objects of this class.
+        CannotCut: it is not known how to cut objects of this class.
     """
     return name in _find_kind(about).whole
 
@@ -230,13 +236,15 @@ def is_replicated(about: Mapping[str, Any], name: str) -> bool:
 def rows_inside(
     about: Mapping[str, Any], name: str, shape: tuple[int, ...], first: int, rows: int
 ) -> tuple[int, int] | None:
-    """(first row, rows) of the tensor `name` inside, of so many rows of the whole; None where every part has all of it.
+    """Return (first row, rows) of the tensor `name` inside that belong to rows of the whole; None where every part has
+    all of it.
 
     Args:
         shape: of the tensor `name` of the whole.
+        first, rows: the rows of the whole.
 
     Raises:
-        Uncut: the cut is inside a block, or it is not known how to cut.
+        CannotCut: the cut is inside a block, or it is not known how to cut.
     """
     total = about["shape"][0] if about["shape"] else 1
     if (first, rows) == (0, total):
@@ -260,10 +268,10 @@ def rows_inside(
 
 
 def resize_rows(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The value of the same object with another number of rows.
+    """Return the value that describes the same object with another number of rows.
 
     Raises:
-        Uncut: it is not known how.
+        CannotCut: it is not known how.
     """
     old = list(about["shape"])
     if not old or old[0] == rows:
@@ -279,7 +287,7 @@ def resize_rows(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def without_plain_rows(found: Composite) -> Composite:
-    """The rows that are objects, where some are not; else the same."""
+    """Return the part of a tensor that is an object, where some rows are plain; else the same."""
     if "parts" not in found.about:
         return found
     rows = sum(n for _, n, quantised in found.about["parts"] if quantised)
@@ -290,10 +298,10 @@ def without_plain_rows(found: Composite) -> Composite:
 
 
 def check_cut(found: Composite, sizes: Iterable[int]) -> None:
-    """Prove that parts of so many rows cut no block.
+    """Check that parts of so many rows cut no block.
 
     Raises:
-        Uncut: one does.
+        CannotCut: one does.
     """
     if "parts" in found.about:
         cuts = [n for _, n, _ in found.about["parts"]]

@@ -22,7 +22,7 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
 
 
 def merkle_root(leaves: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
-    """Root of (name, dtype, shape, digest) leaves, sorted by name; hex.
+    """Compute the root of (name, dtype, shape, digest) leaves, sorted by name; hex.
 
     A leaf is BLAKE3(0x00 | JSON of the four), a node BLAKE3(0x01 | left | right); an odd one moves up as it is.
     """
@@ -30,10 +30,12 @@ def merkle_root(leaves: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
 
 
 def _hash_leaf(name: str, dtype: str, shape: Sequence[int], digest: str) -> bytes:
+    """Hash the leaf of a tensor; `digest` is hex."""
     return blake3(b"\x00" + _json([name, dtype, list(shape), digest]).encode()).digest()
 
 
 def _hash_root(level: list[bytes]) -> str:
+    """Hash a level of nodes up to the root; hex."""
     if not level:
         return blake3(b"").hexdigest()
     while len(level) > 1:
@@ -43,7 +45,7 @@ def _hash_root(level: list[bytes]) -> str:
 
 
 def component_roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, str]:
-    """{"all": root, "model": root, "optim": root, ...}."""
+    """Compute the root of all tensors and of each component: {"all": root, "model": root, "optim": root, ...}."""
     leaves: list[bytes] = []
     parts: dict[str, list[bytes]] = {}
     for n, t in sorted(tensors.items()):
@@ -54,7 +56,7 @@ def component_roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, st
 
 
 def value_root(digests: Mapping[str, str]) -> str:
-    """Root of {name of a value: its digest}, sorted by name; hex.
+    """Compute the root of {name of a value: its digest}, sorted by name; hex.
 
     A leaf is BLAKE3(0x02 | JSON of [name, digest]), so no value can pass for a tensor.
     """

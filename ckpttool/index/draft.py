@@ -77,7 +77,7 @@ class DraftFile:
     record_at: Callable[[int], int] | None = None
 
     def first_bytes(self) -> bytes:
-        """The literal bytes."""
+        """Return `head`, which is made first where it is a function."""
         return self.head() if callable(self.head) else self.head
 
 

@@ -40,10 +40,11 @@ _MOST = 300
 
 
 def check_expression(expression: str, where: str, *, size: bool = False) -> None:
-    """Refuse what is no expression; `where` begins the message. A size has whole numbers and keys only.
+    """Refuse a text that is not an expression; `where` begins the message. With `size`, only whole numbers and keys may
+    be in it.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not one.
     """
     try:
         _parse(expression)
@@ -62,16 +63,17 @@ def check_expression(expression: str, where: str, *, size: bool = False) -> None
 
 @lru_cache(1024)
 def _parse(expression: str) -> _Tree:
-    """The tree of an expression.
+    """Parse an expression to a tree.
 
     Raises:
-        IndexError, RecursionError: it is none.
+        IndexError, RecursionError: it does not parse.
     """
     tokens = [*_TOKEN.findall(expression), ""]
     if len(expression) > _MOST:
         raise IndexError
 
     def level(k: int) -> _Tree:
+        """Parse operators that bind at least as tightly as those of level k."""
         if k == len(_LEVELS):
             return atom(tokens.pop(0))
         tree = level(k + 1)
@@ -80,6 +82,7 @@ def _parse(expression: str) -> _Tree:
         return tree
 
     def atom(token: str) -> _Tree:
+        """Parse a number, text, key or parenthesis."""
         if token == "(":
             inside = level(0)
             if tokens.pop(0) == ")":
@@ -101,7 +104,7 @@ def _parse(expression: str) -> _Tree:
 
 
 def keys_of(expression: str) -> list[str]:
-    """The keys that an expression names, in its order."""
+    """List the keys that an expression names, in its order."""
 
     def walk(tree: _Tree) -> list[str]:
         if isinstance(tree, _Operation):
@@ -112,7 +115,7 @@ def keys_of(expression: str) -> list[str]:
 
 
 def evaluate(expression: str, config: Mapping[str, Any]) -> Scalar | None:
-    """The value of an expression; None where a key is missing.
+    """Compute the value of an expression over a configuration; None where a key is missing.
 
     Raises:
         UsageError: it divides without a whole result, or by 0, or comes to less than 0.
@@ -146,10 +149,10 @@ def evaluate(expression: str, config: Mapping[str, Any]) -> Scalar | None:
 
 
 def evaluate_size(expression: str, config: Mapping[str, Any]) -> int | None:
-    """The value of an expression over the whole numbers of a config; None where one is missing.
+    """Compute the value of an expression over the whole numbers of a config; None where one is missing.
 
     Raises:
-        UsageError: it is no expression of sizes, or its value is none.
+        UsageError: it is not an expression of sizes, or has no value.
     """
     check_expression(expression, "size", size=True)
     found = evaluate(expression, {k: v for k in keys_of(expression) if type(v := config.get(k)) is int and v >= 0})
@@ -157,7 +160,8 @@ def evaluate_size(expression: str, config: Mapping[str, Any]) -> int | None:
 
 
 def _look_up(name: str, config: Mapping[str, Any]) -> Scalar | None:
-    """The value of a key, "a.b" being b inside a and "a.0" the first of a list; None where it is none, or no scalar."""
+    """Return the value of a key, where "a.b" is b inside a and "a.0" the first of a list; None where there is none, or
+    no scalar."""
     if name in config:
         found: Any = config[name]
     else:

@@ -1,4 +1,10 @@
-"""Names of parameters (FQNs) without what wrapper modules, or the user's own outer modules, put in front of them."""
+"""FQNs as modules form them: what wrapper modules, or the user's own outer modules, put in front, and how to take it
+off.
+
+The modules about names differ so: this one knows a single FQN; `names` maps whole trees of a trainer to canonical
+names; `optimizer_names` finds FQNs for the numbers of an optimizer; `name_maps` and `map_groups` translate one
+program's FQNs to another's.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,7 @@ __all__ = [
     "remove_wrappers",
     "remove_wrappers_from_origin",
     "split_extra_state",
+    "strip_wrapper_modules",
     "strip_wrappers",
 ]
 
@@ -29,8 +36,8 @@ EXTRA_STATE = "_extra_state"
 
 
 def split_extra_state(name: str) -> tuple[str, str] | None:
-    """(FQN of the extra state of a module, what follows it) of the name of an entry of the model; None of any other
-    entry.
+    """Split the name of an entry of the model into the FQN of a module's extra state and what follows it; None for any
+    other entry.
 
     >>> split_extra_state("layers.0._extra_state.amax.0")
     ('layers.0._extra_state', 'amax.0')
@@ -42,16 +49,19 @@ def split_extra_state(name: str) -> tuple[str, str] | None:
     return ".".join(parts[:cut]), ".".join(parts[cut:])
 
 
+def strip_wrapper_modules(name: str) -> str:
+    """Remove the wrapper modules from the name of a parameter, whose last part is its own name."""
+    *modules, last = name.split(".")
+    return ".".join([*(m for m in modules if m not in WRAPPERS), last])
+
+
 def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
-    """{name as found: FQN} without wrappers' prefixes; DDP's "module." only when every name has it.
+    """Map names as found to FQNs without wrappers' prefixes; DDP's "module." is removed only when every name has it.
 
     Raises:
         Corrupt: two names are the same afterwards.
     """
-    out: dict[str, str] = {}
-    for n in fqns:
-        *path, last = n.split(".")
-        out[n] = ".".join([*(p for p in path if p not in WRAPPERS), last])
+    out = {n: strip_wrapper_modules(n) for n in fqns}
     if out and all(v.startswith("module.") for v in out.values()):
         out = {k: v.removeprefix("module.") for k, v in out.items()}
     seen: dict[str, str] = {}
@@ -65,8 +75,8 @@ def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
 
 
 def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
-    """The same checkpoint without the modules `prefix` ("net.") in front of the names of parameters that begin with
-    them, in the model and in the optimizer.
+    """Remove the modules `prefix` ("net.") in front of the names of parameters that begin with them, in the model and
+    in the optimizer.
 
     Raises:
         UsageError: no weight has the prefix. Corrupt: two names are the same afterwards.
@@ -80,6 +90,7 @@ def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
         )
 
     def short(path: Path) -> Path:
+        """Return a path with the FQN in it shortened."""
         at = 1 if path[0] == "model" else 2 if is_optimizer_state(path) else None
         if at is None or len(path) <= at:
             return path
@@ -104,9 +115,10 @@ def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
 
 
 def remove_wrappers_from_origin(origin: Mapping[Path, Path]) -> dict[Path, Path]:
-    """`Checkpoint.origin` without the prefixes of wrappers in the names of parameters: the trainer's own keys remain.
+    """Return `Checkpoint.origin` without the prefixes of wrappers in the names of parameters: the trainer's own keys
+    remain.
 
-    >>> without_wrappers({("model",): ("net",), ("model", "w"): ("net", "_orig_mod.w")})
+    >>> remove_wrappers_from_origin({("model",): ("net",), ("model", "w"): ("net", "_orig_mod.w")})
     {('model',): ('net',)}
     """
     out: dict[Path, Path] = {}
@@ -124,8 +136,8 @@ def remove_wrappers_from_origin(origin: Mapping[Path, Path]) -> dict[Path, Path]
 
 
 def remove_wrappers(ckpt: Checkpoint) -> Checkpoint:
-    """The same checkpoint, whose own keys and lists of names (`param_names` of torch's optimizers) have no prefixes of
-    wrappers."""
+    """Return the checkpoint without prefixes of wrappers in its own keys and lists of names (`param_names` of torch's
+    optimizers)."""
     values = dict(ckpt.values)
     for name, v in ckpt.values.items():
         listed = v.option == "param_names"

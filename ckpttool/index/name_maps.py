@@ -41,19 +41,19 @@ _COMPONENTS = ("model", "optim")
 
 @dataclass(frozen=True)
 class NamePattern:
-    """A name with variables, and the axes of its tensor; None where it is only renamed."""
+    """A name with variables on one side of a line, and the axes of its tensor; None where it is only renamed."""
 
     name: str
     axes: Axes | None
 
     @cached_property
     def variables(self) -> tuple[str, ...]:
-        """The variables in its name."""
+        """List the variables in its name."""
         return tuple(m[2] for m in _VARIABLE.finditer(self.name))
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """What matches the names it stands for."""
+        """Compile what matches the names it stands for."""
         out, at = "", 0
         for m in _VARIABLE.finditer(self.name):
             out += re.escape(self.name[at : m.start()]) + rf"(?P<{m[2]}>0|[1-9]\d{{0,8}})"
@@ -61,7 +61,7 @@ class NamePattern:
         return re.compile(out + re.escape(self.name[at:]))
 
     def named(self, values: Mapping[str, int]) -> str:
-        """The name with these numbers."""
+        """Return the name with these numbers for its variables."""
         return _VARIABLE.sub(lambda m: str(values[m[2]]), self.name)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class MapLine:
     condition: str | None = None
 
     def tensors(self, right: bool) -> tuple[NamePattern, ...]:
-        """Those of one side."""
+        """Return the patterns on one side."""
         return (self.whole,) if self.flipped == right else self.parts
 
     def __str__(self) -> str:
@@ -143,14 +143,14 @@ class NameMap:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of the job that its lines ask for, each once."""
+        """List the arguments of the job that its lines ask for, each once."""
         asked = [p.job for p in self.premises] + [line.condition for line in self.lines if line.condition is not None]
         return list(
             dict.fromkeys(k for text in (*asked, *(a.condition for a in self.added_one)) for k in keys_of(text))
         )
 
     def of_job(self, arguments: Mapping[str, Any]) -> NameMap:
-        """The map with the lines that count for a job with these arguments."""
+        """Return the map with the lines that count for a job with these arguments."""
         return replace(
             self,
             lines=tuple(n for n in self.lines if n.condition is None or evaluate(n.condition, arguments) is True),
@@ -158,13 +158,13 @@ class NameMap:
         )
 
     def fits(self, names: Iterable[str]) -> bool:
-        """Whether all tensors that the map needs on the left are among some names."""
+        """Whether all tensors that the map needs on the left are among these names."""
         rows = list(names)
         return all(fnmatch.filter(rows, pattern) for pattern in self.needed)
 
 
 def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> NameMap:
-    """A map from its text; `included(name)` is the text of another one.
+    """Parse the text of a name map; `included(name)` returns the text of another one.
 
     Raises:
         UsageError: with the line that is wrong.
@@ -243,14 +243,14 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
 
 
 def _parse_lines(row: str, where: str) -> list[MapLine]:
-    """The lines of an equation, which may begin with the component that it is about."""
+    """Parse an equation, which may begin with the component that it is about."""
     word, _, rest = row.partition(" ")
     component = word.removesuffix(":") if word.removesuffix(":") in _COMPONENTS and word.endswith(":") else None
     return _parse_equation(rest.strip() if component else row, component, where)
 
 
 def _parse_premise(rest: str, where: str) -> Premise:
-    """JOB = CONFIG, or JOB = CONFIG if CONDITION."""
+    """Parse JOB = CONFIG, or JOB = CONFIG if CONDITION."""
     both, word, condition = rest.partition(" if ")
     job, equals, config = (s.strip() for s in both.partition("="))
     if not equals:
@@ -263,7 +263,7 @@ def _parse_premise(rest: str, where: str) -> Premise:
 
 
 def _parse_added_one(rest: str, where: str) -> AddedOne:
-    """GLOB if CONDITION."""
+    """Parse GLOB if CONDITION."""
     pattern, word, condition = (s.strip() for s in rest.partition(" if "))
     if not word or len(pattern.split()) != 1:
         raise UsageError(f"{where}: write add-one GLOB if CONDITION, where GLOB is for names on the left.")
@@ -272,11 +272,12 @@ def _parse_added_one(rest: str, where: str) -> AddedOne:
 
 
 def _quote(text: str) -> str:
+    """Quote a text of the map in a message, cut at 200 characters."""
     return repr(text if len(text) < 200 else text[:200] + "...")
 
 
 def _split_statements(text: str) -> list[tuple[int, str]]:
-    """(line number, text) of statements: without comments, with the indented lines that continue them."""
+    """Split a text into (line number, statement): without comments, with the indented lines that continue them."""
     out: list[tuple[int, str]] = []
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.split("#", 1)[0].rstrip()
@@ -290,7 +291,11 @@ def _split_statements(text: str) -> list[tuple[int, str]]:
 
 
 def _make_pattern(name: str, axes: str | None, where: str) -> NamePattern:
-    """A tensor of a line, of which one number has one place in a name."""
+    """Make a pattern of a name and axes; each number has one place in the name.
+
+    Raises:
+        UsageError: a variable is there twice, or stands next to digits.
+    """
     try:
         t = NamePattern(name, None if axes is None else Axes.parse(axes))
     except UsageError as e:
@@ -306,7 +311,7 @@ def _make_pattern(name: str, axes: str | None, where: str) -> NamePattern:
 
 
 def _parse_ignored(rest: str, zero: bool, where: str) -> Ignored:
-    """NAME : WHY, or NAME [axes] DTYPE with OTHER [axes] : WHY."""
+    """Parse NAME : WHY, or NAME [axes] DTYPE with OTHER [axes] : WHY."""
     what, _, why = (s.strip() for s in rest.partition(":"))
     why = why or "the other side has none"
     name, wanted, other = what.partition(" with ")
@@ -336,8 +341,8 @@ def _parse_ignored(rest: str, zero: bool, where: str) -> Ignored:
 
 
 def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine]:
-    """The line of a statement; two where a variable is written {.i}: one with it in the name, one with it as the first
-    axis."""
+    """Parse an equation to its line; to two where a variable is written {.i}: one with it in the name, one with it as
+    the first axis."""
     left, equals, right = row.partition("=")
     if not equals or "=" in right:
         raise UsageError(f"{where}: {_quote(row)} is not NAME = NAME.")
@@ -352,6 +357,7 @@ def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine
     numbered = [[(_VARIABLE.sub(lambda m: f"{m[1]}{{{m[2]}}}", t), axes) for t, axes in side] for side in sides]
 
     def as_axis(t: str, axes: str | None) -> tuple[str, str | None]:
+        """Move the optional variable from the name to the axes."""
         short = _VARIABLE.sub(lambda m: "" if m[1] else m[0], t)
         return short, axes if short == t else f"{next(iter(optional))} {axes}"
 
@@ -360,6 +366,7 @@ def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine
 
 
 def _parse_side(text: str, where: str) -> list[tuple[str, str | None]]:
+    """Parse one side of an equation, NAME [axes] + NAME [axes] + ..., to (name, axes)."""
     out = []
     at = 0
     while at < len(text):
@@ -374,12 +381,18 @@ def _parse_side(text: str, where: str) -> list[tuple[str, str | None]]:
 
 
 def _make_line(sides: list[list[tuple[str, str | None]]], component: str | None, where: str) -> MapLine:
+    """Make a line of the names and axes on its two sides, after proving that they fit each other.
+
+    Raises:
+        UsageError: they do not.
+    """
     left, right = ([_make_pattern(n, a, where) for n, a in side] for side in sides)
     every = [*left, *right]
     if len({t.axes is None for t in every}) > 1:
         raise UsageError(f"{where}: either all tensors of a line have axes, or none.")
 
     def is_whole(side: list[NamePattern], others: list[NamePattern]) -> bool:
+        """Whether a side is the whole of which the other side has the parts."""
         extra = set(others[0].variables) - set(side[0].variables)
         return bool(len(others) > 1 or extra or (side[0].axes is not None and side[0].axes.sums))
 

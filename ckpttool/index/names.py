@@ -106,8 +106,10 @@ _STEPS = ("step", "global_step", "steps", "global_steps", "num_steps", "iteratio
 
 
 def step_count(values: Callable[[str], Any]) -> int | None:
-    """The number of optimizer steps that the trainer has counted, or None; `values(name)` returns the data of a
-    canonical name, or None."""
+    """Find the number of optimizer steps that the trainer has counted; None where it has not.
+
+    `values(name)` returns the data of a canonical name, or None.
+    """
     for name in _STEPS:
         found = values(f"trainer.{name}")
         if isinstance(found, int) and not isinstance(found, bool):
@@ -312,7 +314,10 @@ def _keys_by_name(found: Mapping[Path, Any]) -> tuple[Any, Any]:
 
 
 def _keys_by_contents(found: Mapping[Path, Any], shape_of: ShapeOf, model: Any, optim: Any) -> tuple[Any, Any]:
-    """The keys of model and optimizer, where a key of the user's own is recognised only by its contents."""
+    """Find the keys of model and optimizer, where a key of the user's own is recognised only by its contents.
+
+    `model` and `optim` are the keys that are known by name; None is looked for.
+    """
     if model is not None and optim is not None:
         return model, optim
     inside: dict[Any, list[Path]] = {}
@@ -331,19 +336,19 @@ def _keys_by_contents(found: Mapping[Path, Any], shape_of: ShapeOf, model: Any, 
 
 
 def _are_weights(paths: Sequence[Path]) -> bool:
+    """Whether paths below a key are those of a state dict of weights."""
     return all(len(p) == 1 for p in paths) and any(str(p[0]).endswith(".weight") for p in paths)
 
 
 def _are_optimizer(paths: Sequence[Path]) -> bool:
-    """Whether these are an optimizer's state and param groups, or those of the one in a list."""
+    """Whether paths below a key are an optimizer's state and param groups, or those of the one in a list."""
     if all(p and p[0] == 0 for p in paths):
         paths = [p[1:] for p in paths]
     return {p[0] for p in paths if p} | {"state"} == {"state", "param_groups"} and all(len(p) > 1 for p in paths)
 
 
 def describe_weights_elsewhere(ckpt: Checkpoint) -> str:
-    """What a checkpoint without a model has instead: the user's own keys that weights are under; "" if there are
-    none."""
+    """Say under which keys of the user's own the weights are in a checkpoint without a model; "" if there are none."""
     keys = dict.fromkeys(
         t.path[1:-1]
         for t in ckpt.tensors.values()
@@ -368,10 +373,12 @@ def _key_length(path: Path) -> int:
 
 
 def _is_known(top: str) -> bool:
+    """Whether a key at the root has a meaning by its name."""
     return top in ROLES or top in COUNTERS
 
 
 def _rest_path(p: Path) -> Path:
+    """Return the canonical path of what is neither model nor optimizer."""
     role = ROLES.get(str(p[0]))
     if role in ("scheduler", "scaler", "rng", "dataloader"):
         return (role, *p[1:])
@@ -397,7 +404,7 @@ def refuse_surrogates(names: Iterable[str]) -> None:
 
 
 def find_misplaced_path(paths: Sequence[Path]) -> Path | None:
-    """The first path that belongs to no component, or that is inside another path; None if there is none."""
+    """Find the first path that belongs to no component, or that is inside another path; None if there is none."""
     leaves = set(paths)
     for path in paths:
         if path[0] not in COMPONENTS or any(path[:n] in leaves for n in range(1, len(path))):
@@ -420,8 +427,7 @@ CANONICAL_KEYS_NOTE = (
 def restore_own_tree(
     leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any
 ) -> tuple[dict[Path, Any], list[str]]:
-    """The tree {path: leaf} that the trainer wrote, and notes, from the leaves {canonical path: TensorEntry or data} of
-    a state.
+    """Restore the tree that the trainer wrote from canonical leaves: ({path: leaf}, notes).
 
     Without `origin` the tree is the leaves themselves. So it is if a reader would not find the same state in the
     trainer's tree, because parameters are numbered and their names no longer follow, or because one key is inside
@@ -441,7 +447,7 @@ def restore_own_tree(
 
 
 def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
-    """The tree, not yet read again.
+    """Build the trainer's tree of canonical leaves; whether it reads back is not looked at.
 
     Raises:
         Corrupt: two leaves would have one place, or one tensor several.
@@ -452,9 +458,11 @@ def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -
     out: dict[Path, Any] = {}
 
     def called(fqn: Any) -> Any:
+        """Return what the optimizer calls a parameter."""
         return origin.get(("optim", "params", fqn), (fqn,))[0]
 
     def put(path: Path, leaf: Any) -> None:
+        """Put a leaf at a path that must be free."""
         if path in out:
             raise Corrupt(f"two entries have the place {joined(path)!r}.")
         out[path] = leaf
@@ -485,7 +493,7 @@ def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -
 
 
 def with_canonical_keys(named: CanonicalState) -> CanonicalState:
-    """The same for a layout without a tree of its own: dcp and full write its model and optimizer under canonical keys.
+    """Keep canonical keys for model and optimizer, for a layout without a tree of its own.
 
     What `get_extra_state()` of a module gave stays one tree under its FQN, which is how `load_state_dict` wants it.
     """
@@ -499,7 +507,7 @@ def with_canonical_keys(named: CanonicalState) -> CanonicalState:
 
 
 def original_path(path: Path, origin: Mapping[Path, Path]) -> Path:
-    """The path that a leaf had in the tree it came from; the canonical one if nothing else is known."""
+    """Return the path that a leaf had in the tree it came from; the canonical one if nothing else is known."""
     for n in range(len(path), 0, -1):
         if path[:n] in origin:
             return (*origin[path[:n]], *path[n:])

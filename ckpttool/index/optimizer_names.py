@@ -1,6 +1,5 @@
-"""The state of an optimizer under the names of the parameters, however the optimizer itself calls them: by FQN,
-flattened to "state.<fqn>.<slot>", or by number.
-"""
+"""FQNs for the parameters of an optimizer, however it calls them itself: by FQN, flattened to "state.<fqn>.<slot>", or
+by number. names.py calls it with the optimizer's part of a tree."""
 
 from __future__ import annotations
 
@@ -55,12 +54,13 @@ class KnownModel(NamedTuple):
     orders: Orders | None = None
 
     def possible_orders(self) -> Iterable[Mapping[str, Any]]:
-        """The model as {FQN: leaf}, in every order that its module may have."""
+        """Yield the model as {FQN: leaf}, in every order that its module may have."""
         model = {self.clean[name]: leaf for name, leaf in self.leaves.items()}
         return self.orders(model) if self.orders is not None else (model,)
 
     def distinct_tensors(self, model: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-        """(FQN, shape) of the tensors of a model, without second names of tied weights: the optimizer has the first."""
+        """List (FQN, shape) of the tensors of a model, without second names of tied weights: the optimizer has the
+        first."""
         out: list[tuple[str, tuple[int, ...]]] = []
         kept: list[Any] = []
         for name, leaf in model.items():
@@ -77,7 +77,8 @@ class UnnamedOptimizer(Unsupported):
 
 
 def _are_groups(x: Any) -> bool:
-    """A list of param groups whose keys are all strings; another one stays a value, since a name would be made up."""
+    """Whether it is a list of param groups whose keys are all strings; another one stays a value, since a name would be
+    made up."""
     return isinstance(x, list) and all(isinstance(k, str) for g in x if isinstance(g, dict) for k in g)
 
 
@@ -178,6 +179,11 @@ def canonical_optimizer(
 
 
 def _params_of_group(group: Mapping[Path, Any]) -> list[Any]:
+    """Return the names or the numbers of the parameters of a group.
+
+    Raises:
+        Corrupt: it lists something else, or both.
+    """
     got = group.get(("params",), [])
     if not isinstance(got, list):
         raise Corrupt(f"optim.param_groups: params is {type(got).__name__}, not a list.")
@@ -187,6 +193,7 @@ def _params_of_group(group: Mapping[Path, Any]) -> list[Any]:
 
 
 def _as_number(x: Any) -> Any:
+    """Return the number of a parameter as an int, where text has digits only; anything else as it is."""
     return int(x) if isinstance(x, str) and x.isdigit() else x
 
 
@@ -291,9 +298,11 @@ def _names_by_order(
 
 
 def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The shape of a parameter from those of its slots: that of the slots with most dimensions, or what factors of a
-    second moment multiply to: (n, 1) and (1, m) of torch's Adafactor, (n,) and (m,) under *_row and *_col of
-    transformers'."""
+    """Infer the shape of a parameter from those of its slots; None where they do not tell.
+
+    It is that of the slots with most dimensions, or what factors of a second moment multiply to: (n, 1) and (1, m) of
+    torch's Adafactor, (n,) and (m,) under *_row and *_col of transformers'.
+    """
     row, col = (next((s for p, s in slots.items() if str(p[-1]).endswith(end)), None) for end in ("_row", "_col"))
     if row is not None and col is not None and len(row) == len(col):
         return (*row, col[-1])
@@ -305,8 +314,8 @@ def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...
 
 
 def _flat_state_elements(slots: _Slots) -> int | None:
-    """The elements of all parameters together, of an optimizer that keeps its whole state with the first (LBFGS); else
-    None."""
+    """Count the elements of all parameters together, if the optimizer keeps its whole state with the first (LBFGS);
+    else None."""
     if len(slots) != 1:
         return None
     (found,) = slots.values()
@@ -315,7 +324,8 @@ def _flat_state_elements(slots: _Slots) -> int | None:
 
 
 def _usual_place(child: str) -> int:
-    """Where a child stands among its siblings whose order is known: its number, or its place in `_KNOWN_CHILDREN`."""
+    """Return where a child stands among its siblings whose order is known: its number, or its place in
+    `_KNOWN_CHILDREN`."""
     return int(child) if child.isdigit() else _KNOWN_CHILDREN.index(child) if child in _KNOWN_CHILDREN else 0
 
 
@@ -325,11 +335,11 @@ _KNOWN_CHILDREN = ("lora_A", "lora_B", "weight", "bias")
 
 
 def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
-    """Every order that `named_parameters()` may have of names that a file has sorted.
+    """Yield every order that `named_parameters()` may have of names that a file has sorted.
 
     Modules of a list come by number. The other children of a module come in an order that the names do not tell;
-    modules of one kind (those whose paths differ in numbers alone) share it. None where there are more orders than are
-    worth trying.
+    modules of one kind (those whose paths differ in numbers alone) share it. Nothing is yielded where there are more
+    orders than are worth trying.
     """
     tree: dict[str, Any] = {}
     for name in names:
@@ -339,6 +349,7 @@ def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
     kinds: dict[tuple[str, ...], set[str]] = {}
 
     def look(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
+        """Collect the children of unknown order by the kind of their module."""
         unknown = {c for c in node if not c.isdigit() and c not in _KNOWN_CHILDREN}
         kinds.setdefault(path, set()).update(unknown)
         for c, below in node.items():
@@ -353,6 +364,7 @@ def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
         place = {path: {c: i for i, c in enumerate(order)} for path, order in zip(open_kinds, chosen, strict=True)}
 
         def walk(node: Mapping[str, Any], path: tuple[str, ...], at: str, place: Any = place) -> Iterator[str]:
+            """Yield the names below a module in the chosen order."""
             if not node:
                 yield at
             for c in sorted(node, key=lambda c: (place.get(path, {}).get(c, 0), _usual_place(c))):
@@ -368,12 +380,12 @@ _NEVER = 1 << 30  # the cost where nothing fits
 def assign_names(
     names: Sequence[tuple[str, tuple[int, ...]]], groups: Sequence[Sequence[tuple[int, ...] | None]]
 ) -> tuple[list[list[str]] | None, list[str], int]:
-    """Which name each numbered parameter has: (names by group, names that no group has, ways found).
+    """Find which name each numbered parameter has: (names by group, names that no group has, ways found).
 
     Optimizers number parameters group by group, in each in the order of `model.named_parameters()`, which is the order
-    of the state dict. So the groups are disjoint subsequences of the names, matched by shape (None fits any). When
-    more than one way fits, names that end in weight or bias are parameters before others are; when more than one is
-    left then, the answer is None and `ways` is at least 2.
+    of the state dict. So the groups are disjoint subsequences of the names, matched by shape (None fits any). When more
+    than one way fits, names that end in weight or bias are parameters before others are; when more than one is left
+    then, the answer is None and `ways` is at least 2.
     """
     total = sum(map(len, groups))
     skips = len(names) - total
@@ -381,6 +393,8 @@ def assign_names(
         return None, [], 0
 
     def moves(i: int, at: tuple[int, ...]) -> list[tuple[int, tuple[int, tuple[int, ...]]]]:
+        """List the ways to use name i after `at[g]` parameters of each group have names: (group or -1, (cost, next
+        state))."""
         name, shape = names[i]
         out = []
         for g, group in enumerate(groups):

@@ -41,13 +41,13 @@ class Optimizer(NamedTuple):
     options: frozenset[str] = frozenset()
 
     def fits(self, slots: frozenset[str], options: frozenset[str]) -> bool:
-        """Whether these are the slots of all its parameters, and the options of its groups."""
+        """Whether these can be the slots of all its parameters, and the options of its groups."""
         every = self.slots.union(self.may, *self.others)
         others = bool(self.options) and slots - self.may in self.others
         return self.options <= options and slots <= every and (self.slots <= slots or others)
 
     def lacks(self, slots: frozenset[str], every: frozenset[str]) -> frozenset[str]:
-        """The slots that one parameter lacks, where `every` are those of all."""
+        """Return the slots that one parameter lacks, where `every` are those of all."""
         own = slots - self.may
         form = own if own in self.others else self.slots
         return (form | (every & self.may)) - slots
@@ -117,7 +117,7 @@ class FoundOptimizer(NamedTuple):
 
 
 def find_optimizers(ckpt: Checkpoint) -> list[FoundOptimizer]:
-    """The optimizers that a checkpoint has state of, that of the first param group first."""
+    """Find the optimizers that a checkpoint has state of, that of the first param group first."""
     slots: dict[str, set[str]] = {}
     for t in ckpt.tensors.values():
         if (slot := t.slot) is not None:
@@ -142,6 +142,7 @@ def find_optimizers(ckpt: Checkpoint) -> list[FoundOptimizer]:
 
 
 def _identify_optimizer(slots: Mapping[str, frozenset[str]], options: Iterable[str]) -> FoundOptimizer:
+    """Find the optimizer that keeps these slots, {parameter: slots}, in groups with these options."""
     every, keys = frozenset().union(*slots.values()), frozenset(options)
     found = next((o for o in OPTIMIZERS if o.fits(every, keys)), None)
     missing: dict[str, list[str]] = {}
@@ -156,7 +157,7 @@ _RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 
 
 def find_per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
-    """{parameter: names of its slots} of state that every rank had a part of and of which DCP has kept one.
+    """Find state that every rank had a part of and of which DCP has kept one: {parameter: names of its slots}.
 
     FSDP2 shards parameters and gradients as DTensors. An optimizer that makes plain tensors of its own (bitsandbytes,
     SOAP, torchao's predecessors) has one tensor per rank under one name, and DCP takes names to be unique: it keeps one
@@ -196,7 +197,7 @@ def _is_shape_of_part(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple
 
 
 def _describe_kept_ranks(ckpt: Checkpoint, names: Iterable[str]) -> str:
-    """Which rank's tensors were kept, slot by slot: "GG.0: 2 of rank 0, 1 of rank 1; Q.0: 3 of rank 1"."""
+    """Describe which rank's tensors were kept, slot by slot: "GG.0: 2 of rank 0, 1 of rank 1; Q.0: 3 of rank 1"."""
     of: dict[str, dict[str, int]] = {}
     for n in names:
         t = ckpt.tensors[n]
@@ -210,7 +211,7 @@ def _describe_kept_ranks(ckpt: Checkpoint, names: Iterable[str]) -> str:
 
 
 def describe_lost_slots(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
-    """What to say of `find_per_rank_slots`."""
+    """Write the sentence about what `find_per_rank_slots` has found."""
     names = [n for slots in found.values() for n in slots]
     ranks = {m[1] for n in names for f in ckpt.tensors[n].chunks.file if (m := _RANK_FILE.fullmatch(ckpt.files[f]))}
     t = ckpt.tensors[names[0]]

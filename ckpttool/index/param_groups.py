@@ -29,7 +29,7 @@ _NAMED = 4  # names that a sentence gives
 
 
 def names_by_group(ckpt: Checkpoint) -> Groups | None:
-    """FQNs by param group, in the order of the optimizer; None where the groups do not list names."""
+    """Return FQNs by param group, in the order of the optimizer; None where the groups do not list names."""
     lists: dict[int, list[Any]] = {}
     for v in ckpt.values.values():
         if v.option == "params":
@@ -41,13 +41,14 @@ def names_by_group(ckpt: Checkpoint) -> Groups | None:
 
 
 def _list_names(names: Sequence[str]) -> str:
+    """List the first names, and how many more there are."""
     more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
 def describe_group_differences(here: Groups, there: Groups) -> list[str]:
-    """How the groups of a checkpoint (`here`) differ from those of a checkpoint of the job that shall load it
-    (`there`)."""
+    """Describe how the groups of a checkpoint (`here`) differ from those of a checkpoint of the job that shall load it
+    (`there`): one sentence each."""
     out: list[str] = []
     sizes = [
         f"{len(groups)} group{'s' * (len(groups) != 1)} of {', '.join(str(len(g)) for g in groups)}"
@@ -81,7 +82,7 @@ def describe_group_differences(here: Groups, there: Groups) -> list[str]:
 
 
 def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], list[str]]:
-    """(the same state with these param groups, names of entries that no group has room for, notes).
+    """Put the same state into other param groups: (checkpoint, names of entries that no group has room for, notes).
 
     A new group gets the hyperparameters of the group that most of its parameters come from. State of parameters that
     are in no new group is left out; so are groups that nothing here belongs to, if they would have no hyperparameters.
@@ -151,7 +152,7 @@ def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], li
 
 
 def _differing_options(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:
-    """The hyperparameters in which groups differ from one of them, as text."""
+    """List the hyperparameters in which the groups `among` differ from group `best`, as text."""
     options: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
         if v.option is not None and v.path[3] not in ("params", "param_names"):
@@ -166,7 +167,8 @@ def _differing_options(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str
 def _regroup_scheduler(
     values: dict[str, Value], n: int, origin_of: Sequence[int], notes: list[str]
 ) -> dict[str, Value]:
-    """The values with the lists of the scheduler that have an entry for each group in the order of the new groups."""
+    """Put the lists of the scheduler that have an entry for each group into the order of the new groups; `n` is the
+    number of old ones."""
     if list(origin_of) == list(range(n)):
         return values
     out: dict[str, Value] = {}

@@ -26,14 +26,18 @@ def check_no_leaf_inside_leaf(paths: Collection[Path]) -> None:
 
 
 def _inside_a_leaf(path: Path) -> Corrupt:
+    """Make the error for a path that leads into a leaf."""
     return Corrupt(f"{joined(path)!r} is inside a value that is neither a dict nor a list.")
 
 
 def nest(leaves: Mapping[Path, Any]) -> Any:
-    """The tree of some leaves: str elements become keys of dicts, a Number one that is an integer, int elements
+    """Build the tree of leaves: str elements become keys of dicts, a Number one that is an integer, int elements
     positions in lists.
 
     nest({("a", 0): 1, ("a", 1): 2}) == {"a": [1, 2]}
+
+    Raises:
+        Corrupt: two leaves have one place, or a list has holes.
     """
     tree = _Node()
     for path, leaf in leaves.items():
@@ -54,6 +58,7 @@ class _Node(dict[Any, Any]):
 
 
 def _as_plain_tree(x: Any) -> Any:
+    """Turn inner nodes into dicts and lists."""
     if type(x) is not _Node:
         return x
     if x and all(type(k) is int for k in x):
@@ -68,8 +73,10 @@ def _as_plain_tree(x: Any) -> Any:
 
 
 def _restore_parameter_numbers(state: dict[Any, Any], groups: Any) -> dict[Any, Any]:
-    """The state of an optimizer whose groups number parameters, by those numbers: DCP and JSON have made text of them,
-    and `load_state_dict` passes over a key that no group lists."""
+    """Give the state of an optimizer whose groups number parameters those numbers as keys.
+
+    DCP and JSON have made text of them, and `load_state_dict` passes over a key that no group lists.
+    """
     if not isinstance(groups, list) or not all(
         isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in groups
     ):

@@ -20,7 +20,7 @@ def is_vocabulary(fqn: str) -> bool:
 
 
 def vocabulary_of(ckpt: Checkpoint) -> dict[str, TensorEntry]:
-    """{FQN: weight} of the embedding and the output layer, each with a row for each token."""
+    """Find the weights of the embedding and the output layer, each with a row for each token: {FQN: weight}."""
     model = {t.parameter: t for t in ckpt.tensors.values() if t.component == "model" and len(t.path) == 2}
     if not any(_EMBEDDING.fullmatch(n) for n in model):
         return {}
@@ -28,8 +28,8 @@ def vocabulary_of(ckpt: Checkpoint) -> dict[str, TensorEntry]:
 
 
 def embedding_and_head(tensors: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """(name of the input embedding, name of the weight of the output layer) among names of weights; None where there is
-    none, or more than one."""
+    """Find (name of the input embedding, name of the weight of the output layer) among names of weights; None where
+    there is none, or more than one."""
     embeddings = [n for n in tensors if _EMBEDDING.fullmatch(n)]
     heads = [n for n in tensors if _HEAD.fullmatch(n) and n.endswith(".weight")]
     return (embeddings[0] if len(embeddings) == 1 else None), (heads[0] if len(heads) == 1 else None)

@@ -8,34 +8,43 @@ from typing import Any, TypeVar
 
 from ..errors import CkpttoolError
 
-__all__ = ["broadcast", "gathered", "of_all_ranks", "of_first_rank", "rank_and_world", "together"]
+__all__ = [
+    "broadcast_bytes",
+    "gather_objects",
+    "rank_and_world",
+    "run_on_first_rank",
+    "run_together",
+    "union_over_ranks",
+]
 
 T = TypeVar("T")
 
 
-def _joined() -> bool:
+def _in_job() -> bool:
+    """Whether this process is one of a job of torch.distributed."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(this rank, number of ranks); (0, 1) without a job."""
-    if not _joined():
+    """Return (this rank, number of ranks); (0, 1) without a job."""
+    if not _in_job():
         return 0, 1
     import torch.distributed as dist
 
     return dist.get_rank(), dist.get_world_size()
 
 
-def of_all_ranks(names: set[str]) -> set[str]:
-    """The union of the names of all ranks; with pipeline parallelism each has a part of the model."""
-    return set().union(*gathered(names))
+def union_over_ranks(names: set[str]) -> set[str]:
+    """Unite the names of all ranks; with pipeline parallelism each has a part of the model. A collective."""
+    return set().union(*gather_objects(names))
 
 
-def gathered(mine: Any, group: Any = None) -> list[Any]:
-    """The objects of all ranks of a group, in the order of ranks; without a job, a list of this one."""
-    if not _joined():
+def gather_objects(mine: Any, group: Any = None) -> list[Any]:
+    """Gather the objects of all ranks of a group, in the order of ranks; without a job, a list of this one. A
+    collective."""
+    if not _in_job():
         return [mine]
     import torch.distributed as dist
 
@@ -44,9 +53,9 @@ def gathered(mine: Any, group: Any = None) -> list[Any]:
     return every
 
 
-def broadcast(data: bytes | None, source: int) -> bytes:
-    """The bytes that one rank has, on all of them."""
-    if not _joined():
+def broadcast_bytes(data: bytes | None, source: int) -> bytes:
+    """Send the bytes of rank `source` to all ranks. A collective."""
+    if not _in_job():
         assert data is not None
         return data
     import torch.distributed as dist
@@ -57,8 +66,8 @@ def broadcast(data: bytes | None, source: int) -> bytes:
     return box[0]
 
 
-def of_first_rank(make: Callable[[], T]) -> T:
-    """What it returns on rank 0, on every rank; plain data. A collective."""
+def run_on_first_rank(make: Callable[[], T]) -> T:
+    """Call a function on rank 0 and return its result, plain data, on every rank. A collective."""
     made: T | None = None
 
     def act() -> None:
@@ -67,13 +76,14 @@ def of_first_rank(make: Callable[[], T]) -> T:
             made = make()
 
     rank, _ = rank_and_world()
-    together(act, "failed, so no rank goes on")
-    found: T = pickle.loads(broadcast(pickle.dumps(made) if rank == 0 else None, 0))
+    run_together(act, "failed, so no rank goes on")
+    found: T = pickle.loads(broadcast_bytes(pickle.dumps(made) if rank == 0 else None, 0))
     return found
 
 
-def together(act: Callable[[], object], then: str = "cannot load the checkpoint, so no rank does") -> None:
-    """Call it on every rank. If it fails on one, all raise, so that no rank waits for the others forever.
+def run_together(act: Callable[[], object], then: str = "cannot load the checkpoint, so no rank does") -> None:
+    """Call a function on every rank. If it fails on one, all raise, so that no rank waits for the others forever. A
+    collective.
 
     `then` is what the others say of that rank.
     """
@@ -83,7 +93,7 @@ def together(act: Callable[[], object], then: str = "cannot load the checkpoint,
     except Exception as e:
         error = e
     mine = None if error is None else (type(error) if isinstance(error, CkpttoolError) else CkpttoolError, str(error))
-    errors = gathered(mine)
+    errors = gather_objects(mine)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):

@@ -5,23 +5,22 @@ Runs in the job, on the model itself. The result is the JSON of flat_layout.py.
 
 from __future__ import annotations
 
-import re
 from typing import Any, cast
 
 from ..engine.flat.flat_layout import Flat, FlatLayout, Part, as_json
 from ..errors import Unsupported, argument
+from ..index.fqns import WRAPPERS
 
 __all__ = ["describe_fsdp1"]
 
-_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module)(?=\.|$)")
 
-
-def _clean(name: str) -> str:
-    return _WRAPPERS.sub("", name).lstrip(".")
+def _strip_wrappers(name: str) -> str:
+    """Remove the wrapper modules from the name of a module or of a parameter."""
+    return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)
 
 
 def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
-    """What a checkpoint of a live FSDP1 model does not say, for --flat-layout; to be called on one rank.
+    """Describe what a checkpoint of a live FSDP1 model does not say, for --flat-layout; to be called on one rank.
 
         json.dump(ckpttool.describe_fsdp1(model, optimizer), open("flat_layout.json", "w"))
 
@@ -39,7 +38,7 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
         handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
         if handle is None:
             continue
-        path, p = _clean(raw), cast(Any, getattr(handle, "flat_param", None))
+        path, p = _strip_wrappers(raw), cast(Any, getattr(handle, "flat_param", None))
         fields = (
             "_fqns",
             "_shapes",
@@ -61,12 +60,12 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
         for n, pad in zip(p._numels_with_padding, p._is_padding_mask, strict=True):
             if not pad:
                 fqn, shape, steps, contiguous = next(described)
-                parts.append(Part(_inside(path, fqn), tuple(shape), at, None if contiguous else tuple(steps)))
+                parts.append(Part(_join_clean(path, fqn), tuple(shape), at, None if contiguous else tuple(steps)))
             at += n
         shared = tuple(
             (
-                _inside(path, f"{s.module_name}.{s.param_name}"),
-                _inside(path, f"{s.prim_module_name}.{s.prim_param_name}"),
+                _join_clean(path, f"{s.module_name}.{s.param_name}"),
+                _join_clean(path, f"{s.prim_module_name}.{s.prim_param_name}"),
             )
             for s in p._shared_param_infos
         )
@@ -86,17 +85,18 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
         for name in (*(p.name for p in f.parts), *(a for a, _ in f.shared)):
             inside.setdefault(name.rpartition(".")[0], []).append(name)
     for raw, module in model.named_modules():
-        path = _clean(raw)
+        path = _strip_wrappers(raw)
         temporary = getattr(module, "_non_persistent_buffers_set", ())
         own = [n for n, b in getattr(module, "_buffers", {}).items() if b is not None and n not in temporary]
-        names |= dict.fromkeys([*inside.get(path, ()), *(_inside(path, n) for n in own)])
+        names |= dict.fromkeys([*inside.get(path, ()), *(_join_clean(path, n) for n in own)])
     groups = None
     if optimizer is not None:
-        keys |= {id(p): _clean(n) for n, p in model.named_parameters() if id(p) not in keys}
+        keys |= {id(p): _strip_wrappers(n) for n, p in model.named_parameters() if id(p) not in keys}
         groups = tuple(tuple(keys.get(id(p), "?") for p in g["params"]) for g in optimizer.param_groups)
     return as_json(FlatLayout(uop, shards, tuple(flats), tuple(names), groups))
 
 
-def _inside(module: str, name: str) -> str:
-    name = _clean(name.lstrip("."))
+def _join_clean(module: str, name: str) -> str:
+    """Join the name of a module and of a parameter in it, without wrappers."""
+    name = _strip_wrappers(name)
     return f"{module}.{name}" if module else name

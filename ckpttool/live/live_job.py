@@ -24,11 +24,11 @@ from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
 from ..index.fqns import strip_wrappers
 from ..index.trees import nest
-from . import optimizers
-from .collectives import broadcast, rank_and_world, together
-from .live_values import Keys, first_difference, fitted, is_hollow, leaves, put
-from .reader import LiveReader, Wanted
-from .values import torch_dtype
+from . import job_optimizers
+from .collectives import broadcast_bytes, rank_and_world, run_together
+from .live_values import Keys, first_difference, fit_to_live, is_hollow, iterate_leaves, set_at
+from .plain_values import torch_dtype
+from .reader import LiveReader, ReadRequest
 
 __all__ = ["LiveJob"]
 
@@ -54,13 +54,13 @@ class LiveJob:
                 f"Convert the checkpoint with {argument('to', 'fsdp1')}, or use fully_shard for the model."
             )
         self.model, self.scheduler, self.opened = model, scheduler, opened
-        self.optimizers = optimizers.each(optimizer)
-        self._owner = optimizers.owners(self.optimizers)
+        self.optimizers = job_optimizers.list_optimizers(optimizer)
+        self._owner = job_optimizers.optimizer_by_parameter(self.optimizers)
         ckpt = self.ckpt = opened.ckpt
         self.entries: dict[str, TensorEntry | Value] = {**ckpt.tensors, **ckpt.values}
         self.notes = list(ckpt.notes)
         state = get_model_state_dict(model)
-        self.extra = {n: x for n, x in state.items() if _is_extra(n)}  # what get_extra_state() of modules returns
+        self.extra = {n: x for n, x in state.items() if _is_extra_state(n)}  # what get_extra_state() of modules returns
         self.live: dict[str, Any] = {n: t for n, t in state.items() if _is_tensor(t) and n not in self.extra}
         if any(t.is_meta for t in self.live.values()):
             raise Unsupported(
@@ -106,13 +106,14 @@ class LiveJob:
             nonlocal packed
             if rank == 0:
                 named = {n: e for n, e in self.entries.items() if isinstance(e, TensorEntry) and self._is_small(e)}
-                found = self._read(named)
+                found = self._read_entries(named)
                 packed = pickle.dumps({n: t.reshape(-1).view(_uint8()).numpy().tobytes() for n, t in found.items()})
 
-        together(read)
-        self.opened.small = pickle.loads(broadcast(packed if rank == 0 else None, 0))
+        run_together(read)
+        self.opened.small = pickle.loads(broadcast_bytes(packed if rank == 0 else None, 0))
 
     def _is_small(self, e: TensorEntry) -> bool:
+        """Whether every rank needs a tensor whole, and it is small."""
         if e.is_optimizer_state:
             return "trainer.step" not in self.entries and e.path[-1] == "step" and self.opened.is_scalar_state(e)
         if e.component in ("model", "optim"):
@@ -126,37 +127,42 @@ class LiveJob:
         """Compare everything and make `wanted`; raises before anything has changed for good.
 
         `anywhere` are the FQNs that some rank has.
+
+        Raises:
+            DoesNotFit, Unsupported: with all differences.
         """
-        problems = self._model(anywhere)
-        contents = [] if problems else self._ties(self._tied())
+        problems = self._match_model(anywhere)
+        contents = [] if problems else self._compare_tied(self._tied_names())
         if self.optimizers:
-            problems += self._optimizer()
+            problems += self._match_optimizer()
         if self.scheduler is not None:
-            problems += self._schedule()
+            problems += self._match_scheduler()
         if problems or contents:
             kind = Unsupported if contents else DoesNotFit
             raise kind(f"{self.opened.path} does not fit the job:\n  " + "\n  ".join([*contents, *problems]))
-        self._values()
-        for name in self._asked(self.wanted, ()):
+        self._read_rest()
+        for name in self._leaf_names(self.wanted, ()):
             if self.opened.names.find(name) != name:
                 raise Unsupported(f'"{name}" is not in {self.opened.path}.')
 
-    def _asked(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
+    def _leaf_names(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
+        """Yield the names of the leaves of a state dict."""
         for key, x in tree.items():
             if isinstance(x, dict):
-                yield from self._asked(x, (*path, str(key)))
+                yield from self._leaf_names(x, (*path, str(key)))
             else:
                 yield ".".join((*path, str(key)))
 
-    def _model(self, anywhere: set[str]) -> list[str]:
+    def _match_model(self, anywhere: set[str]) -> list[str]:
+        """Compare the model, and put its tensors into `wanted`; returns what does not fit."""
         problems = []
-        tied = self._tied()
+        tied = self._tied_names()
         missing = [n for n in self.live if n not in self.stored and not any(m in self.stored for m in tied.get(n, ()))]
         surplus = [n for n in self.stored if n not in anywhere]
         if missing:
-            problems.append(f"the model has {_listed(missing)}, which the checkpoint lacks.")
+            problems.append(f"the model has {_list_names(missing)}, which the checkpoint lacks.")
         if surplus:
-            problems.append(f"the checkpoint has {_listed(surplus)}, which the model lacks.")
+            problems.append(f"the checkpoint has {_list_names(surplus)}, which the model lacks.")
         model: dict[str, Any] = {}
         for fqn, t in self.live.items():
             if fqn not in self.stored:
@@ -170,47 +176,49 @@ class LiveJob:
         if self.other:
             held = [n for n in self.other if f"model.{n}" in self.ckpt.values]
             self.notes.append(
-                f"{_listed(sorted(self.other))} of the model is not a tensor and was left as it is"
-                + (f", though the checkpoint has {_listed(held)}" if held else "")
+                f"{_list_names(sorted(self.other))} of the model is not a tensor and was left as it is"
+                + (f", though the checkpoint has {_list_names(held)}" if held else "")
             )
-        self._extra(anywhere)
+        self._read_extra_states(anywhere)
         self.wanted["model"] = model
         return problems
 
-    def _extra(self, anywhere: set[str]) -> None:
+    def _read_extra_states(self, anywhere: set[str]) -> None:
         """Read what modules get through set_extra_state(), in the form in which they return it."""
         own: list[str] = []
         surplus = [n for fqn, names in self._stored_extra.items() if fqn not in anywhere for n in names]
         for fqn, live in self.extra.items():
             names = self._stored_extra.get(fqn, {})
-            found = self._read({n: self.entries[n] for n in names.values()})
+            found = self._read_entries({n: self.entries[n] for n in names.values()})
             tree = {fqn: deepcopy(live)}
-            if names and _is_nothing(live):  # nothing says which keys are no text
+            if names and _is_empty(live):  # nothing says which keys are no text
                 tree = nest(
                     {tuple(name.removeprefix(fqn).split(".")): found[n] for name, n in names.items() if n in found}
                 )
                 self._extra_state[fqn] = tree.get("", tree) if isinstance(tree, dict) else tree
                 continue
             known = set()
-            for name, path, x in list(leaves(tree, names)):
+            for name, path, x in list(iterate_leaves(tree, names)):
                 if names.get(name) in found:
                     known.add(name)
-                    put(tree, path, fitted(found[names[name]], x))
+                    set_at(tree, path, fit_to_live(found[names[name]], x))
                 elif not is_hollow(x):
                     own.append(name)
             surplus += names.keys() - known
             if known:
                 self._extra_state[fqn] = tree[fqn]
         if own:
-            self.notes.append(f"{_listed(own)} of the model is as it was; the checkpoint has none that can be loaded")
+            self.notes.append(
+                f"{_list_names(own)} of the model is as it was; the checkpoint has none that can be loaded"
+            )
         if surplus:
             self.notes.append(
-                f"{_listed(sorted(surplus))} of the checkpoint was not loaded; the model has no such extra state"
+                f"{_list_names(sorted(surplus))} of the checkpoint was not loaded; the model has no such extra state"
             )
 
-    def _ties(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
-        """Tied parameters of the job that the checkpoint has more than once must be equal there, in the part of this
-        rank.
+    def _compare_tied(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
+        """Compare what the checkpoint has for the names of one tied parameter, in the part of this rank; returns what
+        does not fit.
 
         Only one of the names is then loaded. If the index shows that they are the same bytes, nothing is read to
         compare them.
@@ -224,7 +232,7 @@ class LiveJob:
             for other in others:
                 pair = [self.ckpt.tensors[self.stored[n]] for n in (fqn, other)]
                 if pair[0].coding != "raw" or not same_bytes(*pair):
-                    both = [self._part(n) for n in (fqn, other)]
+                    both = [self._read_local_part(n) for n in (fqn, other)]
                     if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in both)):
                         problems.append(
                             f'"{fqn}" and "{other}" are one tied parameter in the job, but differ in the checkpoint.'
@@ -232,8 +240,8 @@ class LiveJob:
                 del model[other]
         return problems
 
-    def _part(self, fqn: str) -> Any:
-        """This rank's part of a tensor, read into new memory."""
+    def _read_local_part(self, fqn: str) -> Any:
+        """Read this rank's part of a tensor into new memory."""
         import torch
 
         live = self.live[fqn]
@@ -245,15 +253,15 @@ class LiveJob:
         name = self.stored[fqn]
         out = torch.empty(tuple(local.shape), dtype=torch_dtype(self.ckpt.tensors[name].dtype))
         if out.numel():
-            self.opened.fill([Wanted(name, start, tuple(local.shape), out)])
+            self.opened.fill([ReadRequest(name, start, tuple(local.shape), out)])
         return out
 
-    def _tied(self) -> dict[str, list[str]]:
-        """{FQN: the other names of the same tensor}."""
-        return {n: [m for m in group if m != n] for group in self._fqns().values() for n in group}
+    def _tied_names(self) -> dict[str, list[str]]:
+        """Return {FQN: the other names of the same tensor}."""
+        return {n: [m for m in group if m != n] for group in self._fqns_by_parameter().values() for n in group}
 
-    def _fqns(self) -> dict[int, list[str]]:
-        """{id of a parameter: its FQNs}."""
+    def _fqns_by_parameter(self) -> dict[int, list[str]]:
+        """Return {id of a parameter: its FQNs}."""
         raw = list(self.model.named_parameters(remove_duplicate=False))
         clean = strip_wrappers(n for n, _ in raw)
         out: dict[int, list[str]] = {}
@@ -263,17 +271,19 @@ class LiveJob:
 
     # ------------------------------------------------------------------------------------------------------ optimizer
 
-    def _optimizer(self) -> list[str]:
+    def _match_optimizer(self) -> list[str]:
+        """Compare the optimizers and their groups, let them create their state, and set their options; returns what
+        does not fit."""
         if not any(e.component == "optim" for e in self.entries.values()):
             raise Unsupported(
                 f"{self.opened.path} has no optimizer state. Pass optimizer=None to load only the weights."
             )
-        names = self._fqns()
+        names = self._fqns_by_parameter()
         state: dict[str, dict[str, str]] = {}  # FQN -> name of a leaf of its state -> canonical name
         for n, e in self.entries.items():
             if e.slot is not None:
                 state.setdefault(e.parameter, {})[joined(e.path[3:])] = n
-        groups = self._groups()
+        groups = self._read_groups()
         member = {fqn: i for i, g in groups.items() for fqn in g.get("params") or ()}
         problems: list[str] = []
         without: list[str] = []
@@ -296,59 +306,63 @@ class LiveJob:
                     used.add(fqn)
                     self._trained.append((p, fqn))
             plans.append((group, next(iter(found), None)))
-            distinct = {i: optimizers.options(groups[i]) for i in found}
+            distinct = {i: job_optimizers.loaded_options(groups[i]) for i in found}
             if len(found) > 1 and any(o != distinct[next(iter(found))] for o in distinct.values()):
                 problems.append(
                     f"param group {k} of the job has parameters that lie in different groups of the checkpoint: "
-                    + "; ".join(f'"{found[i]}" in {i} ({_differing(o, distinct)})' for i, o in sorted(distinct.items()))
+                    + "; ".join(
+                        f'"{found[i]}" in {i} ({_differing_options(o, distinct)})' for i, o in sorted(distinct.items())
+                    )
                     + ". One of them would get the wrong options; build the optimizer with the same groups."
                 )
         if without:
             problems.append(
-                f"the job's optimizer trains {_listed(without)}, which no param group of the checkpoint lists."
+                f"the job's optimizer trains {_list_names(without)}, which no param group of the checkpoint lists."
             )
         surplus = [f for f in state if f not in used]
         if surplus:
             self.notes.append(
-                f"the checkpoint has an optimizer's state of {_listed(surplus)}, which the job's optimizer does not "
+                f"the checkpoint has an optimizer's state of {_list_names(surplus)}, which the job's optimizer does "
+                "not "
                 "train; it was not loaded"
             )
         if problems:
             return problems
         every = [g for g, _ in plans]
-        self._undo.append(optimizers.kept(every))
+        self._undo.append(job_optimizers.remember_options(every))
         chosen = [(g, groups[i]) for g, i in plans if i is not None]
-        problems = self._slots(state, chosen)
+        problems = self._prepare_slots(state, chosen)
         # after the step that creates state, which counts in the param groups of some optimizers
-        self._options = [] if problems else [(g, optimizers.set_options(g, stored)) for g, stored in chosen]
+        self._options = [] if problems else [(g, job_optimizers.set_options(g, stored)) for g, stored in chosen]
         for k, (group, i) in enumerate(plans):
             if i is None and group["params"]:
                 self.notes.append(
                     f'the checkpoint has no param group with "{names[id(group["params"][0])][0]}"; the options of that '
                     "group are those of the job"
                 )
-            elif i is not None and (own := sorted(optimizers.options(group).keys() - groups[i].keys())):
+            elif i is not None and (own := sorted(job_optimizers.loaded_options(group).keys() - groups[i].keys())):
                 self.notes.append(
-                    f"param group {i} of the checkpoint has no {_listed(own)}; those of param group {k} are the job's "
+                    f"param group {i} of the checkpoint has no {_list_names(own)}; those of param group {k} are the "
+                    "job's "
                     "own"
                 )
         return problems
 
-    def _groups(self) -> dict[int, dict[str, Any]]:
-        """The checkpoint's param groups."""
+    def _read_groups(self) -> dict[int, dict[str, Any]]:
+        """Read the checkpoint's param groups: {number: options}."""
         options = {n: e for n, e in self.entries.items() if e.option is not None}
         leaves: dict[int, dict[Any, Any]] = {}
-        for name, x in self._read(options).items():
+        for name, x in self._read_entries(options).items():
             path = options[name].path
             leaves.setdefault(int(path[2]), {})[path[3:]] = x
         return {i: nest(found) for i, found in sorted(leaves.items())}
 
-    def _read(self, entries: Mapping[str, TensorEntry | Value]) -> dict[str, Any]:
-        """Values as plain data, and small tensors on the CPU; values of unknown classes become notes."""
+    def _read_entries(self, entries: Mapping[str, TensorEntry | Value]) -> dict[str, Any]:
+        """Read values as plain data, and small tensors on the CPU; values of unknown classes become notes."""
         import torch
 
         out: dict[str, Any] = {}
-        wanted: list[Wanted] = []
+        wanted: list[ReadRequest] = []
         for name, e in entries.items():
             if isinstance(e, TensorEntry):
                 data = bytearray(self.opened.small.get(name, b""))
@@ -356,7 +370,7 @@ class LiveJob:
                 if data:
                     out[name] = torch.frombuffer(data, dtype=out[name].dtype).reshape(e.shape)
                 elif e.numel:
-                    wanted.append(Wanted(name, (0,) * len(e.shape), e.shape, out[name]))
+                    wanted.append(ReadRequest(name, (0,) * len(e.shape), e.shape, out[name]))
                 continue
             try:
                 out[name] = self.opened.value(name)
@@ -366,15 +380,17 @@ class LiveJob:
             self.opened.fill(wanted)
         return out
 
-    def _slots(self, state: dict[str, dict[str, str]], plans: optimizers.Plans) -> list[str]:
+    def _prepare_slots(self, state: dict[str, dict[str, str]], plans: job_optimizers.Plans) -> list[str]:
         """Make the optimizers' state for every parameter that has one in the checkpoint, and add its leaves to
         `wanted`.
 
-        The planner gets them flat, by the names that flattened checkpoints have ("GG.0" of a list of tensors).
+        The planner gets them flat, by the names that flattened checkpoints have ("GG.0" of a list of tensors). Returns
+        what does not fit.
         """
         before = [(o, dict(o.state)) for o in self.optimizers]
 
         def back() -> None:
+            """Restore the state that the optimizers had."""
             for optimizer, old in before:
                 optimizer.state.clear()
                 optimizer.state.update(old)
@@ -385,13 +401,13 @@ class LiveJob:
             mine = [p for p, _ in self._trained if self._owner[id(p)] is optimizer]
             if not all(optimizer.state.get(p) for p in mine):
                 theirs = [(g, stored) for g, stored in plans if any(g is x for x in optimizer.param_groups)]
-                optimizers.create_state(optimizer, mine, theirs)
+                job_optimizers.create_state(optimizer, mine, theirs)
             for p in [p for p in optimizer.state if id(p) not in wanted]:
                 del optimizer.state[p]
         problems: list[str] = []
         slots: dict[str, dict[str, Any]] = {}
         for p, fqn in self._trained:
-            found = leaves(self._owner[id(p)].state[p], state[fqn])
+            found = iterate_leaves(self._owner[id(p)].state[p], state[fqn])
             self._leaves[fqn] = {name: (path, x) for name, path, x in found}
             slots[fqn] = {}
             for name, (_, x) in self._leaves[fqn].items():
@@ -400,27 +416,27 @@ class LiveJob:
                     slots[fqn][name] = x
                 elif entry is not None:
                     self._data[fqn, name] = self.opened.value(state[fqn][name])
-            problems += self._misfits(fqn, state[fqn])
+            problems += self._slot_problems(fqn, state[fqn])
             if len(problems) > 3:
                 break
         self.wanted["optim"] = {"state": slots}
         return problems
 
-    def _misfits(self, fqn: str, names: Mapping[str, str]) -> list[str]:
-        """How the state of a parameter in the job and in the checkpoint do not fit."""
+    def _slot_problems(self, fqn: str, names: Mapping[str, str]) -> list[str]:
+        """Say how the state of a parameter in the job and in the checkpoint do not fit."""
         import torch
 
         live = {name: x for name, (_, x) in self._leaves[fqn].items()}
-        full = {k for k, n in names.items() if n in self.ckpt.tensors or not _is_nothing(self.ckpt.values[n].data)}
+        full = {k for k, n in names.items() if n in self.ckpt.tensors or not _is_empty(self.ckpt.values[n].data)}
         if full - live.keys() or any(not is_hollow(x) for k, x in live.items() if k not in names):
             return [
-                f'the optimizer\'s state of "{fqn}" is {_listed(sorted(full))} in the checkpoint and '
-                f"{_listed(sorted(live))} in the job: these are different optimizers."
+                f'the optimizer\'s state of "{fqn}" is {_list_names(sorted(full))} in the checkpoint and '
+                f"{_list_names(sorted(live))} in the job: these are different optimizers."
             ]
         problems = []
         for name, x in live.items():
             entry = self.ckpt.tensors.get(names.get(name, ""))
-            if (fqn, name) in self._data and _shapes(x) != _shapes(fitted(self._data[fqn, name], x)):
+            if (fqn, name) in self._data and _tensor_shapes(x) != _tensor_shapes(fit_to_live(self._data[fqn, name], x)):
                 problems.append(f'"{name}" of "{fqn}" has tensors of other shapes in the checkpoint than in the job.')
             if entry is None or entry.shape == tuple(getattr(x, "shape", ())):
                 continue
@@ -432,14 +448,15 @@ class LiveJob:
 
     # ------------------------------------------------------------------------------------------------------- the rest
 
-    def _schedule(self) -> list[str]:
+    def _match_scheduler(self) -> list[str]:
+        """Compare the scheduler, and keep the state that it shall load; returns what does not fit."""
         entries = {n: e for n, e in self.entries.items() if e.component == "scheduler" and e.path[1:]}
         if not entries:
             raise DoesNotFit(
                 f"{self.opened.path} has no scheduler state, and the job has a scheduler. Leave the scheduler out, and "
                 "set it up from the step that is loaded."
             )
-        tree = nest({entries[n].path[1:]: x for n, x in self._read(entries).items()})
+        tree = nest({entries[n].path[1:]: x for n, x in self._read_entries(entries).items()})
         if isinstance(tree, list) and len(tree) == 1:  # Lightning's list of schedulers, of one
             tree = tree[0]
         live = self.scheduler.state_dict()
@@ -447,8 +464,9 @@ class LiveJob:
         lacks = sorted(filled - set(tree)) if isinstance(tree, dict) else ["its keys"]
         if lacks:
             return [
-                f"the state of the job's {type(self.scheduler).__name__} has {_listed(lacks)}, that of the scheduler "
-                f"in the checkpoint has {_listed(sorted(map(str, tree)))}: they are of different kinds. Leave the "
+                f"the state of the job's {type(self.scheduler).__name__} has {_list_names(lacks)}, that of the "
+                "scheduler "
+                f"in the checkpoint has {_list_names(sorted(map(str, tree)))}: they are of different kinds. Leave the "
                 "scheduler out, and set it up from the step that is loaded."
             ]
         for key, x in live.items():
@@ -457,10 +475,11 @@ class LiveJob:
                     f'"{key}" of the job\'s {type(self.scheduler).__name__} has {len(x)} schedulers, and that in the '
                     f"checkpoint has {len(tree[key])}. Build the scheduler as the job did that saved the checkpoint."
                 ]
-        self._scheduler_state = fitted(tree, live)
+        self._scheduler_state = fit_to_live(tree, live)
         return []
 
-    def _values(self) -> None:
+    def _read_rest(self) -> None:
+        """Read all that is neither model nor optimizer into `rest`, and find the step."""
         entries: dict[str, TensorEntry | Value] = {}
         for n, e in self.entries.items():
             component = e.component
@@ -470,7 +489,7 @@ class LiveJob:
                 self.notes.append(f'"{n}" has {e.nbytes} bytes and is not among the values; read it by storage_reader')
             else:
                 entries[n] = e
-        leaves = {entries[n].path: x for n, x in self._read(entries).items()}
+        leaves = {entries[n].path: x for n, x in self._read_entries(entries).items()}
         self.rest = nest(leaves) if leaves else {}
         step: Any = leaves.get(("trainer", "step"))
         if step is None:
@@ -479,7 +498,7 @@ class LiveJob:
                 for n, e in self.entries.items()
                 if e.is_optimizer_state and e.path[-1] == "step" and self.opened.is_scalar_state(e)
             }
-            step = max(self._read(steps).values(), default=None)
+            step = max(self._read_entries(steps).values(), default=None)
         self.step = int(step) if step is not None and math.isfinite(step) else None
 
     # -------------------------------------------------------------------------------------------------------- the end
@@ -503,12 +522,12 @@ class LiveJob:
                 want = filled.get(name, self._data.get((fqn, name)))
                 if want is live or (name not in filled and (fqn, name) not in self._data):
                     continue
-                want = fitted(want, live)
+                want = fit_to_live(want, live)
                 if isinstance(live, torch.Tensor):
                     live.copy_(want)
                 else:
-                    put(state, path, want)
-        self._strays()
+                    set_at(state, path, want)
+        self._load_strays()
         if self._scheduler_state is not None:
             self.scheduler.load_state_dict(self._scheduler_state)
         if (text := next(filter(None, self._differences()), None)) is not None:
@@ -518,19 +537,20 @@ class LiveJob:
                 "of its classes."
             )
 
-    def _strays(self) -> None:
+    def _load_strays(self) -> None:
         """Let modules load what is not filled in place: extra states, and tensors of which a hook put copies into the
         state dict."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        homes = {_address(t) for t in (*self.model.parameters(), *self.model.buffers())}
-        stray = any(_address(t) not in homes for t in self.wanted["model"].values() if t.numel())
+        homes = {_memory_address(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        stray = any(_memory_address(t) not in homes for t in self.wanted["model"].values() if t.numel())
         state = {**(self.wanted["model"] if stray else {}), **self._extra_state}
         if state:
             set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
 
     def _differences(self) -> Iterator[str | None]:
-        """The first difference of each part of the job: what it would save now against what is in the files.
+        """Yield the first difference of each part of the job: what it would save now against what is in the files; None
+        for none.
 
         Bytes that the planner read straight into a tensor of the job are not read again: `LiveReader` compares their
         digests where there are recorded ones, and a tensor whose memory is still the one that was filled holds what was
@@ -541,10 +561,10 @@ class LiveJob:
 
         saved = get_model_state_dict(self.model)
         for fqn, want in {**self.wanted["model"], **self._extra_state}.items():
-            if not (_is_extra(fqn) and _is_encoded(want)):
+            if not (_is_extra_state(fqn) and _is_encoded(want)):
                 yield first_difference(saved.get(fqn), want, f"model.{fqn}")
         for optimizer in self.optimizers:
-            groups, states = optimizers.would_save(optimizer)
+            groups, states = job_optimizers.saved_groups_and_state(optimizer)
             for p, fqn in self._trained:
                 if self._owner[id(p)] is optimizer:
                     yield from self._state_differences(fqn, states.get(id(p), {}))
@@ -555,11 +575,11 @@ class LiveJob:
             yield first_difference(self.scheduler.state_dict(), self._scheduler_state, "scheduler")
 
     def _state_differences(self, fqn: str, saved: Any) -> Iterator[str | None]:
-        """The same for the optimizer's state of one parameter."""
+        """Yield the differences of the optimizer's state of one parameter, as `_differences` does."""
         import torch
 
         filled = self.wanted["optim"]["state"][fqn]
-        now = {name: x for name, _, x in leaves(saved, self._leaves[fqn])}
+        now = {name: x for name, _, x in iterate_leaves(saved, self._leaves[fqn])}
         for name, (_, live) in self._leaves[fqn].items():
             want = filled.get(name, self._data.get((fqn, name)))
             entry = self.ckpt.values.get(f"optim.state.{fqn}.{name}")
@@ -568,10 +588,10 @@ class LiveJob:
             ):  # a number that the planner put there
                 want = entry.data
             if want is not None:
-                yield first_difference(now.get(name), fitted(want, live), f"optim.state.{fqn}.{name}")
+                yield first_difference(now.get(name), fit_to_live(want, live), f"optim.state.{fqn}.{name}")
 
 
-def _is_extra(name: str) -> bool:
+def _is_extra_state(name: str) -> bool:
     """Whether it is the FQN of what a module's get_extra_state() returns."""
     return _EXTRA_STATE.fullmatch(name) is not None
 
@@ -590,13 +610,14 @@ def _is_encoded(x: Any) -> bool:
     return isinstance(x, bytes) or (isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 1)
 
 
-def _is_nothing(x: Any) -> bool:
+def _is_empty(x: Any) -> bool:
+    """Whether an extra state holds nothing."""
     return x is None or is_hollow(x)
 
 
-def _shapes(x: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors inside a value."""
-    return {name: tuple(t.shape) for name, _, t in leaves({"": x}, ()) if _is_tensor(t)}
+def _tensor_shapes(x: Any) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of the tensors inside a value."""
+    return {name: tuple(t.shape) for name, _, t in iterate_leaves({"": x}, ()) if _is_tensor(t)}
 
 
 def _holds_states(x: Any) -> bool:
@@ -610,15 +631,18 @@ def _uint8() -> Any:
     return torch.uint8
 
 
-def _address(t: Any) -> int:
+def _memory_address(t: Any) -> int:
+    """Return where the memory of this rank's part of a tensor begins."""
     local = t.to_local() if hasattr(t, "to_local") else t
     return int(local.data_ptr())
 
 
-def _differing(options: Mapping[str, Any], every: Mapping[int, Mapping[str, Any]]) -> str:
+def _differing_options(options: Mapping[str, Any], every: Mapping[int, Mapping[str, Any]]) -> str:
+    """List the options of a group in which it differs from one of the others, for messages."""
     keys = [k for k, v in options.items() if any(o.get(k) != v for o in every.values())]
     return ", ".join(f"{k} {short(options[k])}" for k in keys) or "the same"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
+    """List the first names, and how many more there are."""
     return ", ".join(f'"{n}"' for n in names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -2,11 +2,6 @@
 
 DCP makes text of every key (torch/distributed/checkpoint/_traverse.py: `path + (str(k),)`), and a dict of every
 mapping. The live object knows better: `MultiStepLR` holds its milestones as a Counter with integers for keys.
-
-    fitted(stored, live)           what was stored, with the keys, containers and kinds of numbers of the live object
-    leaves(live, names)            the live object's leaves, each with the name that a flattened checkpoint has for it
-    put(tree, path, value)         set one of them
-    first_difference(live, want)   where the live object is not what it should be
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from typing import Any
 
 from ..index.checkpoint import joined
 
-__all__ = ["Keys", "first_difference", "fitted", "is_hollow", "leaves", "put"]
+__all__ = ["Keys", "first_difference", "fit_to_live", "is_hollow", "iterate_leaves", "set_at"]
 
 #: A path in a live object, of its own keys.
 Keys = tuple[Any, ...]
@@ -32,8 +27,8 @@ def is_hollow(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and all(map(is_hollow, x))
 
 
-def fitted(stored: Any, live: Any) -> Any:
-    """What was stored, in the form that a live object has for it.
+def fit_to_live(stored: Any, live: Any) -> Any:
+    """Convert what was stored to the form that a live object has for it.
 
     A stored key of text is the live key with that text. If the live object has no such key (a schedule with other
     milestones), it becomes one of the type that all live keys have. Containers get the live object's types. A tensor
@@ -43,27 +38,27 @@ def fitted(stored: Any, live: Any) -> Any:
     import torch
 
     if isinstance(live, Mapping) and isinstance(stored, Mapping):
-        keys = _keys(stored, live)
-        found = {keys[k]: fitted(x, live.get(keys[k])) for k, x in stored.items()}
-        return _of_type(live, found | {k: copy(x) for k, x in live.items() if k not in found and is_hollow(x)})
+        keys = _match_keys(stored, live)
+        found = {keys[k]: fit_to_live(x, live.get(keys[k])) for k, x in stored.items()}
+        return _in_container_of(live, found | {k: copy(x) for k, x in live.items() if k not in found and is_hollow(x)})
     if isinstance(live, (list, tuple, deque)) and isinstance(stored, (list, tuple, deque)):
         pairs = zip(stored, [*live, *[None] * len(stored)], strict=False)
         rest = live if len(live) == len(stored) else ()
         # DCP has nothing of an empty dict in a list, which leaves a hole there
-        items = [copy(y) if x is None and rest and is_hollow(y) else fitted(x, y) for x, y in pairs]
-        return _of_type(live, items)
+        items = [copy(y) if x is None and rest and is_hollow(y) else fit_to_live(x, y) for x, y in pairs]
+        return _in_container_of(live, items)
     if isinstance(live, torch.Tensor):
         if isinstance(stored, (bool, int, float)) or (isinstance(stored, torch.Tensor) and stored.numel() == 1):
             number: Any = torch.as_tensor(stored, dtype=live.dtype, device=live.device)
             return number.reshape(live.shape) if live.numel() == 1 else number
-        return _placed(stored, live) if isinstance(stored, torch.Tensor) else stored
+        return _place_like(stored, live) if isinstance(stored, torch.Tensor) else stored
     if isinstance(stored, torch.Tensor) and type(live) in (bool, int, float) and stored.numel() == 1:
         return stored.item()
     return stored
 
 
-def _placed(stored: Any, live: Any) -> Any:
-    """A whole tensor where the live one is; sharded, if that one is."""
+def _place_like(stored: Any, live: Any) -> Any:
+    """Move a whole tensor to the device of the live one, and shard it if that one is sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     stored = stored.to(live.device)
@@ -72,20 +67,20 @@ def _placed(stored: Any, live: Any) -> Any:
     return distribute_tensor(stored, live.device_mesh, live.placements, src_data_rank=None)
 
 
-def _keys(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
-    """{stored key: the live object's key for it}."""
+def _match_keys(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return {stored key: the live object's key for it}."""
     texts = Counter(map(str, live))
     by_text = {str(k): k for k in live if texts[str(k)] == 1}
     kinds = {type(k) for k in live} or ({int} if isinstance(live, Counter) else set())
     kind = kinds.pop() if len(kinds) == 1 else str
     out = {}
     for k in stored:
-        out[k] = k if k in live else by_text.get(k, _as(kind, k)) if type(k) is str else k
+        out[k] = k if k in live else by_text.get(k, _key_from_text(kind, k)) if type(k) is str else k
     return out if len(set(out.values())) == len(out) else {k: k for k in stored}
 
 
-def _as(kind: type, text: str) -> Any:
-    """The key of that type that has this text, or the text."""
+def _key_from_text(kind: type, text: str) -> Any:
+    """Return the key of a type that has this text; the text where there is none."""
     if kind not in (int, float):
         return text
     try:
@@ -95,8 +90,8 @@ def _as(kind: type, text: str) -> Any:
     return key if str(key) == text else text
 
 
-def _of_type(live: Any, items: Any) -> Any:
-    """These items in a container of the live object's class."""
+def _in_container_of(live: Any, items: Any) -> Any:
+    """Put items into a container of the live object's class."""
     if isinstance(live, MutableMapping):
         out = copy(live)  # keeps the default factory of a defaultdict
         out.clear()
@@ -112,8 +107,8 @@ def _of_type(live: Any, items: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- leaves
 
 
-def leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterator[tuple[str, Keys, Any]]:
-    """(its name, its path, what is there) of every leaf of a live object, None left out.
+def iterate_leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterator[tuple[str, Keys, Any]]:
+    """Yield (its name, its path, what is there) of every leaf of a live object, None left out.
 
     The name is the path joined by dots, as flattened checkpoints have it. A container whose own name is among `names`
     is a leaf: DCP stores lists of numbers whole, and any tuple; files of torch.save are read so where keys are no text.
@@ -125,16 +120,16 @@ def leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterator[tuple[
         return
     parts = live.items() if isinstance(live, Mapping) else enumerate(live)
     for key, x in parts:
-        yield from leaves(x, names, (*path, key))
+        yield from iterate_leaves(x, names, (*path, key))
 
 
-def put(tree: Any, path: Keys, value: Any) -> Any:
-    """The tree with a value at a path; whatever can be changed is changed in place."""
+def set_at(tree: Any, path: Keys, value: Any) -> Any:
+    """Set a value at a path, and return the tree; whatever can be changed is changed in place."""
     key, *rest = path
     if rest:
-        value = put(tree[key], tuple(rest), value)
+        value = set_at(tree[key], tuple(rest), value)
     if isinstance(tree, tuple):
-        return _of_type(tree, [value if k == key else x for k, x in enumerate(tree)])
+        return _in_container_of(tree, [value if k == key else x for k, x in enumerate(tree)])
     tree[key] = value
     return tree
 
@@ -143,8 +138,8 @@ def put(tree: Any, path: Keys, value: Any) -> Any:
 
 
 def first_difference(live: Any, want: Any, name: str = "") -> str | None:
-    """The first place where a live object is not what it should be, in words: '"milestones.3" is ..., and ... in the
-    job'.
+    """Describe the first place where a live object is not what it should be: '"milestones.3" is ..., and ... in the
+    job'; None where there is none.
 
     Exact: types of containers and keys, the type of a number, the bits of a float or a tensor. Keys that only the live
     object has are not compared. The device of a tensor does not count.
@@ -154,30 +149,33 @@ def first_difference(live: Any, want: Any, name: str = "") -> str | None:
     if isinstance(want, Mapping) and type(live) is type(want):
         lacks = [k for k in want if k not in live]
         if lacks:
-            return f'"{_below(name, lacks[0])}" is {_shown(want[lacks[0]])} in the checkpoint, and the job has none'
+            shown = _show_value(want[lacks[0]])
+            return f'"{_child_name(name, lacks[0])}" is {shown} in the checkpoint, and the job has none'
         pairs = [(k, live[k], x) for k, x in want.items()]
     elif isinstance(want, (list, tuple, deque)) and type(live) is type(want) and len(live) == len(want):
         pairs = [(k, x, y) for k, (x, y) in enumerate(zip(live, want, strict=True))]
     elif isinstance(want, torch.Tensor) and isinstance(live, torch.Tensor):
-        return None if _same_tensor(live, want) else _differs(name, live, want)
+        return None if _is_same_tensor(live, want) else _describe_difference(name, live, want)
     else:
-        return None if _same(live, want) else _differs(name, live, want)
-    return next(filter(None, (first_difference(x, y, _below(name, k)) for k, x, y in pairs)), None)
+        return None if _is_same_value(live, want) else _describe_difference(name, live, want)
+    return next(filter(None, (first_difference(x, y, _child_name(name, k)) for k, x, y in pairs)), None)
 
 
-def _differs(name: str, live: Any, want: Any) -> str:
-    a, b = _shown(want), _shown(live)
+def _describe_difference(name: str, live: Any, want: Any) -> str:
+    """Describe two values that differ."""
+    a, b = _show_value(want), _show_value(live)
     if a == b:
         return f'"{name}" ({a}) has other numbers in the job than in the checkpoint'
     return f'"{name}" is {a} in the checkpoint and {b} in the job'
 
 
-def _below(name: str, key: Any) -> str:
+def _child_name(name: str, key: Any) -> str:
+    """Return the name of an item of a container."""
     return f"{name}.{key}" if name else str(key)
 
 
-def _same_tensor(a: Any, b: Any) -> bool:
-    """Bit for bit; of two sharded ones, the shards of this rank."""
+def _is_same_tensor(a: Any, b: Any) -> bool:
+    """Whether two tensors are equal bit for bit; of two sharded ones, the shards of this rank."""
     import torch
 
     if a is b:
@@ -192,7 +190,8 @@ def _same_tensor(a: Any, b: Any) -> bool:
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
+    """Whether two values are of one type and equal, floats and arrays bit for bit."""
     if type(a) is not type(b):
         return False
     if type(a) is float:
@@ -202,8 +201,8 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _shown(x: Any) -> str:
-    """A value in a message."""
+def _show_value(x: Any) -> str:
+    """Show a value in a message."""
     if hasattr(x, "element_size") and x.numel() > 1:
         return f"a tensor {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     text = repr(x)

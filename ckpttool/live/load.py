@@ -19,7 +19,7 @@ from ..engine.opening import OpenCheckpoint, OpenOptions
 from ..errors import CkpttoolError
 from ..extras import need
 from ..options import Reading, list_keywords
-from .collectives import of_all_ranks, together
+from .collectives import run_together, union_over_ranks
 from .live_job import LiveJob
 from .shared_index import locate_together, open_together
 from .storage_reader import storage_reader
@@ -99,7 +99,7 @@ def load_opened(
     progress: Progress | None,
     started: float,
 ) -> Loaded:
-    """`load`, of a checkpoint that is open on every rank (shared_index.py). A collective."""
+    """Load from a checkpoint that is open on every rank (shared_index.py), as `load` does. A collective."""
     from .torch_reader import AnyLayoutReader
 
     locate_together(opened)
@@ -115,13 +115,13 @@ def load_opened(
         job.match(anywhere)
 
     try:
-        together(prepare)
+        run_together(prepare)
         assert job is not None
         job.share_small()
-        anywhere = of_all_ranks({*job.live, *job.extra})
-        together(match)
+        anywhere = union_over_ranks({*job.live, *job.extra})
+        run_together(match)
         _dcp_load(job.wanted, reader)
-        together(job.finish, "does not hold what is in the files, so no rank goes on")
+        run_together(job.finish, "does not hold what is in the files, so no rank goes on")
         return Loaded(job.step, job.rest, job.notes, reader.bytes_read, time.monotonic() - started)
     except BaseException:
         if job is not None:
@@ -130,6 +130,7 @@ def load_opened(
 
 
 def _dcp_load(state_dict: dict[str, Any], reader: Any) -> None:
+    """Let torch load, and raise our own error where one of ours stopped it."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 

@@ -18,24 +18,24 @@ from ..engine.copy.zstd_frames import ZstdDecoder
 from ..engine.opening import OpenCheckpoint
 from ..engine.recorded import explain_other_digests
 from ..errors import Unsupported
-from ..formats.stored_tensors import as_dcp_flattens
+from ..formats.stored_tensors import flatten_like_dcp
 from ..huggingface import encodings
 from ..index import boxes
 from ..index.check import check_chunk
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value, joined
 from ..layouts import Layout
 from ..storage.source import Source
-from .names import Names
-from .scatter import Cutter, Filler, Piece, Tuning, is_plain_memory, memory_of, part_of
-from .values import lossless, plain, torch_dtype
+from .name_lookup import NameLookup
+from .plain_values import is_lossless_cast, to_plain, torch_dtype
+from .scatter import ReadPiece, SlicePlanner, TensorLoader, Tuning, is_plain_memory, memory_of, part_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LiveReader", "Wanted"]
+__all__ = ["LiveReader", "ReadRequest"]
 
 
-class Wanted(NamedTuple):
+class ReadRequest(NamedTuple):
     """A box of a tensor and where it goes."""
 
     name: str
@@ -60,10 +60,10 @@ class LiveReader:
         self.pieces = {
             joined(p): Value(p, x)
             for v in self.ckpt.values.values()
-            for p, x in as_dcp_flattens(v.data, v.path).items()
+            for p, x in flatten_like_dcp(v.data, v.path).items()
             if p != v.path
         }
-        self.names = Names(self.ckpt, self.pieces)
+        self.names = NameLookup(self.ckpt, self.pieces)
         self.bytes_read = self.bytes_checked = 0
         self.small: dict[str, bytes] = {}  # tensors that another rank has read
         self._compared: set[str] = set()  # tensors that have the digest that was recorded of them
@@ -73,19 +73,19 @@ class LiveReader:
     # -------------------------------------------------------------------------------------------------- what is there
 
     def entry(self, asked: str) -> tuple[str, TensorEntry | Value]:
-        """The canonical name and the entry of a name that was found before."""
+        """Return the canonical name and the entry of a name that was found before."""
         name = self.names.find(asked)
         if name is None:
             raise Unsupported(f'"{asked}" is not in {self.path}.')
         return name, self.ckpt.tensors.get(name) or self.ckpt.values.get(name) or self.pieces[name]
 
     def value(self, name: str) -> Any:
-        """A value, as plain data."""
-        return plain((self.ckpt.values.get(name) or self.pieces[name]).data, name)
+        """Return a value as plain data."""
+        return to_plain((self.ckpt.values.get(name) or self.pieces[name]).data, name)
 
     @staticmethod
     def is_scalar_state(entry: TensorEntry | Value) -> bool:
-        """Whether it is a number in an optimizer's state; some optimizers keep it as a number, others as a 0-dim
+        """Whether an entry is a number in an optimizer's state; some optimizers keep it as a number, others as a 0-dim
         tensor."""
         if not entry.is_optimizer_state:
             return False
@@ -103,8 +103,8 @@ class LiveReader:
         ):  # otherwise items turned out to be objects of several entries
             self.ckpt = found
 
-    def rows(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
-        """The chunks of a tensor that have elements of a box."""
+    def chunk_rows(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
+        """List the chunks of a tensor that have elements of a box."""
         known = self._rows.get((name, start, shape))
         if known is None:
             known = self._rows[name, start, shape] = _rows_meeting(self.ckpt.tensors[name], start, shape)
@@ -120,16 +120,16 @@ class LiveReader:
         files: set[int] = set()
         for name, start, shape in wanted:
             entry = self.ckpt.tensors[name]
-            rows = self.rows(name, start, shape)
+            rows = self.chunk_rows(name, start, shape)
             files.update(entry.chunks.file[k] for k in rows)
             if entry.coding != "raw" and (new := {k for k in rows if (name, k) not in self._located}):
                 places.setdefault(name, set()).update(new)
         for file in files:
             self.source.size(self.ckpt.files[file])
-        self._look(places)
+        self._locate_chunks(places)
 
-    def _look(self, places: Mapping[str, set[int]]) -> None:
-        """Let the layout parse the framing of some chunks."""
+    def _locate_chunks(self, places: Mapping[str, set[int]]) -> None:
+        """Let the layout parse the framing of some chunks, {name: rows}."""
         if not places:
             return
         some: dict[str, TensorEntry] = {}
@@ -141,16 +141,17 @@ class LiveReader:
         found = self.layout.locate(replace(self.ckpt, tensors=some, records=[]), self.source)
         for name in some:
             for k, chunk in zip(sorted(places[name]), found.tensors[name].chunks, strict=True):
-                self._sound(name, found.tensors[name].dtype, chunk)
+                self._check_chunk(name, found.tensors[name].dtype, chunk)
                 self._located[name, k] = chunk
 
-    def _sound(self, name: str, dtype: str, chunk: Chunk) -> None:
+    def _check_chunk(self, name: str, dtype: str, chunk: Chunk) -> None:
+        """Check that a chunk is inside its file (`check_chunk`)."""
         file = self.ckpt.files[chunk.extent.file]
         check_chunk(name, dtype, chunk, file, self.source.size(file))
 
     # ---------------------------------------------------------------------------------------------------------- bytes
 
-    def fill(self, wanted: Sequence[Wanted], compare: Iterable[str] | None = None) -> None:
+    def fill(self, wanted: Sequence[ReadRequest], compare: Iterable[str] | None = None) -> None:
         """Read every box into its target, and compare the digests of whole tensors with those that were recorded.
 
         Args:
@@ -170,20 +171,20 @@ class LiveReader:
         tuning = self.tuning
         if any(w.target.device.type == "cuda" for w in wanted):  # pinned memory, two buffers for each thread
             tuning = replace(tuning, stage_bytes=min(tuning.stage_bytes, 8 << 20))
-        pieces: list[Piece] = []
-        folded: list[tuple[Wanted, Chunk]] = []
+        pieces: list[ReadPiece] = []
+        folded: list[tuple[ReadRequest, Chunk]] = []
         written: list[Tensor] = []
         changed: dict[str, tuple[str, str]] = {}
         for w in wanted:
             entry = self.ckpt.tensors[w.name]
             dtype = str(w.target.dtype).removeprefix("torch.")
-            if not lossless(entry.dtype, dtype):
+            if not is_lossless_cast(entry.dtype, dtype):
                 changed[w.name] = (entry.dtype, dtype)
             kind, target = entry.dtype, w.target
             if entry.dtype == dtype and ITEMSIZE[dtype] == 1:  # as bytes: not every kernel knows every such dtype
                 kind, target = "uint8", target.view(torch.uint8)
             written.append(target)
-            for k in self.rows(w.name, w.start, w.shape):
+            for k in self.chunk_rows(w.name, w.start, w.shape):
                 chunk: Chunk = self._located[w.name, k] if entry.coding != "raw" else entry.chunks[k]
                 both = boxes.intersect((chunk.start, chunk.shape), (w.start, w.shape))
                 if both is None:
@@ -194,18 +195,18 @@ class LiveReader:
                     continue
                 steps = chunk.strides or boxes.strides(chunk.shape)
                 inside = sum((a - b) * s for a, b, s in zip(both[0], chunk.start, steps, strict=True))
-                cutter = Cutter(chunk.extent.file, kind, casts=entry.dtype != dtype, tuning=tuning)
+                cutter = SlicePlanner(chunk.extent.file, kind, casts=entry.dtype != dtype, tuning=tuning)
                 pieces += cutter.pieces(chunk.extent.offset + inside * cutter.item, both[1], steps, place)
-        filler = Filler(self.source, self.ckpt.files, tuning)
+        filler = TensorLoader(self.source, self.ckpt.files, tuning)
         try:
             filler.run(pieces, self.progress)
         finally:
             self.bytes_read += filler.bytes_read
         for w, chunk in folded:
-            self._unfold(w, chunk)
+            self._read_compressed(w, chunk)
         torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
         self.source.assert_unchanged()
-        self._compare_whole(wanted, self.ckpt.recorded if compare is None else frozenset(compare))
+        self._compare_whole_targets(wanted, self.ckpt.recorded if compare is None else frozenset(compare))
         self._rows.clear()
         if changed:
             first, (a, b) = next(iter(changed.items()))
@@ -215,7 +216,7 @@ class LiveReader:
                 stacklevel=2,
             )
 
-    def _refuse_codes(self, wanted: Sequence[Wanted]) -> None:
+    def _refuse_codes(self, wanted: Sequence[ReadRequest]) -> None:
         """Refuse to cast encoded weights.
 
         Raises:
@@ -231,8 +232,8 @@ class LiveReader:
                     "dequantised."
                 )
 
-    def _compare_whole(self, wanted: Sequence[Wanted], names: Container[str]) -> None:
-        """Hash the targets that hold all bytes of a tensor."""
+    def _compare_whole_targets(self, wanted: Sequence[ReadRequest], names: Container[str]) -> None:
+        """Hash the targets that hold all bytes of a tensor, and compare the digests of those among `names`."""
         from blake3 import blake3
 
         found: dict[str, str] = {}
@@ -246,7 +247,7 @@ class LiveReader:
                 and is_plain_memory(target)
             ):
                 found[w.name] = blake3(memory_of(target, 0, entry.nbytes) if entry.nbytes else b"").hexdigest()
-        self._equal(found)
+        self._check_digests(found)
 
     def check_recorded(self, names: Iterable[str]) -> None:
         """Compare the digests of tensors with those that were recorded; what `fill` has not compared is read, whole.
@@ -264,21 +265,26 @@ class LiveReader:
             some.update(self.layout.locate(replace(self.ckpt, tensors=framed, records=[]), self.source).tensors)
             for n in framed:
                 for chunk in some[n].chunks:
-                    self._sound(n, some[n].dtype, chunk)
+                    self._check_chunk(n, some[n].dtype, chunk)
         found = tensor_digests(some, self.source, self.ckpt.files, [], silent)
         self.bytes_checked += sum(t.nbytes for t in some.values())
         self.source.assert_unchanged()
-        self._equal(found)
+        self._check_digests(found)
 
-    def _equal(self, found: Mapping[str, str]) -> None:
+    def _check_digests(self, found: Mapping[str, str]) -> None:
+        """Compare {tensor: digest} with what was recorded.
+
+        Raises:
+            Corrupt: a digest differs.
+        """
         recorded = self.ckpt.recorded
         wrong = [n for n, digest in found.items() if digest != recorded[n]]
         if wrong:
             raise explain_other_digests(self.ckpt, wrong, len(found))
         self._compared.update(found)
 
-    def _unfold(self, w: Wanted, chunk: Chunk) -> None:
-        """A part of a compressed chunk: slabs of it are decompressed in order, up to the last one that is needed."""
+    def _read_compressed(self, w: ReadRequest, chunk: Chunk) -> None:
+        """Read a part of a compressed chunk: its slabs are decompressed in order, up to the last one that is needed."""
         import torch
 
         assert chunk.zstd is not None
@@ -310,7 +316,7 @@ class LiveReader:
 
 
 def _rows_meeting(entry: TensorEntry, start: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """The chunks of a tensor that have elements of a box."""
+    """List the chunks of a tensor that have elements of a box."""
     import numpy as np
 
     c = entry.chunks

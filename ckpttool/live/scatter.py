@@ -1,10 +1,9 @@
 """Reads byte ranges of files into boxes of tensors that already exist.
 
-`Cutter` turns a box into pieces: byte ranges of at most `Tuning.stage_bytes`, each with its place. `Filler` sorts the
-pieces and reads neighbours in a file with one preadv, so that at most
-`Tuning.gap_bytes` unwanted bytes are read between two pieces.
-Bytes go straight into the target's memory where they are contiguous in both and the dtype is the same; otherwise they
-go into a staging buffer and from there by `copy_`, which also casts and crosses to a GPU.
+`SlicePlanner` turns a box into pieces: byte ranges of at most `Tuning.stage_bytes`, each with its place. `TensorLoader`
+sorts the pieces and reads neighbours in a file with one preadv, so that at most `Tuning.gap_bytes` unwanted bytes are
+read between two pieces. Bytes go straight into the target's memory where they are contiguous in both and the dtype is
+the same; otherwise they go into a staging buffer and from there by `copy_`, which also casts and crosses to a GPU.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ..errors import Corrupt, SourceChanged
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from ..storage.source import Source
-from .values import torch_dtype
+from .plain_values import torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Cutter", "Filler", "Piece", "Tuning", "is_plain_memory", "memory_of", "part_of"]
+__all__ = ["ReadPiece", "SlicePlanner", "TensorLoader", "Tuning", "is_plain_memory", "memory_of", "part_of"]
 
 _VECTORS = 512  # ranges of memory in one preadv; IOV_MAX is 1024
 
@@ -51,7 +50,7 @@ class Tuning:
 
 
 @dataclass(slots=True)
-class Piece:
+class ReadPiece:
     """Bytes of one file that go to one place: `memory` itself, or by way of a buffer to `target`.
 
     In the buffer the elements of the target are `strides` apart. With `every`, the bytes are not one range but runs of
@@ -70,7 +69,7 @@ class Piece:
 
 
 def memory_of(t: Tensor, a: int, n: int) -> memoryview:
-    """Bytes [a, a + n) of the memory of a contiguous CPU tensor, which the caller keeps."""
+    """View bytes [a, a + n) of the memory of a contiguous CPU tensor, which the caller keeps."""
     return memoryview((ctypes.c_char * n).from_address(t.data_ptr() + a)).cast("B")
 
 
@@ -81,23 +80,26 @@ def is_plain_memory(t: Tensor) -> bool:
     return type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu" and t.is_contiguous()
 
 
-class Cutter:
-    """Cuts parts of tensors into pieces."""
+class SlicePlanner:
+    """Plans which byte ranges of one file make up a slice of a tensor."""
 
     def __init__(self, file: int, dtype: str, *, casts: bool, tuning: Tuning) -> None:
         self.file, self.dtype, self.casts, self.tuning = file, dtype, casts, tuning
         self.stage = tuning.stage_bytes
         self.item = ITEMSIZE[dtype]
 
-    def pieces(self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Iterator[Piece]:
-        """Pieces of a box whose first element is at `offset` and whose elements are `steps` apart in the file."""
+    def pieces(
+        self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor
+    ) -> Iterator[ReadPiece]:
+        """Yield pieces of a box whose first element is at `offset` and whose elements are `steps` apart in the file."""
         order = sorted(range(len(shape)), key=lambda d: -steps[d])
         if order != list(range(len(shape))):
             shape, steps = tuple(shape[d] for d in order), tuple(steps[d] for d in order)
             target = target.permute(order)
         yield from self._cut(offset, shape, steps, target)
 
-    def _cut(self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Iterator[Piece]:
+    def _cut(self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Iterator[ReadPiece]:
+        """Yield pieces of a box whose dimensions are ordered by their steps, widest first."""
         if boxes.is_row_major(shape, steps):
             yield from self._flat(offset, shape, target)
             return
@@ -119,7 +121,7 @@ class Cutter:
                 most = max(1, self.stage // run)
                 for a in range(0, n, most):
                     k = min(most, n - a)
-                    yield Piece(
+                    yield ReadPiece(
                         self.file,
                         offset + a * step * self.item,
                         k * run,
@@ -140,19 +142,21 @@ class Cutter:
                 at = offset + a * step * self.item
                 yield self._span(at, (k - 1) * step + width, (k, *inner), steps, target[a : a + k])
 
-    def _span(self, offset: int, n: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Piece:
-        return Piece(self.file, offset, n * self.item, None, target, self.dtype, steps)
+    def _span(self, offset: int, n: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> ReadPiece:
+        """Make a piece of n elements of the file, of which the target takes those that are `steps` apart."""
+        return ReadPiece(self.file, offset, n * self.item, None, target, self.dtype, steps)
 
-    def _flat(self, offset: int, shape: tuple[int, ...], target: Tensor) -> Iterator[Piece]:
+    def _flat(self, offset: int, shape: tuple[int, ...], target: Tensor) -> Iterator[ReadPiece]:
+        """Yield pieces of a box that is one run of bytes in the file."""
         n = prod(shape) * self.item
         if not self.casts and is_plain_memory(target):
             for a in range(0, n, self.stage):
                 k = min(self.stage, n - a)
-                yield Piece(self.file, offset + a, k, memory_of(target, a, k), target, self.dtype)
+                yield ReadPiece(self.file, offset + a, k, memory_of(target, a, k), target, self.dtype)
             return
         for start, size in boxes.cut_into_slabs(shape, max(1, self.stage // self.item)):
             at = offset + boxes.flat_start(shape, start) * self.item
-            yield Piece(
+            yield ReadPiece(
                 self.file,
                 at,
                 prod(size) * self.item,
@@ -164,16 +168,16 @@ class Cutter:
 
 
 def part_of(t: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """The view of a box of a tensor."""
+    """View a box of a tensor."""
     for d, (a, k) in enumerate(zip(start, size, strict=True)):
         if k != t.shape[d]:
             t = t.narrow(d, a, k)
     return t
 
 
-def _grouped(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
-    """Pieces that are read with one call: neighbours in a file, in order, as many as one staging buffer takes."""
-    group: list[Piece] = []
+def _group_pieces(pieces: Iterable[ReadPiece], tuning: Tuning) -> Iterator[list[ReadPiece]]:
+    """Group pieces that are read with one call: neighbours in a file, in order, as many as one staging buffer takes."""
+    group: list[ReadPiece] = []
     end = total = 0
     for p in sorted(pieces, key=lambda p: (p.file, p.offset)):
         fits = (
@@ -195,7 +199,7 @@ def _grouped(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
         yield group
 
 
-class Filler:
+class TensorLoader:
     """Reads pieces into their places, with a few threads; each has its own staging buffers."""
 
     def __init__(self, source: Source, files: Sequence[str], tuning: Tuning) -> None:
@@ -206,8 +210,8 @@ class Filler:
         self._streams: dict[Any, Any] = {}
         self._events: list[Any] = []
 
-    def run(self, pieces: list[Piece], progress: Progress | None) -> None:
-        """Fill all of them; everything has arrived when it returns.
+    def run(self, pieces: list[ReadPiece], progress: Progress | None) -> None:
+        """Read all pieces; everything has arrived when it returns.
 
         Raises:
             Corrupt: bytes cannot be read. SourceChanged: a file became shorter.
@@ -216,17 +220,17 @@ class Filler:
 
         for device in {p.target.device for p in pieces if p.target.device.type == "cuda"}:
             self._streams[device] = torch.cuda.current_stream(device)  # the copies come after what the job has queued
-        groups, total = list(_grouped(pieces, self.tuning)), sum(p.length for p in pieces)
+        groups, total = list(_group_pieces(pieces, self.tuning)), sum(p.length for p in pieces)
         try:
             threads = self.tuning.threads or _default_threads()
             if threads == 1 or len(groups) == 1:
                 for group in groups:
-                    self._group(group)
+                    self._read_group(group)
                     if progress is not None:
                         progress("load", min(self.bytes_read, total), total)
             else:
                 with ThreadPoolExecutor(threads, "ckpttool-load") as pool:
-                    for done in [pool.submit(self._group, group) for group in groups]:
+                    for done in [pool.submit(self._read_group, group) for group in groups]:
                         done.result()
                         if progress is not None:
                             progress("load", min(self.bytes_read, total), total)
@@ -234,12 +238,13 @@ class Filler:
             for event in self._events:
                 event.synchronize()
 
-    def _group(self, group: list[Piece]) -> None:
+    def _read_group(self, group: list[ReadPiece]) -> None:
+        """Read one group into its places, by way of a staging buffer where they are not plain memory."""
         import torch
 
         device = next((p.target.device for p in group if p.target.device.type == "cuda"), None)
         staged = [p for p in group if p.memory is None]
-        buffer, slot = self._buffer(device, sum(p.length + 16 for p in staged)) if staged else (None, None)
+        buffer, slot = self._staging_buffer(device, sum(p.length + 16 for p in staged)) if staged else (None, None)
         places: list[memoryview] = []
         at: list[int] = []
         used = 0
@@ -252,29 +257,29 @@ class Filler:
             else:
                 places.append(p.memory)
         if group[0].every:
-            self._runs(group[0], places[0])
+            self._read_runs(group[0], places[0])
         else:
-            self._ranges(group, places)
+            self._read_ranges(group, places)
         with torch.no_grad():
             if device is not None:
                 with torch.cuda.stream(self._streams[device]):
                     for p, a in zip(staged, at, strict=True):
-                        self._hand_over(p, buffer, a)
+                        self._copy_to_target(p, buffer, a)
                     if slot is not None:
                         slot.record()
             else:
                 for p, a in zip(staged, at, strict=True):
-                    self._hand_over(p, buffer, a)
+                    self._copy_to_target(p, buffer, a)
 
-    def _hand_over(self, p: Piece, buffer: Any, a: int) -> None:
-        """From the buffer to the target. On a GPU the bytes go there as they are and are put in order there."""
+    def _copy_to_target(self, p: ReadPiece, buffer: Any, a: int) -> None:
+        """Copy from the buffer to the target. On a GPU the bytes go there as they are and are put in order there."""
         raw = buffer[a : a + p.length]
         if p.target.device.type == "cuda":
             raw = raw.to(p.target.device, non_blocking=True)
         p.target.copy_(raw.view(torch_dtype(p.dtype)).as_strided(p.target.shape, p.strides))
 
-    def _buffer(self, device: Any, n: int) -> tuple[Any, Any]:
-        """A staging buffer of this thread and, for a GPU, the event after which it may be used again."""
+    def _staging_buffer(self, device: Any, n: int) -> tuple[Any, Any]:
+        """Return a staging buffer of this thread and, for a GPU, the event after which it may be used again."""
         import torch
 
         if device is None:
@@ -295,7 +300,7 @@ class Filler:
                 ring[-1] = (torch.empty(n, dtype=torch.uint8, pin_memory=True), ring[-1][1])
         return ring[-1][0], ring[-1][1]
 
-    def _ranges(self, group: list[Piece], places: list[memoryview]) -> None:
+    def _read_ranges(self, group: list[ReadPiece], places: list[memoryview]) -> None:
         """Read neighbouring ranges with one call, together with the unwanted bytes between them."""
         views: list[memoryview] = []
         end = group[0].offset
@@ -306,15 +311,22 @@ class Filler:
             end = p.offset + p.length
         self._read(group[0].file, group[0].offset, views)
 
-    def _runs(self, p: Piece, place: memoryview) -> None:
+    def _read_runs(self, p: ReadPiece, place: memoryview) -> None:
+        """Read the runs of a piece one after the other, packed into its place."""
         for i in range(p.length // p.run):
             self._read(p.file, p.offset + i * p.every, [place[i * p.run : (i + 1) * p.run]])
 
     def _count(self, n: int) -> None:
+        """Add to the bytes read."""
         with self._lock:
             self.bytes_read += n
 
     def _read(self, file: int, offset: int, views: list[memoryview]) -> None:
+        """Read consecutive bytes of a file into some memory.
+
+        Raises:
+            Corrupt: they cannot be read. SourceChanged: the file became shorter.
+        """
         name, left = self.files[file], sum(map(len, views))
         if not self.source.local:
             together = memoryview(self.source.read(name, offset, left)) if len(views) > 1 else None
@@ -346,7 +358,7 @@ class Filler:
 
 
 def _default_threads() -> int:
-    """Reader threads of one rank: two to four where the machine has the cores for them."""
+    """Return the number of reader threads of one rank: two to four where the machine has the cores for them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return max(1, min(4, cores // ranks))

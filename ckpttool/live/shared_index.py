@@ -34,7 +34,7 @@ from ..index.checkpoint import Checkpoint, Chunks, Extent, Record, TensorEntry
 from ..printable import printable
 from ..storage import urls
 from ..storage.source import Source
-from .collectives import broadcast, gathered, rank_and_world, together
+from .collectives import broadcast_bytes, gather_objects, rank_and_world, run_together
 
 __all__ = ["locate_together", "look_together", "open_alone", "open_together"]
 
@@ -44,18 +44,18 @@ _COLUMNS = ("start", "shape", "file", "offset", "length")
 def open_alone(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> opening.OpenCheckpoint:
-    """A checkpoint whose names and recorded digests are known, and which is located if this process is alone.
+    """Open a checkpoint whose names and recorded digests are known, and which is located if this process is alone.
 
     Among several ranks framed items are not parsed here: `dcp.load` lets the coordinator locate it (torch_reader.py).
     """
-    opened = _sound(*_looked_at(path, options, ignore_recorded_digests))
-    return _closed_if_not(opened, opened.locate) if rank_and_world()[1] == 1 else opened
+    opened = _raise_problem(*_open_and_check(path, options, ignore_recorded_digests))
+    return _close_on_failure(opened, opened.locate) if rank_and_world()[1] == 1 else opened
 
 
-def _looked_at(
+def _open_and_check(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool
 ) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
-    """The checkpoint, and why it must not be loaded."""
+    """Open a checkpoint and read its recorded digests: (the checkpoint, why it must not be loaded)."""
     opened = opening.open_checkpoint(path, options)
     try:
         if not is_framed(opened.checkpoint):
@@ -73,15 +73,16 @@ def _looked_at(
     return opened, None
 
 
-def _sound(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> opening.OpenCheckpoint:
+def _raise_problem(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> opening.OpenCheckpoint:
+    """Return the checkpoint, or close it and raise why it must not be loaded."""
     if problem is not None:
         opened.source.close()
         raise problem
     return opened
 
 
-def _closed_if_not(opened: opening.OpenCheckpoint, act: Callable[[], object]) -> opening.OpenCheckpoint:
-    """The checkpoint, after an act that closes its files if it fails."""
+def _close_on_failure(opened: opening.OpenCheckpoint, act: Callable[[], object]) -> opening.OpenCheckpoint:
+    """Return the checkpoint after an act; if that fails, its files are closed."""
     try:
         act()
     except BaseException:
@@ -95,8 +96,8 @@ def is_framed(ckpt: Checkpoint) -> bool:
     return any(t.coding != "raw" for t in ckpt.tensors.values())
 
 
-def located(opened: opening.OpenCheckpoint, some: dict[str, TensorEntry]) -> Checkpoint:
-    """The checkpoint with these tensors alone, and their raw byte ranges; not checked."""
+def locate_tensors(opened: opening.OpenCheckpoint, some: dict[str, TensorEntry]) -> Checkpoint:
+    """Return the checkpoint with these tensors alone, and their raw byte ranges; not checked."""
     assert opened.layout.locate is not None  # only such a layout frames its items
     return opened.layout.locate(replace(opened.checkpoint, tensors=some, records=[]), opened.source)
 
@@ -118,29 +119,29 @@ class _Shared:
 def open_together(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> opening.OpenCheckpoint:
-    """A checkpoint that is ready to be read from, opened once for all ranks that see one place under the path. A
-    collective.
+    """Open a checkpoint once for all ranks that see one place under the path, ready to be read from. A collective.
 
     Raises:
         CkpttoolError: on all ranks, where one of them cannot open it, or where files of ranks do not belong together.
             Corrupt: two ranks see two checkpoints.
     """
-    opened = _sound(*look_together(path, options, ignore_recorded_digests))
-    return _closed_if_not(opened, lambda: locate_together(opened))
+    opened = _raise_problem(*look_together(path, options, ignore_recorded_digests))
+    return _close_on_failure(opened, lambda: locate_together(opened))
 
 
 def look_together(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
-    """(the checkpoint, why it must not be loaded although it can be opened). A collective.
+    """Open a checkpoint on all ranks without locating it: (the checkpoint, why it must not be loaded although it can be
+    opened). A collective.
 
     Raises:
         CkpttoolError: on all ranks, where one of them cannot open it. Corrupt: two ranks see two checkpoints.
     """
     rank, world = rank_and_world()
     if world == 1:
-        return _looked_at(path, options, ignore_recorded_digests)
-    places = gathered(_place(path))
+        return _open_and_check(path, options, ignore_recorded_digests)
+    places = gather_objects(_identify_place(path))
     first = places.index(places[rank])
     out: opening.OpenCheckpoint | None = None
     problem: CkpttoolError | None = None
@@ -149,32 +150,32 @@ def look_together(
     def read() -> None:
         nonlocal out, problem, packed
         if rank == first:
-            out, problem = _looked_at(path, options, ignore_recorded_digests)
-            packed = _packed(out, problem)
+            out, problem = _open_and_check(path, options, ignore_recorded_digests)
+            packed = _pack(out, problem)
 
     def follow() -> None:
         nonlocal out, problem
         if out is None:
-            out, problem = _followed(path, packed)
+            out, problem = _unpack(path, packed)
 
     try:
-        together(read)
+        run_together(read)
         for leader in sorted({places.index(p) for p in places}):
-            sent = broadcast(packed if rank == leader else None, leader)
+            sent = broadcast_bytes(packed if rank == leader else None, leader)
             packed = sent if leader == first else packed
-        together(follow)
+        run_together(follow)
         assert out is not None
-        _refuse_others(path, gathered(_state_of(out.checkpoint)))
+        _refuse_other_state(path, gather_objects(_state_digests(out.checkpoint)))
     except BaseException:
         if out is not None:
             out.source.close()
         raise
-    problems = gathered(None if problem is None else (type(problem), str(problem)))
+    problems = gather_objects(None if problem is None else (type(problem), str(problem)))
     return out, next((kind(text) for kind, text in filter(None, problems)), None)
 
 
-def _place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
-    """Equal for ranks to which the path is the same folder or file."""
+def _identify_place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
+    """Return what is equal for ranks to which the path is the same folder or file."""
     text = os.fspath(path)
     if urls.is_url(text):
         return (text,)
@@ -185,7 +186,8 @@ def _place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
     return os.path.realpath(text), found.st_mtime_ns
 
 
-def _packed(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> bytes:
+def _pack(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> bytes:
+    """Pickle what the reading rank gives to the others, compressed."""
     ckpt = opened.checkpoint
     fields = {
         "checkpoint": replace(ckpt, tensors={}),
@@ -198,12 +200,12 @@ def _packed(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> by
         "_record": opened._record,
     }
     why = None if problem is None else (type(problem), str(problem))
-    shared = _Shared(fields, opened.layout.name, _columns(ckpt.tensors), opened.source.identities(), why)
+    shared = _Shared(fields, opened.layout.name, _pack_entries(ckpt.tensors), opened.source.identities(), why)
     return zlib.compress(pickle.dumps(shared, protocol=5), 1)
 
 
-def _followed(path: str | os.PathLike[str], packed: bytes) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
-    """The checkpoint that another rank has opened."""
+def _unpack(path: str | os.PathLike[str], packed: bytes) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
+    """Open the checkpoint that another rank has packed: (the checkpoint, why it must not be loaded)."""
     shared: _Shared = pickle.loads(zlib.decompress(packed))
     layout = layouts.find(shared.layout)
     source: Source = layouts.place(path).source
@@ -214,12 +216,12 @@ def _followed(path: str | os.PathLike[str], packed: bytes) -> tuple[opening.Open
         source.close()
         raise
     out = opening.OpenCheckpoint(source=source, layout=layout, **shared.opened)
-    out.checkpoint.tensors = dict(_entries(shared.tensors))
+    out.checkpoint.tensors = dict(_unpack_entries(shared.tensors))
     return out, None if shared.problem is None else shared.problem[0](shared.problem[1])
 
 
-def _columns(tensors: Mapping[str, TensorEntry]) -> bytes:
-    """Entries as a pickle of few objects: all chunks in five columns."""
+def _pack_entries(tensors: Mapping[str, TensorEntry]) -> bytes:
+    """Pickle entries as few objects: all chunks in five columns."""
     rows: list[tuple[Any, ...]] = []
     columns = {k: array("q") for k in _COLUMNS}
     for name, t in tensors.items():
@@ -230,8 +232,8 @@ def _columns(tensors: Mapping[str, TensorEntry]) -> bytes:
     return pickle.dumps((rows, columns), protocol=5)
 
 
-def _entries(packed: bytes) -> Iterable[tuple[str, TensorEntry]]:
-    """What `_columns` packed."""
+def _unpack_entries(packed: bytes) -> Iterable[tuple[str, TensorEntry]]:
+    """Yield the (name, entry) that `_pack_entries` packed."""
     rows, columns = pickle.loads(packed)
     row = cell = 0
     for name, dtype, shape, path, coding, wrapper, n, strides, zstd in rows:
@@ -244,8 +246,8 @@ def _entries(packed: bytes) -> Iterable[tuple[str, TensorEntry]]:
         yield name, TensorEntry(dtype, shape, path, chunks, coding, wrapper)
 
 
-def _state_of(ckpt: Checkpoint) -> tuple[str, ...]:
-    """Digests of what two copies of one checkpoint have in common."""
+def _state_digests(ckpt: Checkpoint) -> tuple[str, ...]:
+    """Hash what two copies of one checkpoint have in common: (tensors, values)."""
     from blake3 import blake3
 
     tensors = [(n, t.dtype, t.shape) for n, t in ckpt.tensors.items()]
@@ -253,7 +255,12 @@ def _state_of(ckpt: Checkpoint) -> tuple[str, ...]:
     return tuple(blake3(repr(sorted(rows)).encode("utf-8", "surrogatepass")).hexdigest() for rows in (tensors, values))
 
 
-def _refuse_others(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -> None:
+def _refuse_other_state(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -> None:
+    """Refuse ranks that see different checkpoints.
+
+    Raises:
+        Corrupt: two do.
+    """
     for rank, states in enumerate(found):
         for what, mine, its in zip(("tensors", "values"), found[0], states, strict=True):
             if mine != its:
@@ -267,7 +274,7 @@ def _refuse_others(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -
 
 
 @dataclass
-class _Part:
+class _LocatedPart:
     """What one rank found out about the chunks in its files, in the order of the index: columns, and the rare rest by
     row."""
 
@@ -279,7 +286,8 @@ class _Part:
     records: array[int] = field(default_factory=lambda: array("q"))  # file, offset, length, CRC32 of each
 
     @classmethod
-    def of(cls, found: Checkpoint) -> _Part:
+    def of(cls, found: Checkpoint) -> _LocatedPart:
+        """Collect what a located part of the checkpoint says."""
         out = cls()
         for name, t in found.tensors.items():
             first = len(out.offset)
@@ -295,41 +303,42 @@ class _Part:
 
 
 def locate_together(opened: opening.OpenCheckpoint) -> None:
-    """`OpenCheckpoint.locate` on every rank, where every file is looked into by one of them. A collective.
+    """Locate a checkpoint on every rank (`OpenCheckpoint.locate`), where every file is looked into by one of them. A
+    collective.
 
     The chunks are checked on rank 0, against each other and for files of ranks that do not belong together.
     """
     rank, world = rank_and_world()
     ckpt = opened.checkpoint
     if opened.located or world == 1 or not is_framed(ckpt):
-        together(opened.locate)
+        run_together(opened.locate)
         return
-    mine = _in_files(ckpt.tensors, rank, world)
+    mine = _chunks_for_rank(ckpt.tensors, rank, world)
     found: Checkpoint | None = None
 
     def look() -> None:
         nonlocal found
-        found = located(opened, mine)
+        found = locate_tensors(opened, mine)
 
-    together(look)
+    run_together(look)
     assert found is not None
     odd = found.tensors.keys() != mine.keys() or found.values != ckpt.values
-    if any(gathered(odd)):  # an item turned out to be an object that is several entries
-        together(opened.locate)
+    if any(gather_objects(odd)):  # an item turned out to be an object that is several entries
+        run_together(opened.locate)
         return
-    packed = zlib.compress(pickle.dumps(_Part.of(found), protocol=5), 1)
-    opened.checkpoint = _joined(ckpt, [pickle.loads(zlib.decompress(p)) for p in gathered(packed)])
+    packed = zlib.compress(pickle.dumps(_LocatedPart.of(found), protocol=5), 1)
+    opened.checkpoint = _join_parts(ckpt, [pickle.loads(zlib.decompress(p)) for p in gather_objects(packed)])
 
     def judge() -> None:
         if rank == 0:
             opened.locate()
 
-    together(judge)
+    run_together(judge)
     opened.located = True
 
 
-def _in_files(tensors: Mapping[str, TensorEntry], rank: int, world: int) -> dict[str, TensorEntry]:
-    """The entries with those of their chunks that are in files which fall to a rank."""
+def _chunks_for_rank(tensors: Mapping[str, TensorEntry], rank: int, world: int) -> dict[str, TensorEntry]:
+    """Return the entries with those of their chunks that are in files which fall to a rank."""
     out: dict[str, TensorEntry] = {}
     for name, t in tensors.items():
         rows = [k for k, file in enumerate(t.chunks.file) if file % world == rank]
@@ -340,8 +349,8 @@ def _in_files(tensors: Mapping[str, TensorEntry], rank: int, world: int) -> dict
     return out
 
 
-def _joined(ckpt: Checkpoint, parts: list[_Part]) -> Checkpoint:
-    """The index with what the ranks found out about their parts."""
+def _join_parts(ckpt: Checkpoint, parts: list[_LocatedPart]) -> Checkpoint:
+    """Join the index with what the ranks found out about their parts."""
     import numpy as np
 
     owner = np.concatenate([np.frombuffer(t.chunks.file, "i8") for t in ckpt.tensors.values()]) % len(parts)

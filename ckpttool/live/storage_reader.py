@@ -6,18 +6,18 @@ torch's planner asks for one box of one tensor per local shard, because the meta
 the whole of it. `LiveReader` (reader.py) finds the chunks of the index that meet the box and reads those bytes, so a
 rank reads what it needs and little more (scatter.py).
 
-    names.py         the names that a job may use for entries of the checkpoint
-    values.py        values as plain Python objects; dtypes
-    shared_index.py  one rank reads the index, the others get it
-    scatter.py       byte ranges of files -> boxes of tensors
-    reader.py        an open checkpoint: names, values and boxes of tensors
-    torch_reader.py  torch's StorageReader on top of it; the only module here that imports torch when it is loaded
-    load.py          a whole job: model, optimizer, param groups, scheduler and step
-    live_job.py      compares that job with the checkpoint, and makes the state dict to fill
-    live_values.py   values in the form that a live object has for them; differences
-    optimizers.py    several optimizers, the step that creates state, options of param groups
-    collectives.py   what all ranks do together
-    fsdp1.py         describe_fsdp1
+    name_lookup.py     the names that a job may use for entries of the checkpoint
+    plain_values.py    values as plain Python objects; dtypes
+    shared_index.py    one rank reads the index, the others get it
+    scatter.py         byte ranges of files -> boxes of tensors
+    reader.py          an open checkpoint: names, values and boxes of tensors
+    torch_reader.py    torch's StorageReader on top of it; the only module here that imports torch when it is loaded
+    load.py            a whole job: model, optimizer, param groups, scheduler and step
+    live_job.py        compares that job with the checkpoint, and makes the state dict to fill
+    live_values.py     values in the form that a live object has for them; differences
+    job_optimizers.py  several optimizers, the step that creates state, options of param groups
+    collectives.py     what all ranks do together
+    fsdp1.py           describe_fsdp1
 
 Invariants. Nothing of a checkpoint is unpickled: values are the inert data of `pickles`, checked to be plain, and reach
 torch's planner in pickles that were made here. Names, classes of values, framing and bounds are checked before the
@@ -48,7 +48,7 @@ def storage_reader(
     shared: bool = False,
     **reading: Unpack[Reading],
 ) -> Any:
-    """A StorageReader of torch.distributed.checkpoint for a checkpoint in any layout.
+    """Make a StorageReader of torch.distributed.checkpoint for a checkpoint in any layout.
 
     The arguments are those of `open`, and `progress`, which is called with ("load", bytes, bytes in all) of this rank.
 
@@ -62,7 +62,8 @@ def storage_reader(
 
     The index is read here: on every rank or, with `shared`, on one, which sends it to the others; this call is then a
     collective of all ranks of the job. Each rank then reads the bytes of its own shards. Names are understood as
-    `Names` says; one that is not in the checkpoint is missing in torch's eyes too (allow_partial_load, or its error).
+    `NameLookup` says; one that is not in the checkpoint is missing in torch's eyes too (allow_partial_load, or its
+    error).
 
     Files of ranks that do not belong together are refused, as `verify` does: here, if this process is alone or `shared`
     is given, otherwise by the coordinator of dcp.load, on all ranks. With `shared`, the ranks divide that work among

@@ -32,9 +32,9 @@ from ..engine.copy.fill import Progress
 from ..engine.opening import OpenCheckpoint
 from ..errors import Unsupported
 from ..index.checkpoint import TensorEntry, Value
-from .names import Names
-from .reader import LiveReader, Wanted
-from .values import torch_dtype
+from .name_lookup import NameLookup
+from .plain_values import torch_dtype
+from .reader import LiveReader, ReadRequest
 
 __all__ = ["AnyLayoutReader"]
 
@@ -45,10 +45,10 @@ class _Share(NamedTuple):
     names: Sequence[str]
 
 
-class ByAnyName(dict[str, Any]):
-    """Entries by canonical name; other names are looked up as `Names` understands them."""
+class EntriesByAnyName(dict[str, Any]):
+    """Entries by canonical name; other names are looked up as `NameLookup` understands them."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: NameLookup) -> None:
         super().__init__()
         self.names = names
 
@@ -103,14 +103,16 @@ class AnyLayoutReader(StorageReader):
         return self._open
 
     def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Open another checkpoint, if torch asks for one."""
         if self._open_other is not None and checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
             self._open.source.close()
             self._open = LiveReader(checkpoint_id, self._open_other(checkpoint_id), self._progress)
 
     # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
     def read_metadata(self, *_: Any, **__: Any) -> Any:
+        """Describe every tensor as one chunk, and every value as bytes."""
         ckpt = self._open.ckpt
-        entries = ByAnyName(self._open.names)
+        entries = EntriesByAnyName(self._open.names)
         paths: dict[str, Any] = {}
         for name, value in {**self._open.pieces, **ckpt.values}.items():
             dict.__setitem__(entries, name, BytesStorageMetadata())
@@ -140,17 +142,18 @@ class AnyLayoutReader(StorageReader):
             self._open.locate()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        self._check(plan.items)
+        """Check the plan of this rank."""
+        self._check_items(plan.items)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Called on the coordinator: puts the tensors that each rank shall compare into its plan."""
-        shares = self._shares([plan.items for plan in plans])
+        """Put the tensors that each rank shall compare into its plan; called on the coordinator."""
+        shares = self._share_digests([plan.items for plan in plans])
         return [replace(plan, storage_data=_Share(names)) for plan, names in zip(plans, shares, strict=True)]
 
-    def _shares(self, items: Sequence[Sequence[ReadItem]]) -> list[list[str]]:
-        """For every rank, the tensors with a recorded digest that it compares: one that it reads whole, or else an
-        equal share of the bytes."""
+    def _share_digests(self, items: Sequence[Sequence[ReadItem]]) -> list[list[str]]:
+        """Share out the tensors with a recorded digest among the ranks: to one that reads it whole, or else in equal
+        shares of the bytes."""
         shares: list[list[str]] = [[] for _ in items]
         if not self._open.ckpt.recorded:
             return shares
@@ -173,9 +176,13 @@ class AnyLayoutReader(StorageReader):
                 heapq.heappush(load, (nbytes + tensors[name].nbytes, rank))
         return shares
 
-    def _check(self, items: Sequence[ReadItem]) -> None:
-        """All that can be found out before a byte is written."""
-        self._open.names.agree({item.storage_index.fqn for item in items})
+    def _check_items(self, items: Sequence[ReadItem]) -> None:
+        """Check all that can be found out before a byte is written.
+
+        Raises:
+            Unsupported: a name or a value cannot be given to the job. SourceChanged: a file is another one.
+        """
+        self._open.names.check_consistent({item.storage_index.fqn for item in items})
         boxed: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         for item in items:
             name, entry = self._open.entry(item.storage_index.fqn)
@@ -188,12 +195,13 @@ class AnyLayoutReader(StorageReader):
         self._open.prepare(boxed)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for, and compare this rank's share of the digests."""
         try:
-            self._check(plan.items)
+            self._check_items(plan.items)
             share = plan.storage_data
             if not isinstance(share, _Share):  # a custom planner made a new plan: this rank compares all that it reads
-                share = _Share(self._shares([plan.items])[0])
-            self._read(plan.items, planner, share)
+                share = _Share(self._share_digests([plan.items])[0])
+            self._read_items(plan.items, planner, share)
             self._open.check_recorded(share.names)
         finally:
             self._open.source.close_files()
@@ -201,17 +209,18 @@ class AnyLayoutReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
+    def _read_items(self, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
+        """Read the items of a plan into the planner's tensors, and give it the values."""
         live = getattr(planner, "state_dict", None)
         live = live if isinstance(live, dict) else {}
-        wanted: list[Wanted] = []
+        wanted: list[ReadRequest] = []
         commit: list[tuple[ReadItem, Tensor]] = []
         later: list[tuple[ReadItem, Any, Any]] = []
         for item in items:
             name, entry = self._open.entry(item.storage_index.fqn)
             if item.type != LoadItemType.BYTE_IO:
                 target = planner.resolve_tensor(item).detach()
-                wanted.append(Wanted(name, tuple(item.storage_offsets), tuple(item.lengths), target))
+                wanted.append(ReadRequest(name, tuple(item.storage_offsets), tuple(item.lengths), target))
                 if tuple(target.shape) != tuple(item.lengths):
                     raise Unsupported(
                         f'"{item.dest_index.fqn}" has a place of shape {tuple(target.shape)} for a part of shape '
@@ -221,7 +230,7 @@ class AnyLayoutReader(StorageReader):
                 continue
             held = live.get(item.dest_index.fqn)
             if not self._open.is_scalar_state(entry):
-                planner.load_bytes(item, _saved(self._open.value(name)))
+                planner.load_bytes(item, _pickle_for_planner(self._open.value(name)))
             elif isinstance(held, torch.Tensor):
                 if held.ndim:
                     raise Unsupported(
@@ -241,13 +250,13 @@ class AnyLayoutReader(StorageReader):
                 if isinstance(entry, Value):
                     target.fill_(entry.data)
                 else:
-                    wanted.append(Wanted(name, (), (), target))
+                    wanted.append(ReadRequest(name, (), (), target))
             elif isinstance(entry, Value) and type(held) in (bool, int, float):
                 later.append((item, entry.data, held))  # float32 would round it
             else:
                 number = torch.empty((), dtype=torch_dtype(getattr(entry, "dtype", "float32")))
                 if isinstance(entry, TensorEntry):
-                    wanted.append(Wanted(name, (), (), number))
+                    wanted.append(ReadRequest(name, (), (), number))
                 else:
                     number.fill_(entry.data)
                 later.append((item, number, held))
@@ -255,7 +264,7 @@ class AnyLayoutReader(StorageReader):
         for item, target in commit:
             planner.commit_tensor(item, target)
         for item, number, held in later:
-            planner.load_bytes(item, _saved(_like_held(number, held)))
+            planner.load_bytes(item, _pickle_for_planner(_as_held_type(number, held)))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -267,8 +276,8 @@ class AnyLayoutReader(StorageReader):
             opened.source.close_files()
 
 
-def _saved(x: Any) -> io.BytesIO:
-    """What torch's planner unpickles: a pickle made here, of data that was found to be plain."""
+def _pickle_for_planner(x: Any) -> io.BytesIO:
+    """Pickle what torch's planner unpickles: data that was found to be plain."""
     import torch
 
     out = io.BytesIO()
@@ -277,9 +286,9 @@ def _saved(x: Any) -> io.BytesIO:
     return out
 
 
-def _like_held(number: Any, held: Any) -> Any:
-    """A number of an optimizer's state, plain or a 0-dim tensor, as the job keeps it: a plain one where it does, else
-    as it is."""
+def _as_held_type(number: Any, held: Any) -> Any:
+    """Convert a number of an optimizer's state, plain or a 0-dim tensor, to the kind that the job keeps, if that loses
+    nothing."""
     if type(held) not in (bool, int, float):
         return number
     x = number.item() if isinstance(number, torch.Tensor) else number

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ..engine.copy.stream import small
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_checkpoint, usable
 from ..errors import UsageError, argument
-from ..formats.stored_tensors import number_in
+from ..formats.stored_tensors import decode_number
 from ..index.names import step_count
 from .request import RunSettings, VerifyRequest, parse_mesh
 from .text import plural
@@ -213,7 +213,7 @@ def find_start_step(opened: OpenCheckpoint) -> int:
             if t.path[-1] == "step" and t.path[0] in ("optim", "trainer") and t.numel == 1
         ]
         raw = small(opened.locate(), opened.source, names[:: 1 + len(names) // _MOST]) if names else {}
-        numbers = (number_in(ckpt.tensors[n].dtype, data) for n, data in raw.items())
+        numbers = (decode_number(ckpt.tensors[n].dtype, data) for n, data in raw.items())
         found = {int(x) for x in numbers if x is not None and math.isfinite(x)}
     named = re.search(r"(\d{1,15})$", os.path.basename(opened.source.root))
     if named is not None and int(named[1]) in found:

@@ -206,7 +206,7 @@ def run_as_rank(planner: RunPlanner, folder: str) -> Outcome | None:
     Raises:
         RankLost: another rank is gone. CkpttoolError: anything else that the job raised.
     """
-    from ..live.collectives import gathered, of_first_rank
+    from ..live.collectives import gather_objects, run_on_first_rank
 
     request = planner.request
     deterministic = request.deterministic is not False
@@ -218,11 +218,11 @@ def run_as_rank(planner: RunPlanner, folder: str) -> Outcome | None:
         import torch.distributed as dist
 
         enter_stage("reading the indices")
-        plan = of_first_rank(planner.plan)
+        plan = run_on_first_rank(planner.plan)
         status = request.status if dist.get_rank() == 0 else say_nothing
         traces = _run_on_this_rank(plan.runs, folder, status)
         judgement = _judge_on_first_rank(planner, traces)
-        if gathered(judgement is not None and bool(plan.noise) and judgement.unsure)[0]:
+        if gather_objects(judgement is not None and bool(plan.noise) and judgement.unsure)[0]:
             status(MEASURING)
             traces |= _run_on_this_rank(plan.noise, folder, status)
             judgement = _judge_on_first_rank(planner, traces)

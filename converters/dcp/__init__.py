@@ -280,7 +280,7 @@ def _value(
         def unpacked(at: int, n: int) -> bytes:
             return data[at : at + n]
 
-        return {path: stored_tensors.inlined(torch_zip.read(unpacked, 0, len(data), what), unpacked, what)}, []
+        return {path: stored_tensors.inline_tensors(torch_zip.read(unpacked, 0, len(data), what), unpacked, what)}, []
     head = source.read(name, offset, min(length, _VALUE_HEAD))
 
     def read_at(at: int, n: int) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.formats import pickles
-from ckpttool.formats.sandbox import in_child
+from ckpttool.formats.sandbox import run_in_child
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Chunks,
@@ -346,7 +346,7 @@ def read_index(source: Source) -> Index:
     if len(names) == 1 and source.size(names[0]) > _LARGE_BYTES:
         where, size = f"{source.root}/{names[0]}", source.size(names[0])
         data = b"" if source.local else source.read_all(names[0], 2 << 30)
-        return Index.from_bytes(in_child("ckpttool.converters.dcp.metadata:read_index_in_child", where, size, data))
+        return Index.from_bytes(run_in_child("ckpttool.converters.dcp.metadata:read_index_in_child", where, size, data))
     tops = []
     for n in names:
         what = f"{source.root}/{n}"

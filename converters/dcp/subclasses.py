@@ -89,7 +89,7 @@ def joined_parts(
             if isinstance(found, StoredTensor) and found.shape == shape and found.numel:
                 dense.append((start[0] if start else 0, shape[0] if shape else 1, found, file))
             continue
-        about, inside = subclasses.taken_apart(found, StoredTensor, what)
+        about, inside = subclasses.take_apart(found, StoredTensor, what)
         if (about["dtype"], tuple(about["shape"])) != (t.dtype, shape):
             raise Corrupt(
                 f"{what}: holds a {composites.class_label(about)} of {about['dtype']} {about['shape']}, .metadata says "
@@ -259,12 +259,12 @@ def _frame(found: Composite, about: Mapping[str, object], shapes: Mapping[str, t
     names = list(found.tensors)
     sizes = [prod(shapes[n]) * ITEMSIZE[found.tensors[n].dtype] for n in names]
     refs = {n: TensorRef(found.tensors[n].dtype, shapes[n], str(i), prod(shapes[n])) for i, n in enumerate(names)}
-    return _around(subclasses.call_of(about, refs), sizes)
+    return _around(subclasses.rebuild_call(about, refs), sizes)
 
 
 def _around(tree: object, sizes: list[int]) -> _Frame:
     """The item of a tree whose tensors are `TensorRef`s, the storage of number i of `sizes[i]` bytes."""
-    head, records = torch_pickles.head_records("archive", torch_pickles.pickled(tree))
+    head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(tree))
     heads, at = [], len(head)
     places = []
     for i, n in enumerate(sizes):

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.formats import torch_pickles, zip_bytes
-from ckpttool.formats.stored_tensors import as_dcp_flattens
+from ckpttool.formats.stored_tensors import flatten_like_dcp
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
@@ -61,8 +61,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if isinstance(leaf, Whole):
             wholes |= dict.fromkeys((joined(t.path) for t in leaf.tensors()), (path, leaf))
             continue
-        for at_path, data in as_dcp_flattens(leaf, path).items():
-            item = torch_pickles.small_zip(data)
+        for at_path, data in flatten_like_dcp(leaf, path).items():
+            item = torch_pickles.save_small_file(data)
             values.append((at_path, len(head), len(item)))
             head += item
     files = [f"__{r}_0.distcp" for r in range(world)]
@@ -106,7 +106,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     def after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
         return parts.after(name, t.chunks.file[row], written) if name in parts.inside else _after(name, t, row, written)
 
-    apart = {n: v for n, v in ckpt.values.items() if list(as_dcp_flattens(v.data, v.path)) != [v.path]}
+    apart = {n: v for n, v in ckpt.values.items() if list(flatten_like_dcp(v.data, v.path)) != [v.path]}
     return Draft(out, sources, draft_files, before=before, after=after, notes=notes, taken_apart=apart)
 
 
@@ -157,7 +157,7 @@ def _sharded(t: TensorEntry | Composite) -> bool:
 def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
     """The bytes before an item's payload, and the directory entries of its small records."""
     ref = torch_pickles.TensorRef(dtype, shape, "0", prod(shape))
-    head, records = torch_pickles.head_records("archive", torch_pickles.pickled(ref))
+    head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(ref))
     header = zip_bytes.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
     return head + header, [*records, ("archive/data/0", len(head), prod(shape) * ITEMSIZE[dtype], 0, True)]
 

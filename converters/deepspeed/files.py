@@ -227,8 +227,8 @@ class File:
 
     def scalar(self, t: StoredTensor) -> float | int | None:
         """Return the value of a 0-dim tensor; None if it has dimensions or its dtype is not that of a counter."""
-        found = None if t.shape else stored_tensors.inlined(t, self.read_at, self.what)
-        return None if found is None else stored_tensors.number_in(found.dtype, found.data)
+        found = None if t.shape else stored_tensors.inline_tensors(t, self.read_at, self.what)
+        return None if found is None else stored_tensors.decode_number(found.dtype, found.data)
 
 
 def stand_ins(what: str) -> dict[tuple[str, str], Any]:
@@ -242,7 +242,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         return n
 
     named = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-    return {(STAGE.module, STAGE.name): stage, **enum_members((stage, named)), **torch_zip.size_as_tuple(what)}
+    return {(STAGE.module, STAGE.name): stage, **enum_members((stage, named)), **torch_zip.size_stand_in(what)}
 
 
 @lru_cache(1 << 16)

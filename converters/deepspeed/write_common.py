@@ -19,7 +19,7 @@ from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.flat.training import DEEPSPEED_COUNTERS, TRAINED_ALONE, Training, group_values, tensors_of
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.pickles import Global, Opaque
-from ckpttool.formats.stored_tensors import Inline, flattened, number_in
+from ckpttool.formats.stored_tensors import Inline, decode_number, flatten_tree
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import encodings
@@ -187,7 +187,7 @@ class SavePlan:
 
     def values_to_be(self) -> tuple[dict[str, Value], dict[str, str]]:
         """Return (the values that a reader of the files will find, {those that differ from the source: how})."""
-        config = {joined(p): Value(p, x) for p, x in flattened(self.ds_config, ("extra", "ds_config")).items()}
+        config = {joined(p): Value(p, x) for p, x in flatten_tree(self.ds_config, ("extra", "ds_config")).items()}
         changed: dict[str, str] = {}
         out = dict(self.ckpt.values)
         for head, after, how in (
@@ -496,7 +496,7 @@ class ModelFiles:
 
 def _as_number(x: Any) -> float | int | None:
     """Return a step as a number, whether it is one or a 0-dim tensor; None where it is neither."""
-    return number_in(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
+    return decode_number(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
 
 
 def pickled_stage(stage: int) -> Opaque:

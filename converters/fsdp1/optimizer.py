@@ -90,7 +90,7 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
             or not isinstance(r.tree["state"], dict)
         ):
             raise Corrupt(f"{files.path(r.file)}: an optimizer without param_groups.")
-        groups = stored_tensors.inlined(groups, files.reader(r.file), files.path(r.file))
+        groups = stored_tensors.inline_tensors(groups, files.reader(r.file), files.path(r.file))
         if r is ranks[0]:
             out = groups
         elif groups != out:

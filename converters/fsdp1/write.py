@@ -25,7 +25,7 @@ from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
 from ckpttool.engine.flat.training import TRAINED_ALONE, Group, Training, group_values, split_training_state, tensors_of
 from ckpttool.errors import UsageError, argument
-from ckpttool.formats.sharded import Table, sharded_tensor
+from ckpttool.formats.sharded import ShardTable, make_sharded_tensor
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
@@ -60,7 +60,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     if world is None or world < 1:
         raise UsageError(f"{argument('world_size')} is needed: every rank has a file of its own.")
     plan = plan_flats(ckpt, state, options, world)
-    out = _DraftFiles(ckpt, options, plan.layout, TorchFiles(), Table(world), {}, {}, {})
+    out = _DraftFiles(ckpt, options, plan.layout, TorchFiles(), ShardTable(world), {}, {}, {})
     rest = {t.path: t for t in ckpt.tensors.values() if t.path[0] not in ("model", "optim")}
     values = {v.path: v.data for v in ckpt.values.values() if v.path[0] not in ("model", "optim")}
     if rest or values:
@@ -98,7 +98,7 @@ class _DraftFiles:
     options: WriteOptions
     layout: FlatLayout
     files: TorchFiles
-    table: Table
+    table: ShardTable
     tensors: dict[str, TensorEntry]
     sources: dict[str, TensorEntry]
     same: dict[str, str]
@@ -165,7 +165,7 @@ def _write_model(out: _DraftFiles, state: Training) -> None:
                     part = TensorRef(dtype, (y - x,), key, b - a, x - a) if x < y else Inline(dtype, (0,), b"")
                     views[p.name] = part
                 own = TensorRef(dtype, (b - a,), key, b - a) if a < b else None
-                tree[flat.key] = sharded_tensor(out.table, tuple(bounds), r, own, dtype)
+                tree[flat.key] = make_sharded_tensor(out.table, tuple(bounds), r, own, dtype)
             views.update((alias, views[owner]) for alias, owner in flat.shared)
         for n in buffers:
             key, t, dtype = str(len(sizes)), first_replica[n], out.dtype(f"model.{n}")

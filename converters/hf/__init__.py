@@ -86,7 +86,7 @@ def _is_foreign(source: Source, name: str) -> bool:
     if not name.startswith(("model-rank-", "tensors-")):
         return False
     beside = ("MANIFEST.json",) if name.startswith("tensors-") and source.exists("MANIFEST.json") else ()
-    return other_files.foreign((name,), beside) is not None
+    return other_files.identify_foreign_checkpoint((name,), beside) is not None
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -103,7 +103,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     own = [n for n in names if not (n.endswith(".safetensors") and _is_foreign(source, n))]
     if own != names:
         if not any(n.endswith(".safetensors") for n in own):
-            other_files.refuse_checkpoint(
+            other_files.refuse_foreign_checkpoint(
                 names, ("MANIFEST.json",), urls.display_path(f"{source.root}/{file}" if file else source.root)
             )
         names = own
@@ -221,7 +221,7 @@ def _counting(source: Source, names: list[str]) -> list[str]:
 
 def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     out: dict[str, TensorEntry] = {}
-    safetensors_header.prefetch(source, files)
+    safetensors_header.prefetch_headers(source, files)
     for i, file in enumerate(files):
         for name, slot in safetensors_header.slots(source, file).items():
             if name in out:
@@ -252,7 +252,7 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
             f"{source.root} holds {WHOLE}, which transformers reads, and {INDEX}, which names other files. One of the "
             f"two is left over from an earlier save: remove it, or give {WHOLE} itself."
         )
-    safetensors_header.prefetch(source, files)
+    safetensors_header.prefetch_headers(source, files)
     slots = [safetensors_header.slots(source, f) for f in files]
     at = {f: i for i, f in enumerate(files)}
     out: dict[str, TensorEntry] = {}
@@ -279,7 +279,7 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
 
 def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     parts: dict[str, list[tuple[str, tuple[int, ...], Chunk]]] = {}
-    safetensors_header.prefetch(source, files)
+    safetensors_header.prefetch_headers(source, files)
     for i, file in enumerate(files):
         slots, meta = safetensors_header.read_header(source, file)
         info = bounded_json.parse(meta.get("DCP_SHARDING_INFO", "{}").encode(), f"{source.root}/{file}")

@@ -249,7 +249,7 @@ def _files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
 def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str) -> dict[str, TensorEntry]:
     """The tensors of the shards, which are those of the index, in its order."""
     found: dict[str, tuple[int, safetensors_header.Slot]] = {}
-    safetensors_header.prefetch(source, [f"{FOLDER}/{file}" for file in files])
+    safetensors_header.prefetch_headers(source, [f"{FOLDER}/{file}" for file in files])
     for i, file in enumerate(files):
         for name, slot in safetensors_header.slots(source, f"{FOLDER}/{file}").items():
             if name in found:

@@ -18,7 +18,7 @@ from ckpttool.engine.copy.stream import small
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles
 from ckpttool.formats.pickles import short
-from ckpttool.formats.stored_tensors import Inline, flattened, number_in
+from ckpttool.formats.stored_tensors import Inline, decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.names import step_count
@@ -59,7 +59,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
         if t.path[:2] == ("optim", "state") and t.path[3:] == ("step",) and not t.shape
     ]
     found = small(ckpt, source, steps)
-    numbers = {n: Value(ckpt.tensors[n].path, number_in(ckpt.tensors[n].dtype, raw)) for n, raw in found.items()}
+    numbers = {n: Value(ckpt.tensors[n].path, decode_number(ckpt.tensors[n].dtype, raw)) for n, raw in found.items()}
     if not numbers or any(v.data is None for v in numbers.values()):
         return ckpt
     return replace(
@@ -110,7 +110,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             cast=lambda n, dtype: dtype if n.startswith("replica.") else options.cast(n, dtype),
         ),
     )
-    data = torch_pickles.small_zip(common)
+    data = torch_pickles.save_small_file(common)
     out.checkpoint.layout = "megatron"
     out.checkpoint.files[-1:-1] = ["common.pt", "metadata.json"]
     out.checkpoint.sizes[-1:-1] = [len(data), len(_METADATA)]
@@ -140,7 +140,7 @@ def _values_to_be(
     gone = {d.name for d in dropped}
     leaves: dict[Path, Any] = {}
     if "optimizer" in common:
-        leaves |= flattened(common_tree({"optimizer": common["optimizer"]}, "common.pt"))
+        leaves |= flatten_tree(common_tree({"optimizer": common["optimizer"]}, "common.pt"))
     leaves |= {t.path: t for t in ckpt.tensors.values() if joined(t.path) not in gone}
     name_param_groups(leaves, [])
     read = {joined(p): Value(p, x) for p, x in leaves.items() if p[0] == "optim" and not isinstance(x, TensorEntry)}
@@ -192,7 +192,7 @@ def _common_state(
         elif path[:2] == ("optim", "param_groups") and len(path) > 3:
             groups.setdefault(int(path[2]), {})[path[3:]] = data
         elif path[:2] == ("optim", "state") and path[3:] == ("step",):
-            scalars[joined(path)] = number_in(data.dtype, data.data) if isinstance(data, Inline) else data
+            scalars[joined(path)] = decode_number(data.dtype, data.data) if isinstance(data, Inline) else data
         elif path[0] == "optim":
             dropped.append(
                 Dropped(

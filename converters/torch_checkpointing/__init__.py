@@ -36,7 +36,7 @@ from ckpttool.formats import safetensors_header, stored_tensors
 from ckpttool.formats.pickles import short
 from ckpttool.formats.sharded import is_sharded, local_tensor
 from ckpttool.formats.stored_tensors import Storage, StoredTensor
-from ckpttool.formats.subclasses import is_subclass, taken_apart
+from ckpttool.formats.subclasses import is_subclass, take_apart
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
@@ -194,7 +194,7 @@ class _Reading:
             for rank, (file, kind) in sorted(item.files.items())
         ]
         self.ranks |= {r.file: r.rank for r in ranks}
-        flat = [stored_tensors.flattened(r.tree) for r in ranks]
+        flat = [stored_tensors.flatten_tree(r.tree) for r in ranks]
         self._refuse_subclasses(name, ranks, flat)
         in_one = any(kind == "safetensors" for _, kind in item.files.values())  # paths are joined by dots
         sharded = any(is_sharded(x) for leaves in flat for x in leaves.values())
@@ -222,7 +222,7 @@ class _Reading:
             for path, x in leaves.items():
                 inside = local_tensor(x) if is_sharded(x) else x
                 if is_subclass(inside):
-                    about, _ = taken_apart(inside, StoredTensor, self.files.path(r.file))
+                    about, _ = take_apart(inside, StoredTensor, self.files.path(r.file))
                     raise Unsupported(
                         f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_label(about)}, which ckpttool '
                         "reads from dcp and full only. Save it with torch.distributed.checkpoint, or leave the item "
@@ -377,7 +377,7 @@ class _Reading:
                     f'{self.files.path(r.file)}: "{joined(path)}" holds a DTensor inside a tuple, which has no name of '
                     "its own."
                 )
-            data.append((r.rank, stored_tensors.inlined(x, self.files.reader(r.file), self.files.path(r.file))))
+            data.append((r.rank, stored_tensors.inline_tensors(x, self.files.reader(r.file), self.files.path(r.file))))
         out = {path: data[0][1]}
         differ = [(rank, x) for rank, x in data[1:] if not same_value(x, data[0][1])]
         if differ:

@@ -30,7 +30,7 @@ from typing import Any
 from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import pickles
-from ckpttool.formats.placements import Cut, Piece, local_pieces
+from ckpttool.formats.placements import PlacementCut, ShardPiece, local_pieces
 from ckpttool.storage.source import Source
 
 __all__ = ["FORMATS", "METADATA", "Item", "Placed", "read_metadata"]
@@ -57,7 +57,7 @@ class Placed:
     data: dict[str, Any]
     is_dtensor: bool
 
-    def pieces(self, rank: int) -> tuple[list[Piece], tuple[int, ...] | None]:
+    def pieces(self, rank: int) -> tuple[list[ShardPiece], tuple[int, ...] | None]:
         """(the boxes that a rank has, the shape of its local tensor or None where that is not said).
 
         Raises:
@@ -65,7 +65,7 @@ class Placed:
         """
         if not self.is_dtensor:
             rows = zip(self.data["global_offsets"], self.data["local_offsets"], self.data["local_sizes"], strict=True)
-            return [Piece(_ints(a), _ints(b), _ints(n)) for a, b, n in rows], None
+            return [ShardPiece(_ints(a), _ints(b), _ints(n)) for a, b, n in rows], None
         mesh = self.data["mesh_spec"]
         sizes, ranks = _ints(mesh["mesh_shape"]), _ints(mesh["mesh_data"])
         if prod(sizes) != len(ranks):
@@ -82,7 +82,9 @@ class Placed:
                 continue
             if kind not in ("Shard", "StridedShard"):
                 raise Unsupported(f"a placement of type {pickles.short(kind)}")
-            cuts.append(Cut(placement["dim"], n, k, placement["split_factor"] if kind == "StridedShard" else 1))
+            cuts.append(
+                PlacementCut(placement["dim"], n, k, placement["split_factor"] if kind == "StridedShard" else 1)
+            )
         return local_pieces(self.shape, cuts)
 
 

@@ -14,7 +14,7 @@ from ckpttool import layouts
 from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import small
 from ckpttool.errors import Unsupported, argument
-from ckpttool.formats.stored_tensors import flattened, number_in
+from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft
@@ -241,7 +241,7 @@ def _step_of(ckpt: Checkpoint, source: Source) -> int:
         return counts
     for name, t in ckpt.tensors.items():
         if t.path[:2] == ("optim", "state") and t.path[3:] == ("step",) and t.numel == 1:
-            number = number_in(t.dtype, small(ckpt, source, [name])[name])
+            number = decode_number(t.dtype, small(ckpt, source, [name])[name])
             return int(number) if isinstance(number, (int, float)) and 0 <= number < 1 << 53 else 0
     return 0
 
@@ -301,7 +301,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             "loader of the script decides which rows those are"
         )
     made |= {
-        p: x for path, data in meta.items() if path not in held for p, x in flattened(data, ("extra", *path)).items()
+        p: x for path, data in meta.items() if path not in held for p, x in flatten_tree(data, ("extra", *path)).items()
     }
     for i, (paths, scheduler) in enumerate(_schedulers(ckpt)):
         placed |= paths

@@ -18,7 +18,7 @@ from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.formats.crc import crc32
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.formats.torch_pickles import TensorRef, head_records, pickled
+from ckpttool.formats.torch_pickles import TensorRef, make_head, pickle_tree
 from ckpttool.formats.zip_bytes import central_directory, data_descriptor, local_header
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Record, TensorEntry
 from ckpttool.storage.source import Source
@@ -153,8 +153,8 @@ def test_several_changed_bytes_likewise(dtype: str, data: st.DataObject) -> None
 
 def crafted(between: bytes, *, described: bool = True, twice: bool = False) -> bytes:
     """An item of four bytes of payload, and what is given, between the payload and the directory."""
-    pkl = pickled(TensorRef("float32", (1,), "0", 1))
-    head, records = head_records("archive", pkl)
+    pkl = pickle_tree(TensorRef("float32", (1,), "0", 1))
+    head, records = make_head("archive", pkl)
     payload = b"abcd"
     crc = crc32(payload)
     header = local_header("archive/data/0", 4, None if described else crc, len(head), 64)
@@ -177,8 +177,8 @@ def test_an_item_of_our_own_has_a_template() -> None:
 
 def test_what_looks_like_a_descriptor_and_is_a_record_is_compared() -> None:
     """After the payload: the first bytes of a descriptor, and where its CRC would be, the header of another record."""
-    pkl = pickled(TensorRef("float32", (1,), "0", 1))
-    head, records = head_records("archive", pkl)
+    pkl = pickle_tree(TensorRef("float32", (1,), "0", 1))
+    head, records = make_head("archive", pkl)
     crc = crc32(b"abcd")
     out = head + local_header("archive/data/0", 4, None, len(head), 64) + b"abcd" + b"PK\x07\x08"
     at = len(out)

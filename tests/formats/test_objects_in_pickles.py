@@ -20,7 +20,7 @@ import pytest
 
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe
 from ckpttool.formats import pickle_writer, pickles, values
-from ckpttool.formats.pickles import Again, Global, Opaque, Ordered, Refused
+from ckpttool.formats.pickles import BackReference, Global, Opaque, Ordered, Refused
 from ckpttool.formats.shown_values import readable
 from ckpttool.index.checkpoint import Value
 
@@ -101,7 +101,7 @@ def test_a_member_of_an_enum_is_written_so_that_no_init_runs(member: enum.Enum, 
     assert isinstance(found, Opaque) and not found.call and found.args == (member.value,)
     written = pickle_writer.dump(found)
     assert pickle.loads(written) is member or pickle.loads(written) == member
-    assert load(written) == found == through_json(found) and pickles.unwritable(found) is None
+    assert load(written) == found == through_json(found) and pickles.unwritable_reason(found) is None
 
 
 def test_a_class_that_only_looks_like_an_enum_is_not_called_by_what_is_written(canary: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_class_that_only_looks_like_an_enum_is_not_called_by_what_is_written(c
     psutil = pytest.importorskip("psutil")
     data = pickle.dumps(Called(psutil.Popen, str(canary)), 2)
     found = load(data)
-    assert found == Opaque(Global("psutil", "Popen"), (str(canary),)) and pickles.unwritable(found) is None
+    assert found == Opaque(Global("psutil", "Popen"), (str(canary),)) and pickles.unwritable_reason(found) is None
     script = canary.with_name("script")
     script.write_text(f"#!/bin/sh\ntouch {canary}\n")
     script.chmod(0o700)
@@ -117,14 +117,14 @@ def test_a_class_that_only_looks_like_an_enum_is_not_called_by_what_is_written(c
     time.sleep(0.2)
     assert not canary.exists()
     several = load(pickle.dumps(Called(psutil.Popen, ["touch", str(canary)]), 2))
-    assert several.call and "a call of psutil.Popen" in str(pickles.unwritable([{"a": (several,)}]))
+    assert several.call and "a call of psutil.Popen" in str(pickles.unwritable_reason([{"a": (several,)}]))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("value", [Stateful(3), collections.UserList([1])], ids=["stateful", "list"])
 def test_a_call_with_a_state_stays_a_call(value: Any, protocol: int) -> None:
     found = load(pickle.dumps(value, protocol))
-    assert (pickles.unwritable(found) is None) == (not isinstance(value, Stateful))
+    assert (pickles.unwritable_reason(found) is None) == (not isinstance(value, Stateful))
     assert found.state is not None and through_json(found) == found
 
 
@@ -324,7 +324,7 @@ def test_a_reference_is_of_its_own_value_only() -> None:
     a = load(pickle.dumps(family(), 2))
     assert inner([a, a]).count('"label": 0') == 2
     lone = Opaque(Global("job", "A"), ())
-    lone.state = [Again(0)]
+    lone.state = [BackReference(0)]
     with pytest.raises(CkpttoolError):
         values.encode({"x": Value(("x",), [a, lone])})
 

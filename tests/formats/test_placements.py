@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from ckpttool.formats.placements import Cut, local_pieces
+from ckpttool.formats.placements import PlacementCut, local_pieces
 
 
-def by_torch(whole: torch.Tensor, cuts: list[Cut]) -> torch.Tensor:
+def by_torch(whole: torch.Tensor, cuts: list[PlacementCut]) -> torch.Tensor:
     for cut in cuts:
         placement = Shard(cut.dim) if cut.split == 1 else _StridedShard(cut.dim, split_factor=cut.split)
         whole = placement._split_tensor(whole, cut.parts, with_padding=False)[0][cut.at]
@@ -27,7 +27,7 @@ def test_a_local_tensor_is_put_where_torch_took_it_from(data: st.DataObject) -> 
     for _ in range(data.draw(st.integers(0, 3))):
         parts = data.draw(st.integers(1, 4))
         dim, at = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(0, parts - 1))
-        cuts.append(Cut(dim, parts, at, data.draw(st.integers(1, 4))))
+        cuts.append(PlacementCut(dim, parts, at, data.draw(st.integers(1, 4))))
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     local = by_torch(whole, cuts)
     pieces, found = local_pieces(shape, cuts)
@@ -46,23 +46,32 @@ def test_all_ranks_of_a_mesh_have_every_row_once(rows: int) -> None:
     """FSDP over tensor parallelism, uneven."""
     seen: list[int] = []
     for dp, tp in product(range(3), range(2)):
-        pieces, _ = local_pieces((rows, 2), [Cut(0, 3, dp, 2), Cut(0, 2, tp)])
+        pieces, _ = local_pieces((rows, 2), [PlacementCut(0, 3, dp, 2), PlacementCut(0, 2, tp)])
         seen += [i for p in pieces for i in range(p.start[0], p.start[0] + p.shape[0])]
     assert sorted(seen) == list(range(rows))
 
 
 def test_sizes_out_of_a_file_take_no_more_work_than_the_tensor_has_rows() -> None:
-    pieces, local = local_pieces((7, 2), [Cut(0, 10**12, 3, 10**12), Cut(1, 10**15, 1)])
+    pieces, local = local_pieces((7, 2), [PlacementCut(0, 10**12, 3, 10**12), PlacementCut(1, 10**15, 1)])
     assert local == (0, 1) and not any(p.shape[0] for p in pieces)
     with pytest.raises(ValueError, match="more than 1048576"):
-        local_pieces((1 << 40,), [Cut(0, 2, 0, 1 << 39)])
+        local_pieces((1 << 40,), [PlacementCut(0, 2, 0, 1 << 39)])
     with pytest.raises(ValueError, match="more than 1048576 boxes"):
-        local_pieces((5000, 5000), [Cut(0, 2, 0, 2500), Cut(1, 2, 0, 2500)])
+        local_pieces((5000, 5000), [PlacementCut(0, 2, 0, 2500), PlacementCut(1, 2, 0, 2500)])
 
 
-@pytest.mark.parametrize("cut", [Cut(0, 2, 0, 0), Cut(-1, 2, 0), Cut(0, 2, 0, -1), Cut(0, 2, 2), Cut(0, 2, -1)])
-def test_nonsense_is_refused(cut: Cut) -> None:
+@pytest.mark.parametrize(
+    "cut",
+    [
+        PlacementCut(0, 2, 0, 0),
+        PlacementCut(-1, 2, 0),
+        PlacementCut(0, 2, 0, -1),
+        PlacementCut(0, 2, 2),
+        PlacementCut(0, 2, -1),
+    ],
+)
+def test_nonsense_is_refused(cut: PlacementCut) -> None:
     with pytest.raises(ValueError, match="split factor"):
         local_pieces((4, 4), [cut])
     with pytest.raises(IndexError):
-        local_pieces((4, 4), [Cut(2, 2, 0)])
+        local_pieces((4, 4), [PlacementCut(2, 2, 0)])

@@ -62,7 +62,7 @@ def bytes_of(data: bytes, t: StoredTensor) -> bytes:
     """Row-major bytes, by us."""
     at, n = t.extent
     raw = data[at : at + n]
-    return raw if t.contiguous else stored_tensors.gather(raw, t)
+    return raw if t.contiguous else stored_tensors.gather_strided(raw, t)
 
 
 def same(data: bytes, ours: Any, theirs: Any) -> None:
@@ -478,7 +478,7 @@ def test_what_is_no_torch_file_is_corrupt(data: bytes) -> None:
 def test_a_strided_tensor_inside_a_tuple_keeps_its_values() -> None:
     value = (torch.arange(6.0).reshape(2, 3).t(), [torch.tensor(5)])
     data = saved(value)
-    found = stored_tensors.inlined(read(data), lambda at, n: data[at : at + n], "x")
+    found = stored_tensors.inline_tensors(read(data), lambda at, n: data[at : at + n], "x")
     assert found[0] == Inline("float32", (3, 2), raw_bytes(value[0]))
     assert found[1] == [Inline("int64", (), raw_bytes(value[1][0]))]
 
@@ -486,20 +486,20 @@ def test_a_strided_tensor_inside_a_tuple_keeps_its_values() -> None:
 def test_tensors_of_more_than_the_limit_inside_a_tuple_are_refused() -> None:
     data = saved((torch.zeros(100),))
     with pytest.raises(Unsupported, match="400 bytes of tensors inside a container"):
-        stored_tensors.inlined(read(data), lambda at, n: data[at : at + n], "x", most=399)
+        stored_tensors.inline_tensors(read(data), lambda at, n: data[at : at + n], "x", most=399)
 
 
 def test_a_damaged_tensor_inside_a_tuple_is_corrupt() -> None:
     data = bytearray(saved((torch.arange(6.0), "x")))
     data[data.index(struct.pack("<f", 5.0))] ^= 1
     with pytest.raises(Corrupt):
-        stored_tensors.inlined(read(bytes(data)), lambda at, n: bytes(data[at : at + n]), "x")
+        stored_tensors.inline_tensors(read(bytes(data)), lambda at, n: bytes(data[at : at + n]), "x")
 
 
 def test_an_expanded_tensor_that_unfolds_to_more_than_the_limit_is_refused() -> None:
     data = saved((torch.zeros(1).expand(1000, 1000),))
     with pytest.raises(Unsupported):
-        stored_tensors.inlined(read(data), lambda at, n: data[at : at + n], "x", most=1_000_000)
+        stored_tensors.inline_tensors(read(data), lambda at, n: data[at : at + n], "x", most=1_000_000)
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -513,7 +513,7 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("i", range(len(VALUES)))
 def test_a_value_that_we_write_torch_and_zipfile_read(i: int) -> None:
-    data = torch_pickles.small_zip(VALUES[i])
+    data = torch_pickles.save_small_file(VALUES[i])
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert z.testzip() is None
     found = torch.load(io.BytesIO(data), weights_only=True)
@@ -525,7 +525,7 @@ def test_a_value_that_we_write_torch_and_zipfile_read(i: int) -> None:
 @pytest.mark.parametrize("dtype", MAKEABLE)
 def test_a_small_tensor_of_every_dtype_that_we_write_torch_reads(dtype: str, tmp_path: Path) -> None:
     value = {"m": numbers(dtype, 2, 3), "scalar": numbers(dtype), "empty": numbers(dtype, 0, 2)}
-    data = torch_pickles.small_zip({k: Inline(dtype, tuple(t.shape), raw_bytes(t)) for k, t in value.items()})
+    data = torch_pickles.save_small_file({k: Inline(dtype, tuple(t.shape), raw_bytes(t)) for k, t in value.items()})
     (tmp_path / "x.pt").write_bytes(data)
     with zipfile.ZipFile(tmp_path / "x.pt") as z:
         assert z.testzip() is None
@@ -537,7 +537,7 @@ def test_a_small_tensor_of_every_dtype_that_we_write_torch_reads(dtype: str, tmp
 
 
 def test_the_same_value_gives_the_same_bytes() -> None:
-    assert torch_pickles.small_zip(VALUES) == torch_pickles.small_zip([*VALUES])
+    assert torch_pickles.save_small_file(VALUES) == torch_pickles.save_small_file([*VALUES])
 
 
 def big_zip(bodies: list[tuple[str, bytes, bool]], align: int = 64) -> bytes:
@@ -595,7 +595,7 @@ def test_storages_of_four_gib_and_more_are_read_by_torch_zipfile_and_us(
     # a sparse file: no byte of the large storage is ever on the disk
     path, small = tmp_path / "x.pt", raw_bytes(torch.arange(3.0))
     tree = {"large": TensorRef("uint8", (first_bytes,), "0", first_bytes), "small": TensorRef("float32", (3,), "1", 3)}
-    head, entries = torch_pickles.head_records("archive", torch_pickles.pickled(tree))
+    head, entries = torch_pickles.make_head("archive", torch_pickles.pickle_tree(tree))
     with open(path, "wb") as f:
         f.write(head)
         for key, size, body, crc in (("0", first_bytes, b"", 0), ("1", len(small), small, zlib.crc32(small))):
@@ -627,4 +627,4 @@ def test_gather_is_what_numpy_makes_of_strides() -> None:
     storage = stored_tensors.Storage("float32", 0, 48, None)
     raw = np.arange(12, dtype="<f4").tobytes()
     t = StoredTensor("float32", (4, 3), (1, 4), storage, 0)
-    assert stored_tensors.gather(raw, t) == np.arange(12, dtype="<f4").reshape(3, 4).T.tobytes()
+    assert stored_tensors.gather_strided(raw, t) == np.arange(12, dtype="<f4").reshape(3, 4).T.tobytes()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpttool
-from ckpttool.live.reader import Wanted
+from ckpttool.live.reader import ReadRequest
 from ckpttool.live.scatter import Tuning
 
 pytestmark = [
@@ -123,7 +123,7 @@ def test_boxes_with_small_buffers_and_many_threads(stage: int, threads: int, sav
             size = tuple(k - a - (k > 5) for k, a in zip(t.shape, start, strict=True))
             expected.append(t[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))])
             target = torch.empty(size, dtype=t.dtype, device="cuda")
-            wanted.append(Wanted(f"model.{n}", start, size, target))
+            wanted.append(ReadRequest(f"model.{n}", start, size, target))
     ours.fill(wanted)
     assert [w.name for w, t in zip(wanted, expected, strict=True) if not same(w.target, t)] == []
 

@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler as schedules
 import ckpttool
 from ckpttool.errors import Differs, DoesNotFit, UsageError
 from ckpttool.index.trees import nest
-from ckpttool.live.live_values import first_difference, fitted, leaves, put
+from ckpttool.live.live_values import first_difference, fit_to_live, iterate_leaves, set_at
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -509,7 +509,7 @@ def test_what_dcp_flattens_is_again_what_the_live_object_has(tree: dict[str, Any
         stored = nest({paths[n]: x for n, x in flat.items()})
     except ckpttool.CkpttoolError:  # "a.b" beside {"a": {"b": ...}}
         return
-    back = fitted(stored, live)
+    back = fit_to_live(stored, live)
     assert first_difference(back, tree) is None and first_difference(tree, back) is None
     assert repr(back) == repr(tree)
 
@@ -518,11 +518,11 @@ def test_leaves_have_the_names_that_dcp_gives_them() -> None:
     t: Callable[[], Tensor] = lambda: torch.zeros(2)  # noqa: E731
     live = {"a": [t(), []], "b": {0: {"x": t()}}, "c": [1, 2], "d": (t(), 3), "e": None, "f": 5, "g": {"n": [4]}}
     flat, _ = flatten_state_dict(live)
-    found = {name: path for name, path, _ in leaves(live, flat)}
+    found = {name: path for name, path, _ in iterate_leaves(live, flat)}
     assert found.keys() == flat.keys() - {"e"} and found["b.0.x"] == ("b", 0, "x")
-    assert [n for n, _, _ in leaves({"d": (t(), 3)}, ())] == ["d.0", "d.1"]
-    put(live, ("d", 1), 8)
-    put(live, ("b", 0, "x"), 9)
+    assert [n for n, _, _ in iterate_leaves({"d": (t(), 3)}, ())] == ["d.0", "d.1"]
+    set_at(live, ("d", 1), 8)
+    set_at(live, ("b", 0, "x"), 9)
     assert live["d"][1] == 8 and type(live["d"]) is tuple and live["b"] == {0: {"x": 9}}
 
 

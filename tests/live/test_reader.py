@@ -39,10 +39,10 @@ from ckpttool.index.check import check
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, joined
 from ckpttool.layouts import detect, find, place
 from ckpttool.live import torch_reader
-from ckpttool.live.names import Names
-from ckpttool.live.reader import LiveReader, Wanted
+from ckpttool.live.name_lookup import NameLookup
+from ckpttool.live.plain_values import is_lossless_cast, to_plain
+from ckpttool.live.reader import LiveReader, ReadRequest
 from ckpttool.live.scatter import Tuning
-from ckpttool.live.values import lossless, plain
 from ckpttool.storage.source import Source
 
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "attacks")]
@@ -221,7 +221,7 @@ UNDERSTOOD = {
 
 @pytest.mark.parametrize("asked", UNDERSTOOD)
 def test_a_name_is_understood_in_the_ways_that_jobs_have(asked: str) -> None:
-    assert Names(LISTED).find(asked) == UNDERSTOOD[asked]
+    assert NameLookup(LISTED).find(asked) == UNDERSTOOD[asked]
 
 
 AMBIGUOUS = {
@@ -252,16 +252,16 @@ def test_a_name_that_means_two_things_is_no_guess(name: str) -> None:
     ckpt, asked = AMBIGUOUS[name]
     assert asked is not None
     with pytest.raises(Unsupported, match="can mean"):
-        Names(ckpt).find(asked)
+        NameLookup(ckpt).find(asked)
 
 
 def test_names_that_are_asked_for_together_are_understood_in_one_way() -> None:
-    names = Names(index([("model", "model.w"), ("model", "w")], {}))
+    names = NameLookup(index([("model", "model.w"), ("model", "w")], {}))
     assert names.find("model.w") == "model.w" and names.find("w") == "model.w"
     names.agree(["model.w", "model.model.w"])
     with pytest.raises(Unsupported, match='both mean "model'):
         names.agree(["w", "model.w"])
-    two = Names(index([("model", "w"), ("model", "v")], {("trainer", "step"): 1}))
+    two = NameLookup(index([("model", "w"), ("model", "v")], {("trainer", "step"): 1}))
     two.agree(["app.model.w", "app.model.v", "step"])
     with pytest.raises(Unsupported, match="different leading keys"):
         two.agree(["vision.model.w", "text.model.v"])
@@ -351,7 +351,7 @@ def test_any_box_of_any_tensor_in_any_chunks_is_what_numpy_says(
             target = torch.empty(size, dtype=torch.float64 if kind == "other dtype" and item > 1 else named)
         part = np.ascontiguousarray(raw[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))])
         truth = torch.from_numpy(part.reshape(-1).copy()).view(named).reshape(size)
-        wanted.append(Wanted("model.w", start, size, target))
+        wanted.append(ReadRequest("model.w", start, size, target))
         expected.append(truth.to(target.dtype))
     it.tuning = Tuning(
         stage_bytes=draw.choice([16, 64, 1 << 20]), gap_bytes=draw.choice([0, 8, 1 << 14]),
@@ -380,7 +380,7 @@ def test_boxes_of_real_checkpoints_are_those_of_the_truth(case: str, stage: int)
             size = [draw.randint(1, n - a) for n, a in zip(t.shape, start, strict=True)]
             part = t[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))]
             expected.append(part)
-            wanted.append(Wanted(name, tuple(start), tuple(size), torch.empty_like(part.contiguous())))
+            wanted.append(ReadRequest(name, tuple(start), tuple(size), torch.empty_like(part.contiguous())))
     ours.fill(wanted)
     for w, t in zip(wanted, expected, strict=True):
         assert torch.equal(w.target, t), (w.name, w.start, w.shape)
@@ -411,7 +411,7 @@ def test_a_rank_reads_its_own_bytes_and_no_others(tmp_path: Path, monkeypatch: p
     def box(start: tuple[int, int], size: tuple[int, int]) -> list[tuple[int, int]]:
         counted.ranges.clear()
         target = torch.empty(size)
-        it.fill([Wanted("model.w", start, size, target)])
+        it.fill([ReadRequest("model.w", start, size, target)])
         assert torch.equal(target, w[start[0] : start[0] + size[0], start[1] : start[1] + size[1]])
         return counted.ranges
 
@@ -441,7 +441,7 @@ def test_only_items_that_a_rank_needs_are_looked_into(monkeypatch: pytest.Monkey
     t = load_file(FIXTURES / "fsdp2_w3" / "truth.safetensors")["model.lm_head.weight"]  # 131 rows: 44, 44, 43
     for _ in range(2):
         target = torch.empty(40, 36)
-        it.fill([Wanted("model.lm_head.weight", (50, 0), (38, 36), target[:38])])
+        it.fill([ReadRequest("model.lm_head.weight", (50, 0), (38, 36), target[:38])])
         assert torch.equal(target[:38], t[50:88])
     assert seen == ["model.lm_head.weight"], "one of its three items, once"
     opened.close()
@@ -585,7 +585,7 @@ def test_importing_it_imports_no_torch() -> None:
      ("uint8", "int16"), ("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16"), ("float32", "complex64")],
 )  # fmt: skip
 def test_a_wider_dtype_loses_nothing_and_the_way_back_does(a: str, b: str) -> None:
-    assert lossless(a, a) and lossless(a, b) and not lossless(b, a)
+    assert is_lossless_cast(a, a) and is_lossless_cast(a, b) and not is_lossless_cast(b, a)
 
 
 @pytest.mark.parametrize(
@@ -594,7 +594,7 @@ def test_a_wider_dtype_loses_nothing_and_the_way_back_does(a: str, b: str) -> No
      ("float8_e5m2", "float8_e4m3fn"), ("float64", "complex64")],
 )  # fmt: skip
 def test_what_has_numbers_that_the_other_has_not_is_not_lossless(a: str, b: str) -> None:
-    assert not lossless(a, b)
+    assert not is_lossless_cast(a, b)
 
 
 def test_rounding_is_said_once_and_is_that_of_torch(tmp_path: Path) -> None:
@@ -697,7 +697,7 @@ def test_an_array_that_is_not_plain_numbers_is_refused(name: str) -> None:
     )
     array.state = (1, shape, dtype, order, data)
     with pytest.raises(Unsupported, match="_reconstruct"):
-        plain(array, "rng.x")
+        to_plain(array, "rng.x")
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -730,7 +730,7 @@ def test_a_checkpoint_that_would_run_code_does_not(tmp_path: Path, canary: Path)
 
 def test_nothing_but_our_own_pickles_reaches_torchs_unpickler(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
-    real_save, real_load = torch_reader._saved, torch.load
+    real_save, real_load = torch_reader._pickle_for_planner, torch.load
 
     def saved(x: Any) -> Any:
         out = real_save(x)
@@ -741,7 +741,7 @@ def test_nothing_but_our_own_pickles_reaches_torchs_unpickler(monkeypatch: pytes
         assert f.getvalue() in made
         return real_load(f, *more, **how)
 
-    monkeypatch.setattr(torch_reader, "_saved", saved)
+    monkeypatch.setattr(torch_reader, "_pickle_for_planner", saved)
     monkeypatch.setattr(torch, "load", checked)
     folder = FIXTURES / "fsdp2_w2_groups" / "ckpt"
     load(_skeleton({"args": {"name": 1, "tuple": 1}, "step": 1, "optim": {"param_groups": [{"lr": 1}]}}), folder)

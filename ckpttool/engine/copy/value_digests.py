@@ -13,7 +13,7 @@ from itertools import accumulate
 from blake3 import blake3
 
 from ...formats import values
-from ...formats.stored_tensors import Inline, flattened
+from ...formats.stored_tensors import Inline, flatten_tree
 from ...index.checkpoint import Checkpoint, Value, joined
 from ...index.digests import component_roots, value_root
 
@@ -50,7 +50,7 @@ def data_digest(value: Value) -> str:
 
 def taken_apart(held: Mapping[str, Value]) -> dict[str, Value]:
     """Take values apart as readers of state dicts do; those of JSON files are whole trees."""
-    return {joined(p): Value(p, x) for v in held.values() for p, x in flattened(v.data, v.path).items()}
+    return {joined(p): Value(p, x) for v in held.values() for p, x in flatten_tree(v.data, v.path).items()}
 
 
 def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:

@@ -193,14 +193,14 @@ def _refuse_foreign(source: Source, file: str | None) -> None:
     """
     if file is not None:
         beside = () if source.root.startswith("http") else source.list()  # a server may have no listing of the folder
-        other_files.refuse_checkpoint([file], beside, _shown(source, file))
+        other_files.refuse_foreign_checkpoint([file], beside, _shown(source, file))
         return
     names = source.list()
     folders = [n for n in names if source.glance(n)[0]]
     for folder in ["", *folders[:_MOST_FOREIGN]]:
         here = source.list(folder) if folder else names
         files = [n for n in here if not source.glance(f"{folder}/{n}" if folder else n)[0]]
-        other_files.refuse_checkpoint(files, here, _shown(source, folder))
+        other_files.refuse_foreign_checkpoint(files, here, _shown(source, folder))
 
 
 def _closed(source: Source) -> str | None:

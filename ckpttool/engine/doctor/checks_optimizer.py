@@ -9,7 +9,7 @@ from collections import Counter
 
 from ...bounded_json import parse
 from ...errors import CkpttoolError, Corrupt
-from ...formats.stored_tensors import number_in
+from ...formats.stored_tensors import decode_number
 from ...index.checkpoint import Checkpoint, joined, orphaned_optimizer_state
 from ...index.names import step_count
 from ...index.optimizers import describe_lost_slots, find_per_rank_slots
@@ -142,7 +142,7 @@ def _optimizer_steps(at: Examined) -> dict[str, float]:
     at.source.prefetch(
         (ckpt.files[ckpt.tensors[n].chunks.file[0]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names
     )
-    found = {n: number_in(ckpt.tensors[n].dtype, data) for n, data in small(ckpt, at.source, names).items()}
+    found = {n: decode_number(ckpt.tensors[n].dtype, data) for n, data in small(ckpt, at.source, names).items()}
     out: dict[str, float | int] = {n: step for n, step in found.items() if step is not None}
     for v in ckpt.values.values():
         if v.is_optimizer_state and v.path[-1] == "step" and type(v.data) in (int, float):

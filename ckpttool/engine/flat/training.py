@@ -26,7 +26,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ...errors import Corrupt, Unsupported
-from ...formats.stored_tensors import Inline, flattened
+from ...formats.stored_tensors import Inline, flatten_tree
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined, tied_weights
 from ...index.draft import Dropped
 from ...index.fqns import EXTRA_STATE, split_extra_state
@@ -93,7 +93,7 @@ TRAINED_ALONE = "param groups list the parameters that an engine trains, and no 
 def group_values(groups: Iterable[Group]) -> dict[str, Value]:
     """Return param groups as the values that a reader finds, by canonical name."""
     trees = [{**g.options, "params": list(g.params)} for g in groups]
-    found = flattened(trees, ("optim", "param_groups")) if trees else {}
+    found = flatten_tree(trees, ("optim", "param_groups")) if trees else {}
     return {joined(p): Value(p, x) for p, x in found.items()}
 
 

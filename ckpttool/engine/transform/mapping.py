@@ -20,7 +20,7 @@ from ...huggingface import maps
 from ...index.axes import PAD, AxesError, UnknownSize, link_part, place_chunks
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from ...index.expressions import evaluate_size
-from ...index.line_groups import ResolvedGroup, TensorGroup, find_ignored, group_names, make_views, resolve_group
+from ...index.map_groups import ResolvedGroup, TensorGroup, find_ignored, group_names, make_views, resolve_group
 from ...index.name_maps import NameMap
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource
 from ...storage.source import Source

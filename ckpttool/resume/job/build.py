@@ -31,7 +31,7 @@ from typing import Any
 from ...engine.opening import OpenCheckpoint
 from ...errors import Unsupported, UsageError, argument
 from ...index.checkpoint import Checkpoint
-from ...live.optimizers import OWN_FLAGS, each
+from ...live.job_optimizers import OWN_FLAGS, list_optimizers
 from ..request import RunSettings
 from ..text import plural
 from ..trace.live_facts import list_dropouts, named_parameters
@@ -142,7 +142,7 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
     elif optimizer is not None and not follows:
         optimizer = optimizer(model)
     if isinstance(optimizer, (list, tuple)):
-        optimizer = OptimizerList(each(optimizer))
+        optimizer = OptimizerList(list_optimizers(optimizer))
     if follows:
         _replace_parameters(optimizer, names, named_parameters(model))
     if callable(scheduler) and not hasattr(scheduler, "state_dict"):

@@ -14,9 +14,9 @@ from copy import deepcopy
 from typing import Any
 
 from ...errors import argument
+from ...live.job_optimizers import loaded_options
 from ...live.live_values import first_difference
 from ...live.load import load
-from ...live.optimizers import options
 from ..request import RunSettings, Status
 from ..trace import fingerprint
 from ..trace.live_facts import collective_device, named_state, optimizer_numbers
@@ -57,7 +57,7 @@ def round_trip(job: Job, settings: RunSettings, out: Trace, status: Status) -> N
     model, optim = get_state_dict(job.model, job.optimizer)
     save({"model": model, "optim": optim}, checkpoint_id=folder)
     saved = time.monotonic() - began
-    groups = [deepcopy(options(g)) for g in job.optimizer.param_groups]
+    groups = [deepcopy(loaded_options(g)) for g in job.optimizer.param_groups]
     numbers = optimizer_numbers(job.model, job.optimizer)
     del model, optim
     with torch.no_grad():

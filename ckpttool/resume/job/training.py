@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from ...errors import UsageError
-from ...live.collectives import gathered
+from ...live.collectives import gather_objects
 from ..request import RunSettings
 from ..trace import batches, fingerprint, probing
 from ..trace.live_facts import StepNorms, root_of_squares
@@ -84,7 +84,7 @@ def measure_recorded_probe(job: Job, settings: RunSettings, out: Trace) -> None:
             found = probing.sketch_logits(logits.cpu().numpy())
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as e:
             why = f"{type(e).__name__}: {e}"
-    wrong = [text for text in gathered(why) if text is not None]
+    wrong = [text for text in gather_objects(why) if text is not None]
     out.probe["recorded"] = {"skipped": wrong[0]} if wrong else found
 
 
@@ -201,7 +201,7 @@ def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: RunSettings
             continue
         tokens += int((labels[:, 1:] != batches.IGNORED).sum().item())
         mine.extend(batch["input_ids"].cpu().numpy())
-    parts = [p for p in gathered((tokens, *batches.digest_and_marks(mine), known, copy)) if not p[4]]
+    parts = [p for p in gather_objects((tokens, *batches.digest_and_marks(mine), known, copy)) if not p[4]]
     total = max(1, sum(p[0] for p in parts))
     if not all(p[3] for p in parts):
         return total, None, []
@@ -251,5 +251,5 @@ def measure_memory(settings: RunSettings) -> list[MemoryRecord]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         mine = {"allocated_bytes": peak, "reserved_bytes": peak, "total_bytes": whole}
-    every: list[MemoryRecord] = gathered(mine)
+    every: list[MemoryRecord] = gather_objects(mine)
     return [{"rank": r, **m} for r, m in enumerate(every)]

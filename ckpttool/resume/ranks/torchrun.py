@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from ...errors import CkpttoolError, RankLost, UsageError, argument
-from ...live.collectives import gathered
+from ...live.collectives import gather_objects
 from ..job.watchdog import Beat, Watch, beat_from_json, beat_period, beat_to_json, enter_stage, publishing_beats
 from ..request import Status
 from ..trace.numerics import set_cuda_environment
@@ -98,7 +98,7 @@ def exit_together(status: int) -> NoReturn:
     # change the status of a rank 0 that has written its reports
     signal.signal(signal.SIGTERM, signal.SIG_DFL if dist.get_rank() else signal.SIG_IGN)
     try:
-        statuses = gathered(status, _LastingJob.group)
+        statuses = gather_objects(status, _LastingJob.group)
     except RuntimeError:  # gloo's errors are of this class
         raise RankLost(
             f"rank {dist.get_rank()} waited for the verdict of rank 0, but a rank ended before all had it. That rank's "
@@ -218,7 +218,7 @@ def watched_job(timeout: float, status: Status) -> Iterator[None]:
     import torch.distributed as dist
 
     period = beat_period(timeout)
-    attempt = gathered(uuid.uuid4().hex)[0]
+    attempt = gather_objects(uuid.uuid4().hex)[0]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         patience = timedelta(seconds=max(5.0, 2 * period))

@@ -26,10 +26,10 @@ from typing import Any, NoReturn
 from ...engine.opening import OpenCheckpoint
 from ...engine.workers.local_worker import die_with_parent
 from ...errors import CkpttoolError, CommandLine, DoesNotFit, as_flags, kind_of
-from ...live.collectives import gathered
+from ...live.collectives import gather_objects
 from ...live.load import load_opened
+from ...live.plain_values import is_lossless_cast
 from ...live.shared_index import look_together
-from ...live.values import lossless
 from ..compare import misfit
 from ..job.build import Job, build_job
 from ..job.round_trip import round_trip
@@ -149,7 +149,7 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
             status(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
             if k == 0:
                 round_trip(job, settings, out, status)
-    if any(gathered(job.random)):
+    if any(gather_objects(job.random)):
         out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
     out.memory = measure_memory(settings)
     del job
@@ -263,12 +263,12 @@ def _load_checkpoint(
             problem, fits = str(e), not isinstance(e, DoesNotFit)
         except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
             problem = f"{type(e).__name__}: {e}"
-    every: list[tuple[str | None, LoadCostRecord]] = gathered((problem, cost.measured()))
+    every: list[tuple[str | None, LoadCostRecord]] = gather_objects((problem, cost.measured()))
     problems = [said for said, _ in every]
     out.loads = [{"rank": rank, **measured} for rank, (_, measured) in enumerate(every)]
     out.load_seconds = max(m["seconds"] for m in out.loads)
     out.load_bytes = sum(m["bytes"] for m in out.loads)
-    if not all(gathered(fits)):
+    if not all(gather_objects(fits)):
         stored = {t.local_name: t.shape for t in opened.checkpoint.tensors.values() if t.component == "model"}
         live = {n.removeprefix("model."): tuple(t.shape) for n, t in named_state(job.model).items()}
         out.misfit = misfit.compare_names(stored, live, out.tied)
@@ -317,7 +317,9 @@ def _fingerprint_state(
         marks = fingerprint.fingerprint_files(opened, other, *ranks, device)
         out.stored_as = {n: (entries[n].dtype, marks[n]) for n in other}
     if settings.reread:
-        out.environment["rounded"] = [n for n in other if not lossless(entries[n].dtype, dtype_name(tensors[n]))]
+        out.environment["rounded"] = [
+            n for n in other if not is_lossless_cast(entries[n].dtype, dtype_name(tensors[n]))
+        ]
         if other:
             kinds = f"{entries[other[0]].dtype} in the files and {dtype_name(tensors[other[0]])} in the job"
             out.notes.append(f"of another dtype: {plural(len(other), 'tensor')}, first {other[0]}: {kinds}")

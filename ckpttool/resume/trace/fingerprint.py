@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from ...index.boxes import box_is_flat, flat_start, strides
-from ...live.collectives import gathered
+from ...live.collectives import gather_objects
 
 __all__ = [
     "can_fingerprint",
@@ -192,7 +192,9 @@ def fingerprint_each_rank(tensors: Mapping[str, Any]) -> dict[str, list[tuple[st
     """{name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of shards
     are left out. A collective."""
     whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
-    every = gathered([f"{_fingerprint_box(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()])
+    every = gather_objects(
+        [f"{_fingerprint_box(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()]
+    )
     return {
         n: [(str(t.dtype).removeprefix("torch."), tuple(t.shape), prints[k]) for prints in every]
         for k, (n, t) in enumerate(whole.items())

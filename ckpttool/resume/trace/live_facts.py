@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ...live.collectives import gathered
-from ...live.live_values import leaves
-from ...live.optimizers import OWN_FLAGS
+from ...live.collectives import gather_objects
+from ...live.job_optimizers import OWN_FLAGS
+from ...live.live_values import iterate_leaves
 from .fingerprint import counts_on_this_rank, local_shard, sum_over_ranks
 from .numerics import read_numerics
 from .records import EnvironmentRecord
@@ -135,7 +135,7 @@ def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
     out = {f"model.{clean[n]}": t for n, t in found.items()}
     if optimizer is not None:
         for fqn, p in named_parameters(model).items():
-            for slot, _, t in leaves(optimizer.state.get(p, {}), ()):
+            for slot, _, t in iterate_leaves(optimizer.state.get(p, {}), ()):
                 if hasattr(t, "element_size"):
                     out[f"optim.state.{fqn}.{slot}"] = t
     return out
@@ -207,7 +207,7 @@ def optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
     return {
         f"optim.state.{fqn}.{slot}": float(x)
         for fqn, p in named_parameters(model).items()
-        for slot, _, x in leaves(optimizer.state.get(p, {}), ())
+        for slot, _, x in iterate_leaves(optimizer.state.get(p, {}), ())
         if isinstance(x, (bool, int, float))
     }
 
@@ -285,4 +285,4 @@ def is_same_on_all_ranks(x: Any) -> bool:
     """Whether all ranks have the same plain data. A collective."""
     from blake3 import blake3
 
-    return len(set(gathered(blake3(repr(x).encode()).hexdigest()))) == 1
+    return len(set(gather_objects(blake3(repr(x).encode()).hexdigest()))) == 1

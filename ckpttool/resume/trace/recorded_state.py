@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...errors import UsageError, argument
-from ...live.collectives import gathered
+from ...live.collectives import gather_objects
 from ..text import format_list, plural
 from . import fingerprint
 from .side_state import collect_side_state, flatten_side_state, mark_array
@@ -93,7 +93,7 @@ def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
             continue
         for ours, new in zip(mine, part, strict=True):
             ours.update(new)
-    parts = gathered((mine.values, mine.others, sorted(mine.sharded), wrong, _mark_generators()))
+    parts = gather_objects((mine.values, mine.others, sorted(mine.sharded), wrong, _mark_generators()))
     unrecorded: dict[str, str] = {}
     for rank, part in enumerate(parts):
         for key, why in part[3].items():

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...errors import UsageError, argument
-from ...live.collectives import gathered
+from ...live.collectives import gather_objects
 from ...printable import printable
 from ..text import format_list, plural
 from .batches import digest_and_marks
@@ -207,7 +207,7 @@ class Recorder:
                 )
         except Exception as e:
             failed = f"{type(e).__name__}: {e}"
-        for rank, text in enumerate(gathered(failed)):
+        for rank, text in enumerate(gather_objects(failed)):
             if text is not None:
                 return {}, f"its state could not be read on rank {rank} ({text})"
         if not is_same_on_all_ranks(list(tensors)):
@@ -230,7 +230,7 @@ class Recorder:
                 out = {"rows": self._probe, **sketch_logits(logits.cpu().numpy())}
         except Exception as e:
             why = f"{type(e).__name__}: {e}"
-        every = gathered(why)
+        every = gather_objects(why)
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None]
         return ({}, wrong[0]) if wrong else (out, None)
 
@@ -365,7 +365,7 @@ class Recorder:
             seen = None if rows is None else digest_and_marks(rows)
         except Exception as e:
             self._lost("batch", f"batch, a {type(batch).__name__}, is not rows of token ids ({type(e).__name__}: {e})")
-        parts = gathered((mine, tokens, seen), self._group)
+        parts = gather_objects((mine, tokens, seen), self._group)
         losses, counts, rows_seen = zip(*parts, strict=True)
         if None in losses:
             return None

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from ...errors import Unsupported
 from ...formats.pickles import Global, Opaque
-from ...formats.stored_tensors import Inline, flattened
+from ...formats.stored_tensors import Inline, flatten_tree
 from ...index.checkpoint import Path, joined
 from ...index.names import canonical
-from ...live.values import plain
+from ...live.plain_values import to_plain
 
 __all__ = ["Mark", "SideState", "collect_side_state", "flatten_side_state", "mark_array"]
 
@@ -54,7 +54,7 @@ def flatten_side_state(tree: Mapping[str, Any]) -> dict[Path, Any]:
     its
     root: {"lr_scheduler": {...}, "epoch": 3} gives scheduler.* and trainer.epoch."""
     weight = object()  # a tree without a model would be taken for a model
-    leaves = {("model", "w"): weight, **flattened(dict(tree))}
+    leaves = {("model", "w"): weight, **flatten_tree(dict(tree))}
     found = canonical(leaves, lambda x: (1,) if x is weight or hasattr(x, "element_size") else None).leaves
     return {path: x for path, x in found.items() if x is not weight}
 
@@ -86,7 +86,7 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
     name = joined(path)
     if isinstance(x, (Inline, Opaque, Global)):
         try:
-            x = plain(x, name)
+            x = to_plain(x, name)
         except Unsupported:
             cls = x.cls if isinstance(x, Opaque) else x
             out.values[name] = f"<{cls.module}.{cls.name}>" if isinstance(cls, Global) else f"<{type(x).__name__}>"

@@ -290,7 +290,7 @@ def _facts_of_save(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -
         "param groups": _shared_param_groups(rank.tree, what),
     }
     read_at = files.reader(rank.number)
-    return {k: stored_tensors.inlined(x, read_at, what) for k, x in found.items()}
+    return {k: stored_tensors.inline_tensors(x, read_at, what) for k, x in found.items()}
 
 
 def _shared_param_groups(tree: Mapping[str, Any], what: str) -> list[list[dict[str, Any]]]:

@@ -1,5 +1,5 @@
-"""The lines of a name map, applied to names and tensors of a checkpoint: which tensors a line is about, and what they
-become.
+"""A name map applied to the names and tensors of a checkpoint: which tensors each of its lines is about, and what they
+become. name_maps.py reads the map, and knows of no checkpoint.
 
 Names of one component are first put into groups: those of one line that have the same numbers (`group_names`). A group
 is then resolved: the sizes of its axes, the names on the other side, and where each part is in the whole
@@ -48,10 +48,12 @@ class TensorGroup:
 
     @property
     def stacked(self) -> list[str]:
+        """List the stacked variables, sorted."""
         return sorted(self.line.stacked)
 
     @property
     def first(self) -> str:
+        """Return the first name, for messages."""
         return next(iter(self.names.values()))
 
 
@@ -67,7 +69,7 @@ class ResolvedGroup:
 
     @property
     def renames(self) -> bool:
-        """Whether a tensor goes on as it is."""
+        """Whether a tensor only gets another name."""
         return not self.links or (len(self.names) == len(self.group.names) == 1 and self._only_link.is_identity)
 
     @property
@@ -75,14 +77,17 @@ class ResolvedGroup:
         return next(iter(self.links.values()))
 
     def source_shape(self, key: Key) -> tuple[int, ...]:
-        """The shape that a tensor of the source has as a weight."""
+        """Return the shape that a tensor of the source has as a weight."""
         return self._only_link.whole_shape if self.group.from_whole else self.links[key].part_shape
 
 
 def group_names(
     names: Iterable[str], found: NameMap, component: str, forward: bool
 ) -> tuple[list[TensorGroup], list[str]]:
-    """The groups of some names, and those that no line is about."""
+    """Group names by the lines that they match: (groups, names that no line is about).
+
+    `forward` goes from the left side of the map to the right.
+    """
     groups: dict[Any, TensorGroup] = {}
     unmatched: list[str] = []
     rows = [
@@ -108,13 +113,13 @@ def group_names(
 
 
 def names_not_covered(found: NameMap, names: Iterable[str], forward: bool) -> list[str]:
-    """The names of weights that the map is not about, of those on the left (`forward`) or on the right."""
+    """List the names of weights that the map is not about, of those on the left (`forward`) or on the right."""
     _, unmatched = group_names(names, found, "model", forward)
     return [n for n in unmatched if not (forward and find_ignored(found, n))]
 
 
 def find_ignored(found: NameMap, name: str) -> Ignored | None:
-    """What a map says of a left name that it leaves out."""
+    """Find what a map says of a left name that it leaves out; None where it says nothing."""
     return next((row for row in found.ignored if row.tensor.pattern.fullmatch(name)), None)
 
 
@@ -124,11 +129,14 @@ def _solve_sizes(
     known: Mapping[str, int],
     told: Container[str],
 ) -> tuple[dict[str, int], list[str]]:
-    """The sizes of the axes of a group whose tensors have these shapes, and notes. `told` are those that config.json
-    can tell.
+    """Find the sizes of the axes of a group from the shapes of its tensors: ({axis: size}, notes).
+
+    Args:
+        known: sizes that are known from elsewhere.
+        told: the axes that config.json can tell.
 
     Raises:
-        AxesError, UnknownSize.
+        AxesError: a shape contradicts the sizes. UnknownSize: the shapes leave one open.
     """
     line, notes = group.line, list[str]()
     whole = line.whole.axes
@@ -167,7 +175,7 @@ def resolve_group(
     known: Mapping[str, int],
     found: NameMap,
 ) -> ResolvedGroup:
-    """What a group becomes.
+    """Find what a group becomes, from the shapes of its tensors and the sizes that are known.
 
     Raises:
         Unsupported: a shape is not what the line says, a part is missing, or a size is not known.
@@ -214,7 +222,7 @@ def resolve_group(
 
 
 def _iterate_numbers(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The numbers of all parts, in order, one after the other: a name in a file may make them a billion."""
+    """Yield the numbers of all parts in order, one after the other: a name in a file may make them a billion."""
     if not sizes:
         yield ()
         return
@@ -224,14 +232,14 @@ def _iterate_numbers(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _part_name(group: TensorGroup, k: int, at: tuple[int, ...]) -> str:
-    """The name of a part."""
+    """Return the name of part k at the numbers `at` of the stacked variables."""
     return group.line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
 
 
 def make_views(
     result: ResolvedGroup, entries: Mapping[Key, TensorEntry], head: Path, tail: Path
 ) -> dict[str, TensorEntry]:
-    """The tensors that the tensors of a group become, below a path.
+    """Make the tensors that the tensors of a group become; their names are between `head` and `tail`.
 
     Raises:
         Unsupported: parts have several dtypes, or a chunk is compressed.

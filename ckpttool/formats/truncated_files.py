@@ -23,7 +23,7 @@ from ..storage.overlay import Patch
 from ..storage.source import ReadAt
 from . import pickles, safetensors_header, sharded, torch_zip, zip_bytes
 
-__all__ = ["LEGACY", "ends_like_zip", "of_safetensors", "of_torch"]
+__all__ = ["LEGACY", "ends_like_zip", "repair_safetensors_file", "repair_torch_file"]
 
 #: How a legacy torch.save file begins: a pickle of its magic number, in one of two protocols.
 LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -36,22 +36,22 @@ def ends_like_zip(read_at: ReadAt, length: int) -> bool:
     return length >= 22 and read_at(length - 22, 4) == b"PK\x05\x06"
 
 
-def of_torch(read_at: ReadAt, length: int, what: str) -> Patch | None:
-    """How a torch.save file that was cut off should be; None where nothing is missing.
+def repair_torch_file(read_at: ReadAt, length: int, what: str) -> Patch | None:
+    """Say how a torch.save file that was cut off should be; None where nothing is missing.
 
     Raises:
         Corrupt: it was cut off before its first record, or something else is wrong with it. Unsafe: its pickle would
-        run code.
+            run code.
     """
     head = read_at(0, min(length, 64))
     if zip_bytes.is_zip(head):
-        return None if ends_like_zip(read_at, length) else _zip(read_at, length, what)
+        return None if ends_like_zip(read_at, length) else _repair_zip(read_at, length, what)
     if LEGACY in head:
-        return _legacy(read_at, length, what)
+        return _repair_legacy(read_at, length, what)
     raise Corrupt(f"{what}: it begins neither like a zip nor like a legacy torch.save file.")
 
 
-class _Found(NamedTuple):
+class _FoundRecord(NamedTuple):
     """A record of which at least the local header is there."""
 
     name: str
@@ -61,17 +61,21 @@ class _Found(NamedTuple):
     crc32: int
 
 
-def _windows(length: int) -> list[int]:
-    """How many of the first bytes to look for a pickle in: mostly few suffice."""
+def _window_sizes(length: int) -> list[int]:
+    """List how many of the first bytes to look for a pickle in: mostly few suffice."""
     out = [min(length, n) for n in (1 << 20, 16 << 20, torch_zip.MAX_PICKLE_BYTES)]
     return sorted(set(out))
 
 
-def _storages(read_at: ReadAt, start: int, length: int, what: str) -> tuple[dict[str, tuple[int, int]], int]:
-    """`torch_zip.storages_of` of the pickle at `start`, and where it ends in the file."""
-    for window in _windows(length - start):
+def _read_storages(read_at: ReadAt, start: int, length: int, what: str) -> tuple[dict[str, tuple[int, int]], int]:
+    """Read the storages that the pickle at `start` refers to, {key: (elements, bytes)}, and where it ends in the file.
+
+    Raises:
+        Corrupt: the file was cut off within it.
+    """
+    for window in _window_sizes(length - start):
         try:
-            found, end = torch_zip.storages_of(read_at(start, window), 0, what, sharded.stand_ins(what))
+            found, end = torch_zip.find_storages(read_at(start, window), 0, what, sharded.stand_ins(what))
         except pickles.Truncated:
             continue
         if (total := sum(n for _, n in found.values())) > _MOST_BYTES:
@@ -80,37 +84,43 @@ def _storages(read_at: ReadAt, start: int, length: int, what: str) -> tuple[dict
     raise Corrupt(f"{what} was cut off within its pickle, before the first tensor. Nothing of it can be read.")
 
 
-def _zip(read_at: ReadAt, length: int, what: str) -> Patch:
+def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
+    """Say how a zip should be of which the last bytes are missing: what records and which directory belong behind its
+    end.
+
+    Raises:
+        Corrupt: the sizes of its tensors are not known.
+    """
     sizes: dict[str, int] = {}
-    found: list[_Found] = []
+    found: list[_FoundRecord] = []
     present = at = 0
     root = ""
-    while (header := _local_header(read_at, at, length)) is not None:
+    while (header := _read_local_header(read_at, at, length)) is not None:
         name, flags, crc, size, offset = header
         folder, _, short = name.partition("/")
         root = root or folder
         if short == "data.pkl":
-            storages, end = _storages(read_at, offset, length, what)
+            storages, end = _read_storages(read_at, offset, length, what)
             sizes, size = {key: n for key, (_, n) in storages.items()}, end - offset
         elif not flags & 8:
             pass  # the header has its size and CRC32
         elif short.startswith("data/") and short[5:] in sizes:
             size = sizes[short[5:]]
         else:
-            small = _small_record(read_at, offset, length)
+            small = _small_record_length(read_at, offset, length)
             if small is None:
                 break
             size = small
         if flags & 8:
-            descriptor = _descriptor(read_at, offset + size, length, size)
+            descriptor = _read_descriptor(read_at, offset + size, length, size)
         else:
             descriptor = (crc, offset + size) if offset + size <= length else None
         if descriptor is None:
             if _cut_inside(read_at, offset + size, length):  # what there is of it counts
-                found.append(_Found(name, at, offset, size, 0))
+                found.append(_FoundRecord(name, at, offset, size, 0))
                 present, at = length, max(length, offset + size)
             break
-        found.append(_Found(name, at, offset, size, descriptor[0]))
+        found.append(_FoundRecord(name, at, offset, size, descriptor[0]))
         present = at = descriptor[1]
     if not sizes and not any(r.name.endswith("/data.pkl") for r in found):
         raise Corrupt(f"{what}: its first records are damaged, so the sizes of its tensors are not known.")
@@ -128,9 +138,8 @@ def _zip(read_at: ReadAt, length: int, what: str) -> Patch:
     return Patch(present, at + len(directory), (*made, (at, directory)))
 
 
-def _local_header(read_at: ReadAt, at: int, length: int) -> tuple[str, int, int, int, int] | None:
-    """(name, flags, CRC32, bytes, where they begin) of the record whose local header is at `at`; None where none is
-    whole."""
+def _read_local_header(read_at: ReadAt, at: int, length: int) -> tuple[str, int, int, int, int] | None:
+    """Read the local header at `at`: (name, flags, CRC32, bytes, where they begin); None where none is whole."""
     if at + 30 > length:
         return None
     raw = read_at(at, 30)
@@ -153,8 +162,8 @@ def _local_header(read_at: ReadAt, at: int, length: int) -> tuple[str, int, int,
     return name, flags, crc, size, at + 30 + name_n + extra_n
 
 
-def _descriptor(read_at: ReadAt, at: int, length: int, size: int) -> tuple[int, int] | None:
-    """(CRC32, where it ends) of the data descriptor at `at` of a record of `size` bytes; None where it is not there."""
+def _read_descriptor(read_at: ReadAt, at: int, length: int, size: int) -> tuple[int, int] | None:
+    """Read the data descriptor at `at` of a record of `size` bytes: (CRC32, its end); None where there is none."""
     raw = read_at(at, min(28, length - at)) if at < length else b""
     wide = len(raw) >= 24 and struct.unpack("<2Q", raw[8:24]) == (size, size)
     narrow = len(raw) >= 16 and struct.unpack("<2I", raw[8:16]) == (size, size)
@@ -172,25 +181,30 @@ def _cut_inside(read_at: ReadAt, end: int, length: int) -> bool:
     return length <= end or (bool(rest) and rest[:4] == b"PK\x07\x08"[: len(rest)])
 
 
-def _small_record(read_at: ReadAt, offset: int, length: int) -> int | None:
-    """Bytes of a record whose size nothing says, by the data descriptor behind it; None where none follows."""
+def _small_record_length(read_at: ReadAt, offset: int, length: int) -> int | None:
+    """Find the length of a record whose size nothing says by the data descriptor behind it; None where none follows."""
     window = read_at(offset, min(_SMALL_RECORD, length - offset))
     at = window.find(b"PK\x07\x08")
     while at >= 0:
-        if _descriptor(read_at, offset + at, length, at) is not None:
+        if _read_descriptor(read_at, offset + at, length, at) is not None:
             return at
         at = window.find(b"PK\x07\x08", at + 1)
     return None
 
 
-def _legacy(read_at: ReadAt, length: int, what: str) -> Patch | None:
-    for window in _windows(length):
+def _repair_legacy(read_at: ReadAt, length: int, what: str) -> Patch | None:
+    """Say how a legacy torch.save file should be; None where nothing is missing.
+
+    Raises:
+        Corrupt: it was cut off within its pickles.
+    """
+    for window in _window_sizes(length):
         try:
             data = read_at(0, window)
             at = 0
             for _ in range(3):
                 _, at = pickles.load(data, start=at, what=what)
-            sizes, at = torch_zip.storages_of(data, at, what)
+            sizes, at = torch_zip.find_storages(data, at, what)
             keys, at = pickles.load(data, start=at, what=what)
             break
         except pickles.Truncated:
@@ -209,8 +223,8 @@ def _legacy(read_at: ReadAt, length: int, what: str) -> Patch | None:
     return None if at <= length else Patch(length, at, tuple(made))
 
 
-def of_safetensors(read_at: ReadAt, length: int, what: str) -> Patch | None:
-    """How a safetensors file that was cut off should be; None where nothing is missing.
+def repair_safetensors_file(read_at: ReadAt, length: int, what: str) -> Patch | None:
+    """Say how a safetensors file that was cut off should be; None where nothing is missing.
 
     Raises:
         Corrupt: it was cut off within its header, or is not such a file.

@@ -9,9 +9,19 @@ from copy import deepcopy
 from typing import Any
 
 from ..errors import Unsupported, UsageError
-from .live_values import fitted
+from .live_values import fit_to_live
 
-__all__ = ["OWN_FLAGS", "Plans", "create_state", "each", "kept", "options", "owners", "set_options", "would_save"]
+__all__ = [
+    "OWN_FLAGS",
+    "Plans",
+    "create_state",
+    "list_optimizers",
+    "loaded_options",
+    "optimizer_by_parameter",
+    "remember_options",
+    "saved_groups_and_state",
+    "set_options",
+]
 
 #: Options that choose an implementation of the optimizer and not its result: never loaded, never compared.
 OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -19,8 +29,8 @@ OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 Plans = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def each(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers of a job: none, one, or several, as get_state_dict takes them.
+def list_optimizers(optimizer: Any) -> tuple[Any, ...]:
+    """List the optimizers of a job: none, one, or several, as get_state_dict takes them.
 
     Raises:
         UsageError: it is none of these.
@@ -37,8 +47,8 @@ def each(optimizer: Any) -> tuple[Any, ...]:
     return found
 
 
-def owners(optimizers: Iterable[Any]) -> dict[int, Any]:
-    """{id of a parameter: its optimizer}.
+def optimizer_by_parameter(optimizers: Iterable[Any]) -> dict[int, Any]:
+    """Return {id of a parameter: its optimizer}.
 
     Raises:
         UsageError: a parameter has two.
@@ -51,14 +61,16 @@ def owners(optimizers: Iterable[Any]) -> dict[int, Any]:
     return out
 
 
-def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a param group that are state."""
+def loaded_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a param group that are state."""
     return {k: v for k, v in group.items() if k not in OWN_FLAGS and k not in ("params", "param_names")}
 
 
-def would_save(optimizer: Any) -> tuple[list[Mapping[str, Any]], dict[int, Any]]:
-    """(param groups, {id of a parameter: its state}) of what an optimizer's state_dict() holds; of the optimizer itself
-    where that has a form of its own."""
+def saved_groups_and_state(optimizer: Any) -> tuple[list[Mapping[str, Any]], dict[int, Any]]:
+    """Return what an optimizer's state_dict() holds: (param groups, {id of a parameter: its state}).
+
+    Where that has a form of its own, it is what the optimizer itself holds.
+    """
     saved, groups = optimizer.state_dict(), optimizer.param_groups
     try:
         pairs = [
@@ -71,11 +83,12 @@ def would_save(optimizer: Any) -> tuple[list[Mapping[str, Any]], dict[int, Any]]
         return groups, {id(p): state for p, state in optimizer.state.items()}
 
 
-def kept(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
-    """A function that gives these param groups the options that they have now. Tensors stay the ones that they are."""
+def remember_options(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
+    """Return a function that gives these param groups the options that they have now. Tensors stay the ones that they
+    are."""
     import torch
 
-    before = [(g, {k: (v, _copied(v)) for k, v in g.items() if k != "params"}) for g in groups]
+    before = [(g, {k: (v, _copy_mutable(v)) for k, v in g.items() if k != "params"}) for g in groups]
 
     @torch.no_grad()
     def restore() -> None:
@@ -83,23 +96,23 @@ def kept(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
             for k in [k for k in group if k != "params" and k not in old]:
                 del group[k]
             for k, (held, value) in old.items():
-                group[k] = held.copy_(value) if isinstance(held, torch.Tensor) else _copied(value)
+                group[k] = held.copy_(value) if isinstance(held, torch.Tensor) else _copy_mutable(value)
 
     return restore
 
 
-def _copied(x: Any) -> Any:
-    """A copy of what a step may change in place; any other object is the job's own."""
+def _copy_mutable(x: Any) -> Any:
+    """Copy what a step may change in place; any other object is the job's own."""
     if hasattr(x, "copy_"):
         return x.detach().clone()
     return deepcopy(x) if isinstance(x, (dict, list, set, deque)) else x
 
 
 def set_options(group: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the options of a param group to those of a checkpoint's group; what they must be afterwards."""
+    """Set the options of a param group to those of a checkpoint's group, and return what they must be afterwards."""
     import torch
 
-    want = {k: fitted(x, group.get(k)) for k, x in options(stored).items()}
+    want = {k: fit_to_live(x, group.get(k)) for k, x in loaded_options(stored).items()}
     for k, x in want.items():
         held = group.get(k)
         if isinstance(held, torch.Tensor) and isinstance(x, torch.Tensor) and held.shape == x.shape:
@@ -107,7 +120,7 @@ def set_options(group: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, A
             with torch.no_grad():
                 held.copy_(x)
         else:
-            group[k] = _copied(x)
+            group[k] = _copy_mutable(x)
     return want
 
 
@@ -126,9 +139,10 @@ def create_state(optimizer: Any, wanted: Sequence[Any], plans: Plans) -> None:
 
     chosen = set(map(id, wanted))
     gradients = [(p, p.grad) for g in optimizer.param_groups for p in g["params"]]
-    restore = kept(optimizer.param_groups)
+    restore = remember_options(optimizer.param_groups)
 
     def step() -> None:
+        """Make a step of the optimizer with a learning rate of zero."""
         for g in optimizer.param_groups:
             if "lr" in g:
                 g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], torch.Tensor) else 0.0

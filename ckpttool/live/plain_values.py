@@ -1,6 +1,7 @@
 """Values and dtypes of a checkpoint as Python, numpy and torch objects that a job may be given.
 
-`plain` rebuilds a value from inert data (numbers, strings, bytes). It never imports or calls what a checkpoint names.
+`to_plain` rebuilds a value from inert data (numbers, strings, bytes). It never imports or calls what a checkpoint
+names.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from ..formats.pickles import Global, Opaque, Ordered
 from ..formats.stored_tensors import Inline
 from ..index.checkpoint import NOT_TORCHS
 
-__all__ = ["lossless", "plain", "torch_dtype"]
+__all__ = ["is_lossless_cast", "to_plain", "torch_dtype"]
 
 
-def plain(x: Any, name: str) -> Any:
-    """A value as objects that torch's planner may be given: plain data, and real numpy arrays and torch constants.
+def to_plain(x: Any, name: str) -> Any:
+    """Rebuild a value as objects that torch's planner may be given: plain data, and real numpy arrays and torch
+    constants.
 
     Only bytes and numbers of the checkpoint take part: an array is made of its dtype, its shape and its bytes.
 
@@ -42,71 +44,89 @@ def plain(x: Any, name: str) -> Any:
         found = getattr(torch, x.name, None) if x.module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise _foreign(x, name)
+        raise _foreign_class(x, name)
     if isinstance(x, Opaque):
-        return _known_class(x, name)
+        return _rebuild_known_class(x, name)
     if isinstance(x, Ordered):
-        return OrderedDict((plain(k, name), plain(v, name)) for k, v in x.items())
+        return OrderedDict((to_plain(k, name), to_plain(v, name)) for k, v in x.items())
     if isinstance(x, dict):
-        return {plain(k, name): plain(v, name) for k, v in x.items()}
+        return {to_plain(k, name): to_plain(v, name) for k, v in x.items()}
     if type(x) in (list, tuple, set, frozenset):
-        return type(x)(plain(v, name) for v in x)
+        return type(x)(to_plain(v, name) for v in x)
     raise Unsupported(f'"{name}" holds a {type(x).__name__}, which cannot be given to a job.')
 
 
-def _foreign(cls: object, name: str) -> Unsupported:
+def _foreign_class(cls: object, name: str) -> Unsupported:
+    """Make the error for an instance of a class that is not rebuilt."""
     return Unsupported(
         f'"{name}" holds an instance of {cls}. ckpttool builds no object of a class that a checkpoint names, so this '
         "entry cannot be given to a job. Leave its key out of what is loaded."
     )
 
 
-def _known_class(x: Opaque, name: str) -> Any:
+def _rebuild_known_class(x: Opaque, name: str) -> Any:
+    """Rebuild an instance of a class of numpy, torch or collections.
+
+    Raises:
+        Unsupported: it is of another class, or malformed.
+    """
     import numpy as np
 
     cls, args = x.cls, x.args
     try:
         if cls.module == "collections":
-            return _collection(x, name)
+            return _rebuild_collection(x, name)
         if cls.module == "numpy" and cls.name == "dtype":
-            return _numpy_dtype(x)
+            return _rebuild_dtype(x)
         if cls.module in ("numpy.core.multiarray", "numpy._core.multiarray") and cls.name == "scalar":
-            dtype = _numpy_dtype(args[0])
-            return np.frombuffer(_bytes(args[1], dtype.itemsize), dtype)[0]
+            dtype = _rebuild_dtype(args[0])
+            return np.frombuffer(_checked_bytes(args[1], dtype.itemsize), dtype)[0]
         if cls.name == "_reconstruct" and args and args[0] == Global("numpy", "ndarray"):
             _, shape, described, column_major, data = x.state
-            return _array(data, _numpy_dtype(described), shape, "F" if column_major else "C")
+            return _rebuild_array(data, _rebuild_dtype(described), shape, "F" if column_major else "C")
         if cls.name == "_frombuffer" and cls.module.startswith("numpy."):
             data, described, shape, order = args
-            return _array(data, _numpy_dtype(described), shape, order)
+            return _rebuild_array(data, _rebuild_dtype(described), shape, order)
         if cls.module == "torch" and cls.name in ("Size", "device"):
             import torch
 
-            return torch.Size(map(_natural, args[0])) if cls.name == "Size" else torch.device(*map(_word, args))
+            return (
+                torch.Size(map(_checked_natural, args[0]))
+                if cls.name == "Size"
+                else torch.device(*map(_checked_word, args))
+            )
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
         pass
-    raise _foreign(cls, name)
+    raise _foreign_class(cls, name)
 
 
 _FACTORIES = {"int": int, "long": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool}
 
 
-def _collection(x: Opaque, name: str) -> Any:
-    """A Counter, a deque, or a defaultdict of plain values."""
-    items = {plain(k, name): plain(v, name) for k, v in x.dict_items}
+def _rebuild_collection(x: Opaque, name: str) -> Any:
+    """Rebuild a Counter, a deque, or a defaultdict of plain values.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    items = {to_plain(k, name): to_plain(v, name) for k, v in x.dict_items}
     if x.cls.name == "Counter":
-        return Counter(plain(x.args[0], name) if x.args else {})
+        return Counter(to_plain(x.args[0], name) if x.args else {})
     if x.cls.name == "deque":
         return deque(
-            x.list_items and map(lambda v: plain(v, name), x.list_items), x.args[1] if len(x.args) > 1 else None
+            x.list_items and map(lambda v: to_plain(v, name), x.list_items), x.args[1] if len(x.args) > 1 else None
         )
     if x.cls.name == "defaultdict" and (not x.args or x.args[0].module in ("builtins", "__builtin__")):
         return defaultdict(_FACTORIES[x.args[0].name] if x.args else None, items)
     raise ValueError
 
 
-def _numpy_dtype(x: Any) -> Any:
-    """A dtype of plain numbers, from what numpy pickles."""
+def _rebuild_dtype(x: Any) -> Any:
+    """Rebuild a dtype of plain numbers from what numpy pickles.
+
+    Raises:
+        ValueError: it is something else.
+    """
     import numpy as np
 
     if not isinstance(x, Opaque) or x.cls != Global("numpy", "dtype") or not re.fullmatch(r"[biufc]\d{1,2}", x.args[0]):
@@ -117,35 +137,45 @@ def _numpy_dtype(x: Any) -> Any:
     return np.dtype(order + x.args[0])
 
 
-def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+def _rebuild_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    """Make a numpy array of its bytes.
+
+    Raises:
+        ValueError: the bytes are not as many.
+    """
     import numpy as np
 
     if order not in ("C", "F") or not isinstance(shape, tuple):
         raise ValueError
-    raw = _bytes(data, prod(map(_natural, shape)) * dtype.itemsize)
+    raw = _checked_bytes(data, prod(map(_checked_natural, shape)) * dtype.itemsize)
     return np.frombuffer(raw, dtype).reshape(shape, order=order).copy(order="K")
 
 
-def _bytes(data: Any, n: int) -> bytes:
+def _checked_bytes(data: Any, n: int) -> bytes:
+    """Return the bytes, if they are n.
+
+    Raises:
+        ValueError: they are not.
+    """
     if not isinstance(data, (bytes, bytearray)) or len(data) != n:
         raise ValueError
     return bytes(data)
 
 
-def _natural(n: Any) -> int:
+def _checked_natural(n: Any) -> int:
     if type(n) is not int or n < 0:
         raise ValueError
     return n
 
 
-def _word(x: Any) -> Any:
+def _checked_word(x: Any) -> Any:
     if type(x) not in (str, int):
         raise ValueError
     return x
 
 
 def torch_dtype(name: str) -> Any:
-    """torch's dtype of that name.
+    """Return torch's dtype of that name.
 
     Raises:
         Unsupported: torch has none.
@@ -160,7 +190,7 @@ def torch_dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def lossless(source: str, target: str) -> bool:
+def is_lossless_cast(source: str, target: str) -> bool:
     """Whether every number of one dtype is a number of the other; the names are torch's."""
     import torch
 

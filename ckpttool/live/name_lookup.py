@@ -1,4 +1,4 @@
-"""The names that a live job may use for entries of a checkpoint."""
+"""Lookup of the names that a live job asks for: each is found among the canonical ones, however the job spells it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from types import MappingProxyType
 
 from ..errors import Unsupported
 from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
-from ..index.fqns import WRAPPERS
+from ..index.fqns import strip_wrapper_modules
 from ..index.names import COUNTERS, ROLES, original_path
 
-__all__ = ["Names"]
+__all__ = ["NameLookup"]
 
 
-class Names:
+class NameLookup:
     """The names that a live job may use for entries of a checkpoint; `find` returns canonical ones.
 
     Tried in this order; a name that fits two entries is an error: the canonical name or the name that the source itself
@@ -37,7 +37,7 @@ class Names:
         self._memo: dict[str, tuple[str, str] | None] = {}
 
     def find(self, asked: str) -> str | None:
-        """The canonical name for a name of the job; None if the checkpoint has no such entry.
+        """Find the canonical name for a name of the job; None if the checkpoint has no such entry.
 
         Raises:
             Unsupported: it fits several entries.
@@ -55,8 +55,8 @@ class Names:
         known = self._memo[asked]
         return known[0] if known else None
 
-    def agree(self, asked: Iterable[str]) -> None:
-        """Prove that names of one state dict were all understood in the same way.
+    def check_consistent(self, asked: Iterable[str]) -> None:
+        """Check that the names of one state dict were all understood in the same way.
 
         Raises:
             Unsupported: two names mean one tensor, or model and optimizer were found under different wrapper keys.
@@ -83,6 +83,7 @@ class Names:
             )
 
     def _aliases(self, asked: str) -> Iterator[tuple[str, str]]:
+        """Yield (canonical name that a name may mean, how it was understood: "", "bare" or "key K")."""
         top, _, rest = asked.partition(".")
         yield from ((n, "") for n in self._spelled(asked))
         if top in COUNTERS:
@@ -94,6 +95,7 @@ class Names:
             yield from ((n, f"key {top}") for n in self._spelled(rest))
 
     def _spelled(self, name: str) -> Iterator[str]:
+        """Yield the canonical names of a name that begins with a word for a component."""
         top, _, rest = name.partition(".")
         role = ROLES.get(top)
         if role and rest:
@@ -102,21 +104,21 @@ class Names:
                 yield from self._within(role, rest[2:])
 
     def _within(self, role: str, rest: str) -> Iterator[str]:
+        """Yield the canonical names in a component that the rest of a name may mean."""
         yield f"{role}.{rest}"
         if role == "model":
-            yield from (f"model.{fqn}" for fqn in _cleaned(rest))
+            yield from (f"model.{fqn}" for fqn in _without_wrappers(rest))
         elif role == "optim" and rest.startswith("state."):
-            yield from (f"optim.state.{fqn}" for fqn in _cleaned(rest[len("state.") :]))
+            yield from (f"optim.state.{fqn}" for fqn in _without_wrappers(rest[len("state.") :]))
         elif role == "optim" and rest.startswith("param_groups."):
             fqn, _, key = rest[len("param_groups.") :].rpartition(".")
-            for name in (fqn, *_cleaned(fqn)):
+            for name in (fqn, *_without_wrappers(fqn)):
                 yield from (f"optim.param_groups.{i}.{key}" for i in self._groups.get(name, ()))
 
 
-def _cleaned(fqn: str) -> Iterator[str]:
-    """The FQN without what wrappers put into it, and also without DDP's "module."."""
-    *path, last = fqn.split(".")
-    kept = [p for p in path if p not in WRAPPERS]
-    yield ".".join([*kept, last])
-    if kept[:1] == ["module"]:
-        yield ".".join([*kept[1:], last])
+def _without_wrappers(fqn: str) -> Iterator[str]:
+    """Yield the FQN without what wrappers put into it, and also without DDP's "module."."""
+    stripped = strip_wrapper_modules(fqn)
+    yield stripped
+    if stripped.startswith("module."):
+        yield stripped.removeprefix("module.")
