@@ -44,7 +44,7 @@ def asked_once(function: str, argument: str, work_bytes: int, text: bytes = b"")
 
 def remember() -> None:
     """Make this process ask so."""
-    hub_names.in_child = model_names.in_child = asked_once
+    hub_names.run_in_child = model_names.run_in_child = asked_once
 
 
 def _asked(function: str, argument: str, text: bytes, out: str) -> bytes:

@@ -109,7 +109,7 @@ def _answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ANSWERS", str(folder))
         for module in (hub_names, model_names):
-            patch.setattr(module, "in_child", answers.asked_once)
+            patch.setattr(module, "run_in_child", answers.asked_once)
         yield
 
 

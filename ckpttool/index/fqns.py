@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..errors import Corrupt, UsageError, argument
-from .checkpoint import Checkpoint, Path, Value, joined
+from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from .paths import is_optimizer_state
 
 __all__ = [
@@ -96,22 +96,23 @@ def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
             return path
         return (*path[:at], str(path[at]).removeprefix(prefix) or path[at], *path[at + 1 :])
 
-    out = replace(ckpt, tensors={}, values={}, recorded={}, origin={})
+    tensors: dict[str, TensorEntry] = {}
+    values: dict[str, Value] = {}
     renamed: dict[str, str] = {}
     for name, t in ckpt.tensors.items():
         path = short(t.path)
         renamed[name] = joined(path)
-        if renamed[name] in out.tensors:
+        if renamed[name] in tensors:
             raise Corrupt(f'two tensors are "{renamed[name]}" without the prefix "{prefix}".')
-        out.tensors[renamed[name]] = t if path == t.path else replace(t, path=path)
+        tensors[renamed[name]] = t if path == t.path else replace(t, path=path)
     for value in ckpt.values.values():
         path, data = short(value.path), value.data
         if value.option == "params" and isinstance(data, list):
             data = [n.removeprefix(prefix) if isinstance(n, str) else n for n in data]
-        out.values[joined(path)] = Value(path, data)
-    out.recorded = {renamed.get(n, n): d for n, d in ckpt.recorded.items()}
-    out.origin = {q: p for q, p in ckpt.origin.items() if q[0] not in ("model", "optim")}
-    return out
+        values[joined(path)] = Value(path, data)
+    recorded = {renamed.get(n, n): d for n, d in ckpt.recorded.items()}
+    origin = {q: p for q, p in ckpt.origin.items() if q[0] not in ("model", "optim")}
+    return replace(ckpt, tensors=tensors, values=values, recorded=recorded, origin=origin)
 
 
 def remove_wrappers_from_origin(origin: Mapping[Path, Path]) -> dict[Path, Path]:

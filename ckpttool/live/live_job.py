@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+import torch
+
 from ..errors import Differs, DoesNotFit, Unsupported, UsageError, argument
 from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
@@ -61,7 +63,9 @@ class LiveJob:
         self.notes = list(ckpt.notes)
         state = get_model_state_dict(model)
         self.extra = {n: x for n, x in state.items() if _is_extra_state(n)}  # what get_extra_state() of modules returns
-        self.live: dict[str, Any] = {n: t for n, t in state.items() if _is_tensor(t) and n not in self.extra}
+        self.live: dict[str, Any] = {
+            n: t for n, t in state.items() if isinstance(t, torch.Tensor) and n not in self.extra
+        }
         if any(t.is_meta for t in self.live.values()):
             raise Unsupported(
                 "the model is on the meta device, where tensors have no memory. Call model.to_empty(device=...) first."
@@ -107,7 +111,7 @@ class LiveJob:
             if rank == 0:
                 named = {n: e for n, e in self.entries.items() if isinstance(e, TensorEntry) and self._is_small(e)}
                 found = self._read_entries(named)
-                packed = pickle.dumps({n: t.reshape(-1).view(_uint8()).numpy().tobytes() for n, t in found.items()})
+                packed = pickle.dumps({n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in found.items()})
 
         run_together(read)
         self.opened.small = pickle.loads(broadcast_bytes(packed if rank == 0 else None, 0))
@@ -223,8 +227,6 @@ class LiveJob:
         Only one of the names is then loaded. If the index shows that they are the same bytes, nothing is read to
         compare them.
         """
-        import torch
-
         problems = []
         model = self.wanted["model"]
         for fqn in list(model):
@@ -242,8 +244,6 @@ class LiveJob:
 
     def _read_local_part(self, fqn: str) -> Any:
         """Read this rank's part of a tensor into new memory."""
-        import torch
-
         live = self.live[fqn]
         local = getattr(live, "_local_tensor", live)
         start = (0,) * live.dim()
@@ -359,8 +359,6 @@ class LiveJob:
 
     def _read_entries(self, entries: Mapping[str, TensorEntry | Value]) -> dict[str, Any]:
         """Read values as plain data, and small tensors on the CPU; values of unknown classes become notes."""
-        import torch
-
         out: dict[str, Any] = {}
         wanted: list[ReadRequest] = []
         for name, e in entries.items():
@@ -424,8 +422,6 @@ class LiveJob:
 
     def _slot_problems(self, fqn: str, names: Mapping[str, str]) -> list[str]:
         """Say how the state of a parameter in the job and in the checkpoint do not fit."""
-        import torch
-
         live = {name: x for name, (_, x) in self._leaves[fqn].items()}
         full = {k for k, n in names.items() if n in self.ckpt.tensors or not _is_empty(self.ckpt.values[n].data)}
         if full - live.keys() or any(not is_hollow(x) for k, x in live.items() if k not in names):
@@ -514,8 +510,6 @@ class LiveJob:
         Raises:
             Differs: with the first difference. The job is loaded in part, then.
         """
-        import torch
-
         for p, fqn in self._trained:
             state, filled = self._owner[id(p)].state[p], self.wanted["optim"]["state"][fqn]
             for name, (path, live) in self._leaves[fqn].items():
@@ -576,8 +570,6 @@ class LiveJob:
 
     def _state_differences(self, fqn: str, saved: Any) -> Iterator[str | None]:
         """Yield the differences of the optimizer's state of one parameter, as `_differences` does."""
-        import torch
-
         filled = self.wanted["optim"]["state"][fqn]
         now = {name: x for name, _, x in iterate_leaves(saved, self._leaves[fqn])}
         for name, (_, live) in self._leaves[fqn].items():
@@ -596,17 +588,9 @@ def _is_extra_state(name: str) -> bool:
     return _EXTRA_STATE.fullmatch(name) is not None
 
 
-def _is_tensor(x: Any) -> bool:
-    import torch
-
-    return isinstance(x, torch.Tensor)
-
-
 def _is_encoded(x: Any) -> bool:
     """Whether an extra state is bytes of the module's own making, which may write the same state otherwise (a
     pickle)."""
-    import torch
-
     return isinstance(x, bytes) or (isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 1)
 
 
@@ -617,18 +601,12 @@ def _is_empty(x: Any) -> bool:
 
 def _tensor_shapes(x: Any) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the tensors inside a value."""
-    return {name: tuple(t.shape) for name, _, t in iterate_leaves({"": x}, ()) if _is_tensor(t)}
+    return {name: tuple(t.shape) for name, _, t in iterate_leaves({"": x}, ()) if isinstance(t, torch.Tensor)}
 
 
 def _holds_states(x: Any) -> bool:
     """Whether it is a list of the states of schedulers, as SequentialLR has it."""
     return isinstance(x, (list, tuple)) and any(isinstance(y, Mapping) and y for y in x)
-
-
-def _uint8() -> Any:
-    import torch
-
-    return torch.uint8
 
 
 def _memory_address(t: Any) -> int:

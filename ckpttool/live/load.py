@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ..engine.copy.fill import Progress
 from ..engine.opening import OpenCheckpoint, OpenOptions
@@ -20,9 +20,11 @@ from ..errors import CkpttoolError
 from ..extras import need
 from ..options import Reading, list_keywords
 from .collectives import run_together, union_over_ranks
-from .live_job import LiveJob
 from .shared_index import locate_together, open_together
 from .storage_reader import storage_reader
+
+if TYPE_CHECKING:
+    from .live_job import LiveJob
 
 __all__ = ["Loaded", "load", "load_opened", "storage_reader"]
 
@@ -100,6 +102,7 @@ def load_opened(
     started: float,
 ) -> Loaded:
     """Load from a checkpoint that is open on every rank (shared_index.py), as `load` does. A collective."""
+    from .live_job import LiveJob
     from .torch_reader import AnyLayoutReader
 
     locate_together(opened)

@@ -10,7 +10,10 @@ import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..engine.copy.fill import Progress, silent
 from ..engine.copy.tensor_digests import tensor_digests
@@ -28,9 +31,6 @@ from ..storage.source import Source
 from .name_lookup import NameLookup
 from .plain_values import is_lossless_cast, to_plain, torch_dtype
 from .scatter import ReadPiece, SlicePlanner, TensorLoader, Tuning, is_plain_memory, memory_of, part_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["LiveReader", "ReadRequest"]
 
@@ -164,8 +164,6 @@ class LiveReader:
             scales, would be cast to
                 the dtype of a target.
         """
-        import torch
-
         self._refuse_codes(wanted)
         self.prepare((w.name, w.start, w.shape) for w in wanted)
         tuning = self.tuning
@@ -285,8 +283,6 @@ class LiveReader:
 
     def _read_compressed(self, w: ReadRequest, chunk: Chunk) -> None:
         """Read a part of a compressed chunk: its slabs are decompressed in order, up to the last one that is needed."""
-        import torch
-
         assert chunk.zstd is not None
         entry = self.ckpt.tensors[w.name]
         file = self.ckpt.files[chunk.extent.file]

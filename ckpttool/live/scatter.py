@@ -15,7 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..engine.copy.fill import Progress
 from ..errors import Corrupt, SourceChanged
@@ -23,9 +26,6 @@ from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from ..storage.source import Source
 from .plain_values import torch_dtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["ReadPiece", "SlicePlanner", "TensorLoader", "Tuning", "is_plain_memory", "memory_of", "part_of"]
 
@@ -75,8 +75,6 @@ def memory_of(t: Tensor, a: int, n: int) -> memoryview:
 
 def is_plain_memory(t: Tensor) -> bool:
     """Whether a tensor's elements are one run of bytes in the memory of this machine."""
-    import torch
-
     return type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu" and t.is_contiguous()
 
 
@@ -216,8 +214,6 @@ class TensorLoader:
         Raises:
             Corrupt: bytes cannot be read. SourceChanged: a file became shorter.
         """
-        import torch
-
         for device in {p.target.device for p in pieces if p.target.device.type == "cuda"}:
             self._streams[device] = torch.cuda.current_stream(device)  # the copies come after what the job has queued
         groups, total = list(_group_pieces(pieces, self.tuning)), sum(p.length for p in pieces)
@@ -240,8 +236,6 @@ class TensorLoader:
 
     def _read_group(self, group: list[ReadPiece]) -> None:
         """Read one group into its places, by way of a staging buffer where they are not plain memory."""
-        import torch
-
         device = next((p.target.device for p in group if p.target.device.type == "cuda"), None)
         staged = [p for p in group if p.memory is None]
         buffer, slot = self._staging_buffer(device, sum(p.length + 16 for p in staged)) if staged else (None, None)
@@ -280,8 +274,6 @@ class TensorLoader:
 
     def _staging_buffer(self, device: Any, n: int) -> tuple[Any, Any]:
         """Return a staging buffer of this thread and, for a GPU, the event after which it may be used again."""
-        import torch
-
         if device is None:
             known = getattr(self._local, "buffer", None)
             if known is None or known.numel() < n:

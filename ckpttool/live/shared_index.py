@@ -109,7 +109,8 @@ def locate_tensors(opened: opening.OpenCheckpoint, some: dict[str, TensorEntry])
 class _Shared:
     """What the reading rank gives to another."""
 
-    opened: dict[str, Any]  # fields of OpenCheckpoint
+    checkpoint: Checkpoint  # without tensors
+    opened: dict[str, Any]  # the other fields of OpenCheckpoint
     layout: str
     tensors: bytes
     identities: dict[str, tuple[int, int, int, int, int]]
@@ -190,7 +191,6 @@ def _pack(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> byte
     """Pickle what the reading rank gives to the others, compressed."""
     ckpt = opened.checkpoint
     fields = {
-        "checkpoint": replace(ckpt, tensors={}),
         "folder": opened.folder,
         "located": opened.located,
         "only": opened.only,
@@ -200,7 +200,8 @@ def _pack(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> byte
         "_record": opened._record,
     }
     why = None if problem is None else (type(problem), str(problem))
-    shared = _Shared(fields, opened.layout.name, _pack_entries(ckpt.tensors), opened.source.identities(), why)
+    index = replace(ckpt, tensors={})
+    shared = _Shared(index, fields, opened.layout.name, _pack_entries(ckpt.tensors), opened.source.identities(), why)
     return zlib.compress(pickle.dumps(shared, protocol=5), 1)
 
 
@@ -215,8 +216,8 @@ def _unpack(path: str | os.PathLike[str], packed: bytes) -> tuple[opening.OpenCh
     except BaseException:
         source.close()
         raise
-    out = opening.OpenCheckpoint(source=source, layout=layout, **shared.opened)
-    out.checkpoint.tensors = dict(_unpack_entries(shared.tensors))
+    index = replace(shared.checkpoint, tensors=dict(_unpack_entries(shared.tensors)))
+    out = opening.OpenCheckpoint(source=source, layout=layout, checkpoint=index, **shared.opened)
     return out, None if shared.problem is None else shared.problem[0](shared.problem[1])
 
 

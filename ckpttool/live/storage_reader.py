@@ -11,13 +11,15 @@ rank reads what it needs and little more (scatter.py).
     shared_index.py    one rank reads the index, the others get it
     scatter.py         byte ranges of files -> boxes of tensors
     reader.py          an open checkpoint: names, values and boxes of tensors
-    torch_reader.py    torch's StorageReader on top of it; the only module here that imports torch when it is loaded
+    torch_reader.py    torch's StorageReader on top of it
     load.py            a whole job: model, optimizer, param groups, scheduler and step
     live_job.py        compares that job with the checkpoint, and makes the state dict to fill
     live_values.py     values in the form that a live object has for them; differences
     job_optimizers.py  several optimizers, the step that creates state, options of param groups
     collectives.py     what all ranks do together
     fsdp1.py           describe_fsdp1
+
+torch_reader, reader, scatter and live_job import torch when they are loaded, so they are imported inside functions.
 
 Invariants. Nothing of a checkpoint is unpickled: values are the inert data of `pickles`, checked to be plain, and reach
 torch's planner in pickles that were made here. Names, classes of values, framing and bounds are checked before the

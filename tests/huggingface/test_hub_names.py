@@ -40,7 +40,7 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
             except Exception as e:
                 raise Corrupt(f"{type(e).__name__}: {e}") from None
 
-    monkeypatch.setattr(hub_names, "in_child", here)
+    monkeypatch.setattr(hub_names, "run_in_child", here)
     hub_names._ask_child.cache_clear()
     yield asked
     hub_names._ask_child.cache_clear()
