@@ -34,13 +34,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import bounded_json
 from ..errors import CkpttoolError
 from ..index.checkpoint import Checkpoint, TensorEntry, joined
 from ..index.composites import composites
 from ..storage.source import Source
+from . import Config
 
 __all__ = [
     "ADVICE",
@@ -210,7 +211,7 @@ def describe_schemes(weights: int, of: int, schemes: Mapping[str, int]) -> str:
     return f"{weights:,} of {of:,} weights are codes: {listed}"
 
 
-def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Mapping[str, Any] | None:
+def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Config | None:
     """Read what the config beside a checkpoint says of its quantisation: the `quantization_config` of config.json, or
     ModelOpt's hf_quant_config.json. None where there is none.
 
@@ -235,7 +236,7 @@ def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Mapping
     return None
 
 
-def find_in_checkpoint(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> Encodings:
+def find_in_checkpoint(ckpt: Checkpoint, config: Config | None) -> Encodings:
     """Find the encoded weights of a checkpoint, by canonical name; parts of tensor subclasses and of optimizers are
     none.
 
@@ -247,7 +248,7 @@ def find_in_checkpoint(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> En
     return find_in_tensors(tensors, config)
 
 
-def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Encodings:
+def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = None) -> Encodings:
     """Find the encoded weights among tensors, {name: tensor}; linear in their number. `config` is what
     `read_quantization_config` gave."""
     config = config or {}
@@ -296,9 +297,7 @@ def _count_tensors(names: Sequence[str]) -> str:
     return "1 tensor holds" if len(names) == 1 else f"{len(names):,} tensors hold"
 
 
-def parameter_shapes(
-    tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None
-) -> dict[str, _Shape] | None:
+def parameter_shapes(tensors: Mapping[str, TensorEntry], config: Config | None = None) -> dict[str, _Shape] | None:
     """Return {name: shape} of the parameters that some tensors stand for; None where the codes of one do not tell."""
     found = find_in_tensors(tensors, config)
     out: dict[str, _Shape] = {}
@@ -342,7 +341,7 @@ class _StatedScheme(NamedTuple):
     bits: int | None
 
 
-def _parse_quantization_config(config: Mapping[str, Any]) -> _StatedScheme:
+def _parse_quantization_config(config: Config) -> _StatedScheme:
     """Parse a quantization_config: of transformers, or with the groups of compressed-tensors."""
     groups = config.get("config_groups")
     listed = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []

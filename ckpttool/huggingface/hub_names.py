@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..extras import need
 from ..formats.sandbox import run_in_child
+from . import Config
 
 __all__ = ["PLAIN", "Relation", "Verdict", "find_contradiction", "meta_model", "relate"]
 
@@ -123,7 +124,7 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
     return Relation(views, shapes, answer["tied"], answer["together"], verdict)
 
 
-def find_contradiction(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """Say what shows, without asking transformers, that some weights are not of the model of a config; None where
     nothing does. It looks at the embedding and the number of layers, in architectures of PLAIN."""
     kind = config.get("model_type")

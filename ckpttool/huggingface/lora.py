@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported, argument
 from ..index.checkpoint import Checkpoint, joined
+from . import Config
 
 __all__ = [
     "KNOWN",
@@ -191,12 +192,12 @@ def make_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: s
     }
 
 
-def encode_config(config: Mapping[str, Any]) -> bytes:
+def encode_config(config: Config) -> bytes:
     """Encode adapter_config.json, laid out as PEFT does."""
     return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
-def refuse_unmergeable(config: Mapping[str, Any], *, base_is_given: bool) -> None:
+def refuse_unmergeable(config: Config, *, base_is_given: bool) -> None:
     """Refuse an adapter that cannot be merged exactly, by the name of what stands in the way.
 
     Args:
@@ -227,7 +228,7 @@ def refuse_unmergeable(config: Mapping[str, Any], *, base_is_given: bool) -> Non
 _PEFT = "Merge it with PEFT's merge_and_unload."
 
 
-def scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+def scaling(config: Config, module: str, rank: int) -> float:
     """Return the factor of a module's product B @ A: alpha / r, or alpha / sqrt(r) with use_rslora.
 
     Args:
@@ -251,7 +252,7 @@ def scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
-def _pattern_value(config: Mapping[str, Any], field: str, module: str, usual: Any) -> Any:
+def _pattern_value(config: Config, field: str, module: str, usual: Any) -> Any:
     """Return the value of the first pattern that matches the module to its end; `usual` where none does.
 
     Raises:
@@ -327,9 +328,7 @@ class Change:
         return self.start is not None and "base_layer" not in self.start[1].split(".")
 
 
-def plan_changes(
-    adapters: Mapping[str, Shapes], configs: Mapping[str, Mapping[str, Any]], base: Shapes
-) -> dict[str, Change]:
+def plan_changes(adapters: Mapping[str, Shapes], configs: Mapping[str, Config], base: Shapes) -> dict[str, Change]:
     """Plan a merge: {tensor of the base model: what becomes of it}, for adapters {name: tensors as PEFT saves them}
     merged in this order.
 
@@ -416,7 +415,7 @@ def _require_target(target: str, name: str, base: Shapes) -> str:
 
 
 def _make_update(
-    adapter: str, module: str, kinds: Mapping[str, str], saved: Shapes, config: Mapping[str, Any], base: Shapes
+    adapter: str, module: str, kinds: Mapping[str, str], saved: Shapes, config: Config, base: Shapes
 ) -> Update:
     """Make the update of one module from the names of its tensors, `kinds`, after comparing all shapes.
 
@@ -467,7 +466,7 @@ def _make_update(
     )
 
 
-def _is_conv1d(module: str, config: Mapping[str, Any], saved: Shapes, base: Shapes) -> bool:
+def _is_conv1d(module: str, config: Config, saved: Shapes, base: Shapes) -> bool:
     """Decide whether a square weight is that of a Conv1D (GPT-2), which stores it transposed: by the other weights that
     are adapted, as PEFT's fan_in_fan_out is only what the last one wanted.
 

@@ -17,7 +17,7 @@ from ..errors import Corrupt, Unsupported, argument
 from ..extras import need
 from ..formats.sandbox import run_in_child
 from ..storage.source import Source
-from . import model_files
+from . import Config, model_files
 from .hub_names import meta_model
 
 __all__ = ["ModelNames", "load_config", "read_model_names", "sort_by_module_order"]
@@ -51,7 +51,7 @@ def load_config(given: str) -> dict[str, Any]:
     return found
 
 
-def read_model_names(config: Mapping[str, Any]) -> ModelNames:
+def read_model_names(config: Config) -> ModelNames:
     """Read the names and shapes of a Hugging Face model, from the model on the meta device, in a child process.
 
     Raises:
@@ -75,7 +75,7 @@ def read_model_names(config: Mapping[str, Any]) -> ModelNames:
 T = TypeVar("T")
 
 
-def sort_by_module_order(tensors: Mapping[str, T], config: Mapping[str, Any]) -> dict[str, T]:
+def sort_by_module_order(tensors: Mapping[str, T], config: Config) -> dict[str, T]:
     """Return the tensors of a model, or of PEFT's adapter for it, {FQN: anything}, in the order of the model's
     `named_parameters()`.
 

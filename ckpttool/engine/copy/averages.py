@@ -4,7 +4,6 @@ reason."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, TensorEntry
@@ -46,7 +45,7 @@ class Averages:
         self.names = names
         self.found: dict[str, tuple[int, int]] = {}
 
-    def add(self, name: str, dtype: str, first: int, data: memoryview[Any]) -> bool:
+    def add(self, name: str, dtype: str, first: int, data: memoryview) -> bool:
         """Look at the bytes of a tensor from its element `first` on; returns whether one is below 0. NaN and -0 are
         not."""
         if name not in self.names or dtype not in EXPONENT:

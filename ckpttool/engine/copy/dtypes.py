@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
 
 __all__ = ["NOTHING", "Lost", "bits_dtype", "cast", "numbers", "numpy_dtype"]
 
@@ -58,7 +64,7 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
     return lost
 
 
-def _converter(dtype: str, to: str) -> Callable[[Any, Any], None]:
+def _converter(dtype: str, to: str) -> Callable[[Array, Array], object]:
     """Return a function that writes elements of one dtype as those of another: of a byte each by a table, others by
     numpy, with the steps that torch takes."""
     import numpy as np
@@ -69,7 +75,7 @@ def _converter(dtype: str, to: str) -> Callable[[Any, Any], None]:
     if to == "float8_e8m0fnu":
         return lambda piece, part: _to_exponents(piece, part)
 
-    def convert(piece: Any, part: Any) -> None:
+    def convert(piece: Array, part: Array) -> None:
         if to == "float8_e4m3fn":  # has no infinity: torch gives its largest number for all that is beyond
             piece = np.clip(piece, -448, 448)
         elif (dtype, to) == ("float64", "float16"):  # torch has no other way, and rounds twice
@@ -80,7 +86,7 @@ def _converter(dtype: str, to: str) -> Callable[[Any, Any], None]:
 
 
 @lru_cache(128)
-def _table(dtype: str, to: str) -> Any:
+def _table(dtype: str, to: str) -> Array:
     """Return the numbers of all 256 bytes of a dtype, in another."""
     import numpy as np
 
@@ -101,7 +107,7 @@ def _table(dtype: str, to: str) -> Any:
     return out
 
 
-def _set_nans(piece: Any, part: Any, dtype: str, to: str) -> None:
+def _set_nans(piece: Array, part: Array, dtype: str, to: str) -> None:
     """Replace the NaNs that numpy and ml_dtypes made of those of `piece` by torch's, where they differ."""
     import numpy as np
 
@@ -114,7 +120,7 @@ def _set_nans(piece: Any, part: Any, dtype: str, to: str) -> None:
         part.view("u2")[nan] |= (piece.view("u2")[nan] & 0x3F) << 3
 
 
-def _to_exponents(piece: Any, part: Any) -> None:
+def _to_exponents(piece: Array, part: Array) -> None:
     """Write numbers as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up where two are equally
     near, but for 2**-127.
 
@@ -132,7 +138,7 @@ def _to_exponents(piece: Any, part: Any) -> None:
 _ENDS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7E}
 
 
-def _may_have_lost(part: Any, dtype: str, to: str) -> bool:
+def _may_have_lost(part: Array, dtype: str, to: str) -> bool:
     """Decide whether any element is infinite, NaN or the largest that there is. Casts between numpy's own dtypes are
     not looked at: numpy itself reports that a number overflows."""
     if to in _ENDS and not (to == "float16" and dtype in ("float64", "float32")):
@@ -143,7 +149,7 @@ def _may_have_lost(part: Any, dtype: str, to: str) -> bool:
     return to.endswith("fnuz") and bool(part.view("i1").min() == -128)
 
 
-def _count_lost(piece: Any, part: Any, to: str) -> Lost:
+def _count_lost(piece: Array, part: Array, to: str) -> Lost:
     """Count the numbers of `piece` that its cast `part` could not hold."""
     import numpy as np
 
@@ -158,7 +164,7 @@ def bits_dtype(item: int) -> str:
     return {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
 
 
-def numpy_dtype(dtype: str) -> Any:
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """Return the numpy dtype of a torch one; ml_dtypes gives those that numpy does not have (complex32 since its
     0.6)."""
     import numpy as np
@@ -166,11 +172,12 @@ def numpy_dtype(dtype: str) -> Any:
     if dtype in ("bfloat16", "complex32") or dtype.startswith("float8"):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, dtype))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+        return found
     return np.dtype({"bool": "?"}.get(dtype, dtype))
 
 
-def numbers(data: Any, dtype: str) -> Any:
+def numbers(data: bytes | memoryview | Array, dtype: str) -> Array:
     """Return the numbers in a buffer as a flat array; of pairs of float4, the one in the lower four bits first."""
     import numpy as np
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -31,7 +31,7 @@ from blake3 import blake3
 from ...errors import Corrupt, argument
 from ...formats.crc import crc32, crc32_combine
 from ...index import boxes
-from ...index.checkpoint import ITEMSIZE, TensorEntry, joined
+from ...index.checkpoint import ITEMSIZE, Record, TensorEntry, joined
 from ...index.draft import Draft, EarlierFile, Sink, Written
 from ...options import Progress, silent
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
@@ -94,7 +94,7 @@ def fill(
     draft: Draft,
     source: Source,
     files: list[str],
-    records: Any,
+    records: Sequence[Record],
     destination: Destination,
     progress: Progress,
     budget: IOBudget = DEFAULT_BUDGET,
@@ -192,7 +192,7 @@ class Scatter:
         """
         tensors = self.draft.checkpoint.tensors
         plan: list[ChunkRow] = []
-        hasher: Any = None
+        hasher: blake3 | None = None
         name = ""
         jobs = [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _has_flat_chunks(tensors[n])) for n in names]
         for block in reader.blocks(jobs, checked=False):
@@ -218,7 +218,7 @@ class Scatter:
                 self.end_tensor(name)
             yield block
 
-    def _copy_ranges(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block, hasher: Any) -> None:
+    def _copy_ranges(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block, hasher: blake3) -> None:
         """Digest a block and append it to the chunks, each of which is a flat range of the tensor, piece by piece.
 
         `plan` holds the chunks from the last to the first; those that are done are taken out.
@@ -281,7 +281,7 @@ class _Filling(Scatter):
         draft: Draft,
         source: Source,
         files: list[str],
-        records: Any,
+        records: Sequence[Record],
         destination: Destination,
         budget: IOBudget,
     ) -> None:

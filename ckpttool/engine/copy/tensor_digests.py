@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from ...formats.stored_tensors import Inline
-from ...index.checkpoint import Checkpoint, TensorEntry, Value, joined
+from ...index.checkpoint import Checkpoint, Record, TensorEntry, Value, joined
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.source import Source
 from .fill import Progress, silent
@@ -76,7 +76,7 @@ def tensor_digests(
     tensors: dict[str, TensorEntry],
     source: Source,
     files: list[str],
-    records: Any,
+    records: Sequence[Record],
     progress: Progress,
     what: str = "digest",
     dtypes: dict[str, str] | None = None,
@@ -94,7 +94,7 @@ def tensor_digests(
 
 
 def tensor_digests_and_crcs(
-    tensors: dict[str, TensorEntry], source: Source, files: list[str], records: Any, budget: IOBudget
+    tensors: dict[str, TensorEntry], source: Source, files: list[str], records: Sequence[Record], budget: IOBudget
 ) -> dict[str, Any]:
     """Return {"digests": as `tensor_digests`, "seen": what was read of records that other tensors lie in, too, for
     `Reader.absorb`}."""
@@ -115,7 +115,7 @@ def _digest(
     """Digest tensors with a reader; what is still to be read of records is left to the caller."""
     total, passed = sum(t.nbytes for t in tensors.values()), 0
     out: dict[str, str] = {}
-    hasher: Any = None
+    hasher: blake3 | None = None
     for block in reader.blocks((StreamJob(n, t, (dtypes or {}).get(n)) for n, t in tensors.items()), checked=False):
         hasher = hasher or blake3()
         for piece, _ in block.pieces(0, len(block.data)):
@@ -135,10 +135,10 @@ def digests_in_values(values: Mapping[str, Value]) -> dict[str, str]:
     return {n: d for v in values.values() for n, d in _array_digests(joined(v.path), v.data)}
 
 
-def _array_digests(name: str, x: Any) -> Iterator[tuple[str, str]]:
+def _array_digests(name: str, x: object) -> Iterator[tuple[str, str]]:
     """Yield (name, digest) of the arrays in a tree."""
     if isinstance(x, Inline):
         yield name, blake3(x.data).hexdigest()
-    elif type(x) in (list, dict):
+    elif type(x) is list or type(x) is dict:
         for key, inner in x.items() if type(x) is dict else enumerate(x):
             yield from _array_digests(f"{name}.{key}", inner)

@@ -317,7 +317,7 @@ def fitting(
                 return flat
     # as few as possible of those that may be tied
     for k in range(1, min(len(maybe), 4) + 1):
-        found: dict[Any, Flat] = {}
+        found: dict[tuple[Part, ...], Flat] = {}
         for left_out in combinations(maybe, k):
             for align in aligns:
                 flat = _without(module, params, (*known, *left_out), align, shards, dtype, {**lookalikes, **known})
@@ -371,14 +371,14 @@ def as_json(layout: FlatLayout) -> dict[str, Any]:
     for f in layout.flats:
         parts = []
         for p in f.parts:
-            one: dict[str, Any] = {"name": p.name, "shape": list(p.shape), "first": p.first}
+            one: dict[str, object] = {"name": p.name, "shape": list(p.shape), "first": p.first}
             if p.strides is not None:
                 one["strides"] = list(p.strides)
             parts.append(one)
         flats.append(
             {"module": f.module, "dtype": f.dtype, "numel": f.numel, "params": parts, "shared": dict(f.shared)}
         )
-    out: dict[str, Any] = {
+    out: dict[str, object] = {
         "format": _FORMAT,
         "version": 1,
         "use_orig_params": layout.use_orig_params,
@@ -462,13 +462,13 @@ def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
     return flat
 
 
-def _size(x: Any) -> int:
+def _size(x: object) -> int:
     if type(x) is not int or not 0 <= x <= MAX_NUMEL:
         raise ValueError(f"{x!r} is not a size")
     return x
 
 
-def _text(x: Any) -> str:
+def _text(x: object) -> str:
     if not isinstance(x, str):
         raise ValueError(f"{x!r} is not a name")
     return x

@@ -49,11 +49,15 @@ __all__ = [
 ]
 
 
+#: Plain data, in dicts and lists; in what is not written into a pickle as it is, leaves may be a TensorEntry.
+Tree = Any
+
+
 class Group(NamedTuple):
     """One param group: its trainable parameters in order, its hyperparameters."""
 
     params: tuple[str, ...]
-    options: dict[str, Any]
+    options: dict[str, Tree]
 
 
 @dataclass
@@ -66,14 +70,14 @@ class Training:
     buffers: list[str]
     tied: dict[str, str]
     slots: dict[str, dict[str, TensorEntry]]
-    scalars: dict[str, dict[str, Any]]
+    scalars: dict[str, dict[str, Tree]]
     fresh: list[str] = field(default_factory=list)  # trained, without state although others have some
-    extra_states: dict[str, Any] = field(default_factory=dict)  # leaves: plain data or TensorEntry
+    extra_states: dict[str, Tree] = field(default_factory=dict)  # leaves: plain data or TensorEntry
     #: tensors of one element that pickles hold as they are, by canonical name
     inlined: dict[str, Value] = field(default_factory=dict)
-    scheduler: Any = None  # a dict or a list, None where there is none
-    scaler: dict[str, Any] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)  # leaves: plain data or TensorEntry
+    scheduler: Tree = None  # a dict or a list, None where there is none
+    scaler: dict[str, Tree] = field(default_factory=dict)
+    rest: dict[str, Tree] = field(default_factory=dict)  # leaves: plain data or TensorEntry
     dropped: list[Dropped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -121,10 +125,10 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
     return out
 
 
-def _extra_states(ckpt: Checkpoint) -> dict[str, Any]:
+def _extra_states(ckpt: Checkpoint) -> dict[str, Tree]:
     """Return {FQN of the extra state of a module: its tree}. One that is a single tensor is in the model like a
     buffer."""
-    found: dict[str, dict[Path, Any]] = {}
+    found: dict[str, dict[Path, Tree]] = {}
     for path, leaf in _leaves(ckpt):
         split = split_extra_state(joined(path[1:])) if path[0] == "model" else None
         if split is None or (not split[1] and isinstance(leaf, TensorEntry)):
@@ -138,13 +142,13 @@ def _extra_states(ckpt: Checkpoint) -> dict[str, Any]:
     return {fqn: leaves[()] if () in leaves else nest(leaves) for fqn, leaves in found.items()}
 
 
-def _leaves(ckpt: Checkpoint) -> Iterator[tuple[Path, Any]]:
+def _leaves(ckpt: Checkpoint) -> Iterator[tuple[Path, Tree]]:
     """Yield (path, TensorEntry or plain data) of everything in a state."""
     yield from ((t.path, t) for t in ckpt.tensors.values())
     yield from ((v.path, v.data) for v in ckpt.values.values())
 
 
-def tensors_of(tree: Any) -> Iterator[TensorEntry]:
+def tensors_of(tree: object) -> Iterator[TensorEntry]:
     """Yield the tensors in a tree of plain data."""
     if isinstance(tree, TensorEntry):
         yield tree
@@ -155,7 +159,7 @@ def tensors_of(tree: Any) -> Iterator[TensorEntry]:
 
 def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
     """Fill in the groups, slots and scalars of the optimizer, and drop what is neither."""
-    groups: dict[int, dict[Any, Any]] = {}  # {number: {path in the group: hyperparameter}}
+    groups: dict[int, dict[Path, Tree]] = {}  # {number: {path in the group: hyperparameter}}
     params: dict[int, list[str]] = {}
     scalars: list[str] = []  # tensors of one element, which are read
     for name, v in ckpt.values.items():
@@ -212,8 +216,8 @@ _OF_DEEPSPEED = {("extra", "ds_config"), ("extra", "buffer_names"), *(("trainer"
 
 def _take_rest(ckpt: Checkpoint, out: Training) -> None:
     """Fill in the scheduler, the loss scaler, and everything else that is neither model nor optimizer."""
-    leaves: dict[Any, Any] = {}
-    scheduler: dict[Any, Any] = {}
+    leaves: dict[Path, Tree] = {}
+    scheduler: dict[Path, Tree] = {}
     others: dict[str, None] = {}  # further optimizers
     for path, data in _leaves(ckpt):
         if path[0] in ("model", "optim"):
@@ -404,7 +408,7 @@ def _has_several_values(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
     return len(seen) > 1
 
 
-def shared_scalars(training: Training, params: Iterable[str], what: str) -> tuple[dict[str, Any], list[Dropped]]:
+def shared_scalars(training: Training, params: Iterable[str], what: str) -> tuple[dict[str, Tree], list[Dropped]]:
     """Find the scalars that parameters of one flat tensor share: ({slot: scalar}, those of the minority that has
     others).
 
@@ -412,10 +416,10 @@ def shared_scalars(training: Training, params: Iterable[str], what: str) -> tupl
     """
     fresh = set(training.fresh)
     names = [n for n in params if n not in fresh]
-    out: dict[str, Any] = {}
+    out: dict[str, Tree] = {}
     dropped: list[Dropped] = []
     for slot in dict.fromkeys(s for n in names for s in training.scalars.get(n, {})):
-        counts: dict[Any, list[str]] = {}
+        counts: dict[str, list[str]] = {}
         none = [n for n in names if slot not in training.scalars.get(n, {})]
         for n in names:
             if n not in none:

@@ -12,13 +12,16 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...errors import Unsupported
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
 from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
+
+if TYPE_CHECKING:
+    from ..copy.dtypes import Array
 
 __all__ = ["FILE", "add_one_to_norms"]
 
@@ -53,13 +56,13 @@ def add_one_to_norms(
     named = {joined(t.path): t for t in every}
     data = small(replace(ckpt, tensors=named), source, named)
 
-    def numbers_of(t: TensorEntry) -> Any:
+    def numbers_of(t: TensorEntry) -> Array:
         return np.frombuffer(data[joined(t.path)], numpy_dtype(t.dtype))
 
     made: dict[str, TensorEntry] = {}
     out = bytearray()
 
-    def append(t: TensorEntry, x: Any) -> None:
+    def append(t: TensorEntry, x: Array) -> None:
         """Put the numbers of a tensor at the end of the file."""
         nbytes = len(x) * ITEMSIZE[t.dtype]
         made[joined(t.path)] = replace(t, chunks=Chunks.whole(t.shape, len(ckpt.files), len(out), nbytes))

@@ -15,7 +15,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import Unsupported, UsageError, argument
 from ...huggingface import encodings
@@ -34,6 +34,9 @@ from ...storage.overlay import ComputedSource
 from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
+
+if TYPE_CHECKING:
+    from ..copy.dtypes import Array
 
 __all__ = ["dequantize"]
 
@@ -167,7 +170,7 @@ def _chunk_of_rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
 
 
 def _dequantizer(
-    ckpt: Checkpoint, source: Source, parts: Mapping[str, TensorEntry], compute: Callable[..., Any]
+    ckpt: Checkpoint, source: Source, parts: Mapping[str, TensorEntry], compute: Callable[..., Array]
 ) -> Callable[[], memoryview]:
     """Return a function that reads the tensors of one part and computes its float32 bytes; `compute` is a formula."""
 
@@ -182,19 +185,19 @@ def _dequantizer(
     return dequantize_part
 
 
-def _scale_blocks(values: Any, scale: Any) -> Any:
+def _scale_blocks(values: Array, scale: Array) -> Array:
     """Multiply each block of values, of which there are as many as scales, by its scale; changes `values`."""
     out = values.reshape(len(scale), -1)
     out *= scale.reshape(-1, 1)
     return out.reshape(-1)
 
 
-def _dequantize_8bit(codes: Any, scale: Any, qmap: Any) -> Any:
+def _dequantize_8bit(codes: Array, scale: Array, qmap: Array) -> Array:
     """Look up each code in the table, and scale its block."""
     return _scale_blocks(qmap[codes], scale)
 
 
-def _dequantize_4bit(codes: Any, scale: Any, qmap: Any) -> Any:
+def _dequantize_4bit(codes: Array, scale: Array, qmap: Array) -> Array:
     """Unpack two codes from each byte, the upper half first, look them up in the table, and scale their blocks."""
     import numpy as np
 
@@ -203,12 +206,12 @@ def _dequantize_4bit(codes: Any, scale: Any, qmap: Any) -> Any:
     return _scale_blocks(qmap[pairs.reshape(-1)], scale)
 
 
-def _dequantize_fp8(codes: Any, scale: Any) -> Any:
+def _dequantize_fp8(codes: Array, scale: Array) -> Array:
     """Scale each block of float8 numbers."""
     return _scale_blocks(codes.astype("f4"), scale)
 
 
-_FORMULAS: dict[str, Callable[..., Any]] = {
+_FORMULAS: dict[str, Callable[..., Array]] = {
     "OptimState8bit": _dequantize_8bit,
     "OptimState4bit": _dequantize_4bit,
     "OptimStateFp8": _dequantize_fp8,

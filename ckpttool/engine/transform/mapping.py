@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from ...errors import Unsupported, UsageError, argument
-from ...huggingface import maps
+from ...huggingface import Config, maps
 from ...index.axes import PAD, AxesError, UnknownSize, link_part, place_chunks
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from ...index.expressions import evaluate_size
-from ...index.map_groups import ResolvedGroup, TensorGroup, find_ignored, group_names, make_views, resolve_group
+from ...index.map_groups import Key, ResolvedGroup, TensorGroup, find_ignored, group_names, make_views, resolve_group
 from ...index.name_maps import NameMap
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource
 from ...storage.source import Source
@@ -35,7 +34,7 @@ _MASTER: Path = ("extra", "master")
 _NAME_LISTS: tuple[Path, ...] = (("params",), ("param_names",))
 
 
-def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> tuple[Checkpoint, Source]:
+def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Config) -> tuple[Checkpoint, Source]:
     """Return the same state under the names of the other side of a map, and its files; which side it has, its names
     tell.
 
@@ -84,7 +83,7 @@ class _Mapping:
     `state`   groups of parameters of the optimizer that the map makes others of
     """
 
-    def __init__(self, ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> None:
+    def __init__(self, ckpt: Checkpoint, source: Source, found: NameMap, config: Config) -> None:
         ckpt = _with_torchtune_optimizer(ckpt)
         self.ckpt, self.source, self.map = ckpt, source, found
         self.weights = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
@@ -409,8 +408,8 @@ class _Mapping:
                 self._map_slot(result, tail, {key: leaf for key, leaf in of_tail.items() if leaf is not None})
 
     def _weight_shapes(
-        self, group: TensorGroup, have: Mapping[Any, Mapping[Path, TensorEntry | Value]]
-    ) -> dict[Any, tuple[int, ...]]:
+        self, group: TensorGroup, have: Mapping[Key, Mapping[Path, TensorEntry | Value]]
+    ) -> dict[Key, tuple[int, ...]]:
         """Return {part of a group: shape of its weight}, or of its largest slot where there are no weights."""
         out = {}
         for key, name in group.names.items():
@@ -421,7 +420,7 @@ class _Mapping:
                 out[key] = max(found, key=lambda s: (len(s), s), default=())
         return out
 
-    def _map_slot(self, result: ResolvedGroup, tail: Path, leaves: Mapping[Any, TensorEntry | Value]) -> None:
+    def _map_slot(self, result: ResolvedGroup, tail: Path, leaves: Mapping[Key, TensorEntry | Value]) -> None:
         """Map one slot of a group: as the weight is mapped, or copied to all parts where it is one number.
 
         Raises:
@@ -462,7 +461,7 @@ class _Mapping:
         """Read {name: bytes} of small tensors of the source."""
         return small(self.ckpt, self.source, [joined(t.path) for t in tensors])
 
-    def _refuse_different(self, found: Mapping[str, Any]) -> None:
+    def _refuse_different(self, found: Mapping[str, object]) -> None:
         """Refuse values, {name: data}, that the map joins and that differ."""
         first = next(iter(found))
         for name, data in found.items():
@@ -501,7 +500,7 @@ class _Mapping:
             if v.component == "model" or v.slot is not None:
                 continue
             if self._lists_names(v):
-                done: list[Any] = []
+                done: list[object] = []
                 for n in v.data:
                     done += new_names[n] if isinstance(n, str) else [n]
                 v = Value(v.path, done)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...errors import Corrupt, argument
 from ...index import boxes
@@ -28,6 +28,9 @@ from ..copy.dtypes import cast, numpy_dtype
 from ..copy.fill import Progress
 from ..copy.stream import Reader, StreamJob, side_by_side
 from ..handle import cut_to
+
+if TYPE_CHECKING:
+    from ..copy.dtypes import Array
 
 __all__ = ["describe_differences", "find_differing_masters", "master_pairs", "refuse_other_masters", "where_element"]
 
@@ -225,7 +228,7 @@ def _compare_piece(wide: memoryview, low: memoryview, dtype: str) -> MasterDiffe
     return MasterDifference(int(np.count_nonzero(wrong)), k, float(f[k]), float(a[k]), float(b[k]))
 
 
-def _round(x: Any, dtype: str, to: str) -> Any:
+def _round(x: Array, dtype: str, to: str) -> Array:
     """Return elements in another dtype, as torch rounds them."""
     import numpy as np
 

@@ -8,12 +8,11 @@ params.json.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from ... import bounded_json
 from ...errors import CkpttoolError, Unsupported, argument
-from ...huggingface import maps
+from ...huggingface import Config, maps
 from ...index.checkpoint import Checkpoint
 from ...index.expressions import evaluate, keys_of
 from ...index.name_maps import NameMap, Premise
@@ -66,9 +65,7 @@ def _parse_meta(data: bytes, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) and {"dim", "n_layers"} <= found.keys() else {}
 
 
-def check_premises(
-    found: NameMap, job: tuple[Mapping[str, Any], str], config: Mapping[str, Any], given: str | None
-) -> list[str]:
+def check_premises(found: NameMap, job: tuple[Config, str], config: Config, given: str | None) -> list[str]:
     """Compare the premises of a map with the job and config.json; returns notes on what the job's arguments do not
     tell.
 
@@ -109,7 +106,7 @@ def check_premises(
     return [f"{has}, so it is not known whether the premises of the map {found.name} hold: {shown}"]
 
 
-def _unknown_arguments(found: NameMap, arguments: Mapping[str, Any]) -> list[str]:
+def _unknown_arguments(found: NameMap, arguments: Config) -> list[str]:
     """List the arguments that premises need and that are not known."""
     asked = [p.job for p in found.premises if p.condition is None or evaluate(p.condition, arguments)]
     asked += [n.condition for n in found.lines if n.condition is not None]
@@ -117,7 +114,7 @@ def _unknown_arguments(found: NameMap, arguments: Mapping[str, Any]) -> list[str
     return list(dict.fromkeys(k for text in asked if evaluate(text, arguments) is None for k in keys_of(text)[:1]))
 
 
-def _is_contradicted(premise: Premise, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+def _is_contradicted(premise: Premise, arguments: Config, config: Config) -> bool:
     """Decide whether a premise is known to be wrong: both of its sides have values, and they differ."""
     if (not arguments and keys_of(premise.job)) or (
         premise.condition is not None and not evaluate(premise.condition, arguments)
@@ -127,7 +124,7 @@ def _is_contradicted(premise: Premise, arguments: Mapping[str, Any], config: Map
     return job is not None and other is not None and job != other
 
 
-def _describe_side(expression: str, values: Mapping[str, Any], where: str) -> str:
+def _describe_side(expression: str, values: Config, where: str) -> str:
     """Describe a side of a premise with the values of its keys."""
     known = [f"{k} = {evaluate(k, values)!r:.80}" for k in keys_of(expression) if evaluate(k, values) is not None]
     if not keys_of(expression):

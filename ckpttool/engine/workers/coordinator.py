@@ -41,7 +41,7 @@ from ..planning import Plan
 from . import part_worker
 from .executors import Workers, WorkersSpec, default_count, workers_of
 from .part_fill import bytes_between_chunks, why_cells_need_one_process, worker_writes_frames
-from .part_requests import absolute_path, index_id, with_absolute_paths
+from .part_requests import Json, absolute_path, index_id, with_absolute_paths
 from .parts import Part, cut_draft, cut_tensors, least_part_bytes, run_parts
 
 __all__ = ["digest_with_workers", "fill_with_workers", "why_one_process", "workers_for_reading"]
@@ -52,12 +52,12 @@ _Cell = tuple[int, int, int, list[tuple[int, int]], list[tuple[int, str]]]  # (f
 
 def fill_with_workers(
     planned: Plan,
-    job: dict[str, Any],
+    job: Json,
     destination: ParallelDestination,
     workers: Workers,
     progress: Progress,
     budget: IOBudget,
-) -> tuple[dict[str, str], dict[str, Any]]:
+) -> tuple[dict[str, str], Json]:
     """Write every file of a draft; returns ({tensor: BLAKE3 hex digest of its bytes there}, as `fill.fill`, and facts
     of the run).
 
@@ -135,7 +135,7 @@ def fill_with_workers(
     return digests, facts
 
 
-def why_one_process(draft: Draft, job: dict[str, Any] | None, sharable: bool, in_store: bool) -> str | None:
+def why_one_process(draft: Draft, job: Json | None, sharable: bool, in_store: bool) -> str | None:
     """Say why one process has to fill a draft; None if several can.
 
     Args:
@@ -187,7 +187,7 @@ def _finish_file(
 # --------------------------------------------------------------------------------------------------- objects of a store
 
 
-def _select_objects(tree: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+def _select_objects(tree: Mapping[str, Any], names: set[str]) -> Json:
     """Return what `Destination.share` gave, for those of the objects that a worker needs."""
     return {**tree, "objects": {name: found for name, found in tree["objects"].items() if name in names}}
 
@@ -257,7 +257,7 @@ def _send_cells_with_workers(
         tree = _select_objects(asked["tree"], {draft.files[cell[0]].name for cell in chosen})
         return json.dumps({"cells": {**asked, "tree": tree, "cells": chosen}}, separators=(",", ":"))
 
-    results: dict[int, dict[str, Any]] = {}
+    results: dict[int, Json] = {}
     again = run_parts(
         parts, results, request, workers, lambda done, total: progress("send", done, total), part_worker.run
     )
@@ -370,7 +370,7 @@ def digest_with_workers(
     def request(number: int) -> str:
         return json.dumps({"digest": {**same, "first": parts[number].first, "stop": parts[number].stop}})
 
-    results: dict[int, dict[str, Any]] = {}
+    results: dict[int, Json] = {}
     if not opened.source.is_remote and len(parts) > 1:
         workers.prepare(part_worker.prepare, request(0))
     run_parts(parts, results, request, workers, lambda done, total: progress(what, done, total), part_worker.run)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ...index.checkpoint import ITEMSIZE, TensorEntry
+from ...index.checkpoint import ITEMSIZE, Record, TensorEntry
 from ...index.draft import Draft, Written
 from ...storage.buffers import IOBudget
 from ...storage.local_file import WriterPool
@@ -30,6 +30,7 @@ from ...storage.source import Source
 from ..copy.fill import ChunkRow, Scatter
 from ..copy.stream import Reader, StreamJob
 from ..handle import cut_to
+from .part_requests import Json
 from .parts import Part
 
 __all__ = ["bytes_between_chunks", "fill_part", "send_cells", "why_cells_need_one_process", "worker_writes_frames"]
@@ -82,13 +83,13 @@ def fill_part(
     draft: Draft,
     source: Source,
     files: list[str],
-    records: Any,
+    records: Sequence[Record],
     part: Part,
     tree: SharedTree | SharedObjects,
     budget: IOBudget,
     *,
     there: bool,
-) -> dict[str, Any]:
+) -> Json:
     """Fill a part and note that it is filled; returns what the coordinator has to know of it, as plain data.
 
     Args:
@@ -175,7 +176,7 @@ class _PartFilling(Scatter):
         if not self.there and self.draft.after and worker_writes_frames(self.draft, row.file):
             self.outs[row.file].append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> Json:
         """Make what was written durable; returns what was sent to a store (`SharedObjects.finish_sending`)."""
         for out in self.outs.values():
             out.flush()
@@ -212,7 +213,7 @@ def send_cells(
     cells: Sequence[Sequence[Any]],
     objects: SharedObjects,
     budget: IOBudget,
-) -> dict[str, Any]:
+) -> Json:
     """Fill and send some cells; returns what was sent (`SharedObjects.finish_sending`), as plain data.
 
     Args:

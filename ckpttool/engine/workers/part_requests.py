@@ -43,6 +43,10 @@ __all__ = [
 ]
 
 
+#: A request, an answer, or a part of one.
+Json = dict[str, Any]
+
+
 def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
     """Return the same options with absolute paths, so that they mean the same in another folder."""
 
@@ -60,9 +64,7 @@ def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
     )
 
 
-def describe_job(
-    src: object, dst: str, reading: OpenOptions, writing: WriteRequest, plan: str
-) -> dict[str, Any] | None:
+def describe_job(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, plan: str) -> Json | None:
     """Return what describes a conversion to a worker; None for one that a worker cannot plan by itself."""
     if not isinstance(src, (str, os.PathLike)) or reading.merge is not None or reading.salvage:
         return None
@@ -110,13 +112,13 @@ def encode_error(e: CkpttoolError) -> str:
     return json.dumps({"error": {"kind": errors.kind_of(e), "message": str(e), "notes": notes}})
 
 
-def parse_answer(text: str) -> dict[str, Any]:
+def parse_answer(text: str) -> Json:
     """Parse the answer of a worker.
 
     Raises:
         CkpttoolError: what the worker raised.
     """
-    found: dict[str, Any] = json.loads(text)
+    found: Json = json.loads(text)
     if "error" in found:
         said = found["error"]
         kind = getattr(errors, said["kind"], CkpttoolError) if said["kind"] in errors.__all__ else CkpttoolError

@@ -17,7 +17,7 @@ from ..copy.tensor_digests import tensor_digests_and_crcs
 from ..opening import OpenCheckpoint, OpenOptions, open_checkpoint
 from ..planning import Plan, plan_conversion, plan_id
 from .part_fill import fill_part, send_cells
-from .part_requests import encode_error, index_id, read_job
+from .part_requests import Json, encode_error, index_id, read_job
 from .parts import Part
 
 __all__ = ["SingleEntryCache", "close_caches", "prepare", "run"]
@@ -98,7 +98,7 @@ def run(request: str) -> str:
         return encode_error(e)
 
 
-def _fill_part(asked: dict[str, Any]) -> dict[str, Any]:
+def _fill_part(asked: Json) -> Json:
     """Fill one part of a conversion; returns what `fill_part` does."""
     with _planned.answer(json.dumps(asked["job"])) as planned:
         ckpt = planned.opened.checkpoint
@@ -114,7 +114,7 @@ def _fill_part(asked: dict[str, Any]) -> dict[str, Any]:
         )
 
 
-def _send_cells(asked: dict[str, Any]) -> dict[str, Any]:
+def _send_cells(asked: Json) -> Json:
     """Send some cells of the objects of a conversion; returns what `send_cells` does."""
     with _planned.answer(json.dumps(asked["job"])) as planned:
         return send_cells(
@@ -127,7 +127,7 @@ def _send_cells(asked: dict[str, Any]) -> dict[str, Any]:
         )
 
 
-def _digest_tensors(asked: dict[str, Any]) -> dict[str, Any]:
+def _digest_tensors(asked: Json) -> Json:
     """Digest some tensors of a checkpoint; returns what `tensor_digests_and_crcs` does."""
     with _opened.answer(json.dumps(asked["open"])) as opened:
         ckpt = opened.checkpoint

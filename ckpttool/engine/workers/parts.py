@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...errors import CkpttoolError, RemoteError, Unreadable
 from ...index.checkpoint import TensorEntry
 from ...index.draft import Draft
 from .executors import Workers
-from .part_requests import parse_answer
+from .part_requests import Json, parse_answer
 
 __all__ = ["Part", "cut_draft", "cut_tensors", "least_part_bytes", "run_parts"]
 
@@ -115,7 +115,7 @@ class _Flight:
 
 def run_parts(
     parts: Sequence[Part],
-    results: dict[int, dict[str, Any]],
+    results: dict[int, Json],
     request: Callable[[int], str],
     workers: Workers,
     progress: Callable[[int, int], None],
