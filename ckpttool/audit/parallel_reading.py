@@ -17,7 +17,7 @@ from ..engine.copy.fill import Progress
 from ..engine.workers.executors import Workers
 from ..engine.workers.part_requests import absolute_path, encode_error
 from ..engine.workers.part_worker import SingleEntryCache
-from ..engine.workers.parts import Part, least_part_bytes, run_parts
+from ..engine.workers.parts import WorkPart, least_part_bytes, run_parts
 from ..errors import CkpttoolError
 from ..layouts import place
 from .archive import Archive
@@ -26,18 +26,18 @@ from .archive_hashing import ArchiveHasher
 __all__ = ["cut_members", "hash_requested_part", "read_with_workers"]
 
 
-def cut_members(archive: Archive) -> list[Part]:
+def cut_members(archive: Archive) -> list[WorkPart]:
     """Cut an archive into parts: runs of frames that begin and end with members."""
     table = archive.table
     least = least_part_bytes(table.logical_size)
-    out: list[Part] = []
+    out: list[WorkPart] = []
     first = at = 0
     for member in archive.plan.members:
         if member.end - at >= least and member.end < table.logical_size:
             stop = bisect_left(table.starts, member.end)
-            out.append(Part(len(out), first, stop, member.end - at))
+            out.append(WorkPart(len(out), first, stop, member.end - at))
             first, at = stop, member.end
-    out.append(Part(len(out), first, len(table.starts), table.logical_size - at))
+    out.append(WorkPart(len(out), first, len(table.starts), table.logical_size - at))
     return out
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from ..engine.copy.dtypes import NOTHING, Lost
+from ..engine.copy.dtypes import NOTHING, CastLosses
 from ..engine.copy.fill import Progress
 from ..engine.copy.record_crcs import CrcVerifier
 from ..engine.copy.stream import Reader
@@ -35,7 +35,7 @@ class FileHashes(NamedTuple):
 
     sha256: str
     tensors: dict[str, str]
-    lost: dict[str, Lost]
+    lost: dict[str, CastLosses]
 
 
 def git_oid(data: bytes) -> str:
@@ -81,7 +81,7 @@ def hash_contents(
         except BaseException:
             stop.set()
             raise
-    if next(crcs.unfinished(), None) is not None:
+    if next(crcs.missing_parts(), None) is not None:
         reader = Reader(opened.source, ckpt.files, ckpt.records)
         reader.crcs = crcs
         reader.finish()
@@ -91,7 +91,7 @@ def hash_contents(
 def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> FileHashes:
     """Hash one file and its tensors, in one pass."""
     whole, tensors = sha256(content.head), {}
-    lost: dict[str, Lost] = {}
+    lost: dict[str, CastLosses] = {}
     part: Any = None
     with ThreadPoolExecutor(1, "ckpttool-sha256") as helper:
         for block in content.blocks(crcs=crcs) if content.jobs else ():

@@ -17,7 +17,7 @@ from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
-from ..engine.copy.dtypes import Lost
+from ..engine.copy.dtypes import CastLosses
 from .hashing import FileHashes
 
 __all__ = ["Journal"]
@@ -57,7 +57,7 @@ class Journal:
     def _take(self, line: dict[str, Any]) -> None:
         """Take over what a line says."""
         if "file" in line:
-            lost = {n: Lost(*counts) for n, counts in line.get("lost", {}).items()}
+            lost = {n: CastLosses(*counts) for n, counts in line.get("lost", {}).items()}
             self.files[line["file"]] = FileHashes(line["sha256"], line["tensors"], lost)
         elif "record" in line:
             self.record = line["record"]

@@ -81,7 +81,7 @@ class _Pair(NamedTuple):
 
 _PAIRS = (
     _Pair("_scale_inv", "", _CODES),
-    _Pair("_scale", "_match_packed_integers", frozenset(("int32", "uint8"))),
+    _Pair("_scale", "_packed", frozenset(("int32", "uint8"))),
     _Pair("_scale", "", _CODES, sure=False),
     _Pair("_scales", "_blocks", frozenset(("uint8",)), sure=False),
     _Pair(".scales", ".qweight", frozenset(("int32",))),
@@ -377,7 +377,7 @@ def _match_scheme(
     if c.dtype in _TWO_IN_A_BYTE and (fp4 := _match_fp4(c, s)) is not None:
         return fp4, (*c.shape[:-1], 2 * c.shape[-1])
     how = _scale_granularity(c.shape, s.shape, said.block)
-    if how is None or s.dtype not in _WIDE | _EXPONENTS or (pair.codes == "_match_packed_integers"):
+    if how is None or s.dtype not in _WIDE | _EXPONENTS or (pair.codes == "_packed"):
         return None
     if c.dtype in _FLOAT8:
         return f"{'mxfp8' if s.dtype in _EXPONENTS and how == 'groups of 32' else 'fp8'} ({c.dtype}, {how})", c.shape
@@ -392,7 +392,7 @@ def _match_packed_integers(pair: _Pair, codes: _Shape, s: TensorEntry, said: _St
     text = f"int{said.bits} packed in int32" if said.bits is not None else "integers packed in int32"
     if s.dtype not in _WIDE or not codes or not codes[-1]:
         return None
-    if pair.codes == "_match_packed_integers":
+    if pair.codes == "_packed":
         fits = prod(s.shape) == 1 or (s.shape[:-1] == codes[:-1] and 0 < s.shape[-1] <= 16 * codes[-1])
         return (text, None) if fits else None
     if len(codes) != 2 or len(s.shape) != 2:

@@ -27,7 +27,7 @@ from ..extras import need
 from ..formats.sandbox import run_in_child
 from . import Config
 
-__all__ = ["PLAIN", "Relation", "Verdict", "find_contradiction", "meta_model", "relate"]
+__all__ = ["PLAIN", "LoadVerdict", "Relation", "find_contradiction", "meta_model", "relate"]
 
 #: model_type of architectures whose parameters have the same names in memory and on the Hub.
 PLAIN = frozenset(
@@ -68,7 +68,7 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Verdict(NamedTuple):
+class LoadVerdict(NamedTuple):
     """What `from_pretrained` says of some weights. `shapes` are sentences; `strip` is the prefix without which all
     names and shapes are right, None where no prefix does that."""
 
@@ -94,7 +94,7 @@ class Relation(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
     together: dict[str, str]
-    verdict: Verdict | None = None
+    verdict: LoadVerdict | None = None
 
 
 def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, judge: bool = False) -> Relation:
@@ -119,7 +119,7 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
             f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {str(e)[:300]}"
         ) from None
     views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
-    verdict = None if answer["verdict"] is None else Verdict(**answer["verdict"])
+    verdict = None if answer["verdict"] is None else LoadVerdict(**answer["verdict"])
     shapes = {k: tuple(v) for k, v in answer["shapes"].items()}
     return Relation(views, shapes, answer["tied"], answer["together"], verdict)
 
@@ -213,7 +213,7 @@ def _answer(_: str) -> bytes:
     ).encode()
 
 
-def _judge(model: Any, state: dict[str, Any]) -> Verdict:
+def _judge(model: Any, state: dict[str, Any]) -> LoadVerdict:
     """Find out, in the child, what becomes of a state, {name in memory: meta tensor}, on its way to the Hub and back:
     as it is, or without a prefix."""
     found = _load_back(model, state)
@@ -228,7 +228,7 @@ def _judge(model: Any, state: dict[str, Any]) -> Verdict:
     return found
 
 
-def _load_back(model: Any, state: dict[str, Any]) -> Verdict:
+def _load_back(model: Any, state: dict[str, Any]) -> LoadVerdict:
     """Have `from_pretrained` load a state as it would be saved, on the meta device; returns what it says.
 
     Raises:
@@ -260,4 +260,4 @@ def _load_back(model: Any, state: dict[str, Any]) -> Verdict:
         raise
     except RuntimeError as e:  # a conversion of names that takes tensors of other shapes
         shapes = [str(e).splitlines()[0][:200]]
-    return Verdict(type(model).__name__, len(model.state_dict()), missing, unexpected, shapes, None)
+    return LoadVerdict(type(model).__name__, len(model.state_dict()), missing, unexpected, shapes, None)

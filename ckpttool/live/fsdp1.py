@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from ..engine.flat.flat_layout import Flat, FlatLayout, Part, as_json
+from ..engine.flat.flat_layout import Flat, FlatLayout, FlatPart, to_json
 from ..errors import Unsupported, argument
 from ..index.fqns import WRAPPERS
 
@@ -60,7 +60,7 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
         for n, pad in zip(p._numels_with_padding, p._is_padding_mask, strict=True):
             if not pad:
                 fqn, shape, steps, contiguous = next(described)
-                parts.append(Part(_join_clean(path, fqn), tuple(shape), at, None if contiguous else tuple(steps)))
+                parts.append(FlatPart(_join_clean(path, fqn), tuple(shape), at, None if contiguous else tuple(steps)))
             at += n
         shared = tuple(
             (
@@ -93,7 +93,7 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
     if optimizer is not None:
         keys |= {id(p): _strip_wrappers(n) for n, p in model.named_parameters() if id(p) not in keys}
         groups = tuple(tuple(keys.get(id(p), "?") for p in g["params"]) for g in optimizer.param_groups)
-    return as_json(FlatLayout(uop, shards, tuple(flats), tuple(names), groups))
+    return to_json(FlatLayout(uop, shards, tuple(flats), tuple(names), groups))
 
 
 def _join_clean(module: str, name: str) -> str:

@@ -16,7 +16,7 @@ from math import isfinite
 from typing import Any
 
 from ckpttool.engine.conservation import list_changed_values
-from ckpttool.engine.flat.training import DEEPSPEED_COUNTERS, TRAINED_ALONE, Training, group_values, tensors_of
+from ckpttool.engine.flat.split_state import DEEPSPEED_COUNTERS, TRAINED_ALONE, Training, group_values, tensors_of
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.formats.stored_tensors import Inline, decode_number, flatten_tree

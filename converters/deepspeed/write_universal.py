@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
-from ckpttool.engine.flat.training import shared_scalars, split_training_state
+from ckpttool.engine.flat.split_state import shared_scalars, split_training_state
 from ckpttool.errors import Unsupported
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
-from ckpttool.engine.flat.training import shared_scalars, split_training_state
+from ckpttool.engine.flat.split_state import shared_scalars, split_training_state
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.engine.flat import flat_layout
-from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, FlatPart
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -75,13 +75,13 @@ class Spans(NamedTuple):
                 first += t.shape[0]
         return out
 
-    def chunks(self, part: Part) -> Chunks:
+    def chunks(self, part: FlatPart) -> Chunks:
         """Return the boxes of a parameter."""
         out, item = Chunks(len(part.shape)), ITEMSIZE[self.dtype]
         k = bisect_right(self.end, part.first)
         while k < len(self.first) and self.first[k] < part.first + part.numel:
             a = self.first[k]
-            for start, size, steps, at in flat_layout.pieces(part, a, self.end[k]):
+            for start, size, steps, at in flat_layout.pieces_of(part, a, self.end[k]):
                 out.add(start, size, self.file[k], self.offset[k] + (at - a) * item, prod(size) * item, steps)
             k += 1
         if not part.numel:
@@ -130,19 +130,19 @@ def layout_of(
             f"{flat_layout.OTHER}"
         )
     if not uop:
-        flat_layout.refuse_alphabet(order, where)
+        flat_layout.refuse_sorted_names(order, where)
     params = [n for n in order if n not in known.buffers and (n in slices or not uop)]
-    inside = flat_layout.assigned(params, flats)
+    inside = flat_layout.assign_to_modules(params, flats)
     homeless = [m for m in inside if m not in flats]
     if homeless:
         raise Unsupported(
             f'{files.source.root}: "{inside[homeless[0]][0]}" of {where} lies in no wrapped module; the files have '
-            f"flat parameters of {flat_layout.listed(flats)}. {flat_layout.OTHER}"
+            f"flat parameters of {flat_layout.describe_modules(flats)}. {flat_layout.OTHER}"
         )
     made = []
     for module in (*inside, *(m for m in flats if m not in inside)):
         whole, members = flats[module], [(n, known.shapes[n]) for n in inside.get(module, ())]
-        aligns = flat_layout.aligned(whole.dtype) if uop else (0,)
+        aligns = flat_layout.possible_alignments(whole.dtype) if uop else (0,)
 
         def fits(flat: Flat, size: int = whole.shape[0]) -> bool:
             """Whether a flat parameter has the length, and its parts the slices, that the files have."""
@@ -150,7 +150,7 @@ def layout_of(
                 own.slices_fit(flat, p, plain[p.name]) for p in flat.parts if p.name in slices
             )
 
-        flat = flat_layout.fitting(module, members, fits, aligns, own.shards, whole.dtype, tied)
+        flat = flat_layout.find_fitting_layout(module, members, fits, aligns, own.shards, whole.dtype, tied)
         if flat is None:
             raise Unsupported(_explain_no_fit(files, module, whole.shape[0], members, aligns, where, own.shards, uop))
         made.append(flat)
@@ -176,7 +176,7 @@ class RankSlices(NamedTuple):
             seen.setdefault(k, i)
         return [i for _, i in sorted(seen.items())]
 
-    def slices_fit(self, flat: Flat, part: Part, column: list[Any]) -> bool:
+    def slices_fit(self, flat: Flat, part: FlatPart, column: list[Any]) -> bool:
         """Whether the slices of a parameter in the files have the lengths and places that follow from the flat
         parameter."""
         for i, t in enumerate(column):
@@ -225,10 +225,10 @@ def given_layout(files: Files, options: ModelHints) -> tuple[FlatLayout, str] | 
     is none."""
     if files.source.exists(flat_layout.RECORD):
         what = f"{files.source.root}/{flat_layout.RECORD}"
-        return flat_layout.from_json(files.source.read_all(flat_layout.RECORD, 256 << 20), what), flat_layout.RECORD
+        return flat_layout.parse_json(files.source.read_all(flat_layout.RECORD, 256 << 20), what), flat_layout.RECORD
     if options.flat_layout is None:
         return None
-    return flat_layout.read_file(options.flat_layout), argument("flat_layout", options.flat_layout)
+    return flat_layout.read_layout_file(options.flat_layout), argument("flat_layout", options.flat_layout)
 
 
 def _check_layout(
@@ -248,8 +248,8 @@ def _check_layout(
     known = {f.module: f for f in layout.flats}
     if known.keys() != flats.keys():
         raise Unsupported(
-            f"{files.source.root}: {where} knows flat parameters of {flat_layout.listed(known)}, the files have those "
-            f"of {flat_layout.listed(flats)}. They are of jobs that wrapped different modules."
+            f"{files.source.root}: {where} knows flat parameters of {flat_layout.describe_modules(known)}, the files "
+            f"have those of {flat_layout.describe_modules(flats)}. They are of jobs that wrapped different modules."
         )
     for module, t in flats.items():
         flat = known[module]
@@ -294,8 +294,8 @@ def _no_description(files: Files, flats: Iterable[str]) -> Unsupported:
     """Make the error for flat parameters of which nothing tells the content, with the ways to describe them."""
     name = printable(os.path.basename(files.source.root))
     return Unsupported(
-        f"{files.source.root} holds flat parameters of {flat_layout.listed(flats)}, but does not say which parameters "
-        "they contain. Describe them in one of three ways:",
+        f"{files.source.root} holds flat parameters of {flat_layout.describe_modules(flats)}, but does not say which "
+        "parameters they contain. Describe them in one of three ways:",
         listing=f"  ckpttool convert {name} OUT --to dcp --like model.pt           any other checkpoint of the same "
         f"model\n  ckpttool convert {name} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n  ckpttool "
         f"convert {name} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in "

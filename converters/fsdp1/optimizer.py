@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.engine.flat import flat_layout
-from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, FlatPart
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded
@@ -219,7 +219,7 @@ def _read_flat_optimizer(
             for slot, column in by_number.get(x, ()):
                 whole = _count_elements(column) != lengths.get(x)
                 out.update(_cut_slot(files, ranks, own, layout, parts, slot, f"{name}.{slot}", column, whole))
-        out["optim", "param_groups", i, "params"] = flat_layout.members(layout, names)
+        out["optim", "param_groups", i, "params"] = flat_layout.trained_parameters(layout, names)
     return {path: leaf for path, leaf in out.items() if path[1] != "state" or path[2] not in copies}
 
 
@@ -328,11 +328,11 @@ def _candidate_layouts(
     paths = flat_layout.module_paths(names)
     wraps: list[list[str]] = []
     if options.wrap is not None:
-        wraps.append(flat_layout.matching(paths, options.wrap))
+        wraps.append(flat_layout.match_modules(paths, options.wrap))
     else:
         if config is not None:
             wraps.append([b for b in model_names.read_model_names(config).blocks if b in paths])
-        wraps.append(flat_layout.matching(paths, flat_layout.blocks(names)))
+        wraps.append(flat_layout.match_modules(paths, flat_layout.find_blocks(names)))
         wraps.append([])
     wanted = {n for group in expected for n in group}
     tied = dict(options.like.tied) if options.like else {}
@@ -340,7 +340,7 @@ def _candidate_layouts(
     if config is not None:
         tied = {**model_names.read_model_names(config).tied, **tied}
     for modules in wraps:
-        inside = flat_layout.assigned(names, modules)
+        inside = flat_layout.assign_to_modules(names, modules)
         for aligns in ((0,), *((a,) for a in (4, 8, 2, 16))):
             uop = aligns != (0,)
             made = []
@@ -350,7 +350,7 @@ def _candidate_layouts(
                     found = _lengths_by_name(FlatLayout(uop, own.shards, (flat,)), own)
                     return all(n in wanted or None in wanted for _, n in found)
 
-                flat = flat_layout.fitting(
+                flat = flat_layout.find_fitting_layout(
                     module, [(n, shapes[n]) for n in members], fits, aligns, own.shards, None, tied
                 )
                 if flat is None:
@@ -394,7 +394,7 @@ def _cut_slot(
     ranks: list[Rank],
     own: RankSlices,
     layout: FlatLayout,
-    parts: list[tuple[Flat, Part]],
+    parts: list[tuple[Flat, FlatPart]],
     slot: str,
     name: str,
     column: list[Any],

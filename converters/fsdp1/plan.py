@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpttool.engine.flat import flat_layout
 from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
-from ckpttool.engine.flat.training import Training
+from ckpttool.engine.flat.split_state import Training
 from ckpttool.errors import Unsupported, argument
 from ckpttool.huggingface import encodings, model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, floating_dtype
@@ -36,7 +36,7 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
     groups = _listed_by_group(ckpt, state)
     group_of = {n: i for i, (names, _) in enumerate(groups) for n in names}
     params = {*group_of, *state.frozen, *state.tied, *(n for g in state.groups for n in g.params)}
-    given = flat_layout.read_file(options.flat_layout) if options.flat_layout is not None else None
+    given = flat_layout.read_layout_file(options.flat_layout) if options.flat_layout is not None else None
     if given is not None:
         flats = _check_given_flats(given, state, params, options, world)
         names = given.names or tuple(state.tensors)
@@ -135,14 +135,14 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
         config = model_names.load_config(options.config) if options.config is not None else ckpt.config
         order, where = (list(model_names.read_model_names(config).shapes), "the config") if config else (None, "")
     if order is not None:
-        flat_layout.refuse_alphabet(order, where)
+        flat_layout.refuse_sorted_names(order, where)
         if missing := [n for n in own if n not in set(order)]:
             raise Unsupported(
                 f'"{missing[0]}" and {len(missing) - 1} other tensors are not among the names of {where}. '
                 f"{flat_layout.OTHER}"
             )
         return tuple(n for n in order if n in state.tensors)
-    flat_layout.refuse_alphabet(own, f"{ckpt.layout} sources")
+    flat_layout.refuse_sorted_names(own, f"{ckpt.layout} sources")
     return tuple(own)
 
 
@@ -150,21 +150,21 @@ def _wrapped_modules(ckpt: Checkpoint, names: list[str], options: WriteOptions, 
     """Return the modules that the job wraps: those of --wrap, of the config, or the repeated blocks of the model."""
     paths = flat_layout.module_paths(names)
     if options.wrap is not None:
-        found = flat_layout.matching(paths, options.wrap)
+        found = flat_layout.match_modules(paths, options.wrap)
         if not found and options.wrap:
             notes.append(
                 f"{argument('wrap', options.wrap)} names no module, so only the root is wrapped; there are "
-                f"{flat_layout.listed(paths[1:])}. * is one component of the path, ** any number"
+                f"{flat_layout.describe_modules(paths[1:])}. * is one component of the path, ** any number"
             )
         return found
-    patterns = flat_layout.blocks(names)
+    patterns = flat_layout.find_blocks(names)
     if options.config is not None:
         config = model_names.load_config(options.config)
         inside = set(paths)
         if found := [b for b in model_names.read_model_names(config).blocks if b in inside]:
-            notes.append(f"wrapped modules, by the config: {flat_layout.listed(found)}, and the root")
+            notes.append(f"wrapped modules, by the config: {flat_layout.describe_modules(found)}, and the root")
             return found
-    found = flat_layout.matching(paths, patterns)
+    found = flat_layout.match_modules(paths, patterns)
     if found:
         notes.append(
             f"wrapped modules, by the repeated blocks of the model: {', '.join(patterns)}, and the root; "
@@ -180,7 +180,7 @@ def _ignored_parameters(names: list[str], modules: list[str], state: Training, o
     leave alone."""
     trained = {n for g in state.groups for n in g.params}
     out: set[str] = set()
-    for members in flat_layout.assigned(names, modules).values():
+    for members in flat_layout.assign_to_modules(names, modules).values():
         kinds = {n: options.cast(f"model.{n}", state.tensors[n].dtype) for n in members}
         floats = {kinds[n] for n in members if state.tied.get(n, n) in trained}
         if len(floats) == 1:
@@ -203,7 +203,7 @@ def _lay_out_flats(
         Unsupported: FSDP1 cannot flatten the parameters of a module together.
     """
     out = []
-    for module, members in flat_layout.assigned(names, modules).items():
+    for module, members in flat_layout.assign_to_modules(names, modules).items():
         owners = [n for n in members if state.tied.get(n) not in members]
         shared = [(n, state.tied[n]) for n in members if state.tied.get(n) in members]
         kinds = {options.cast(f"model.{n}", state.tensors[n].dtype): n for n in owners}

@@ -21,9 +21,16 @@ from typing import Any, NamedTuple
 from ckpttool import bounded_json
 from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.flat import flat_layout
-from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, FlatPart
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
-from ckpttool.engine.flat.training import TRAINED_ALONE, Group, Training, group_values, split_training_state, tensors_of
+from ckpttool.engine.flat.split_state import (
+    TRAINED_ALONE,
+    ParamGroup,
+    Training,
+    group_values,
+    split_training_state,
+    tensors_of,
+)
 from ckpttool.errors import UsageError, argument
 from ckpttool.formats.sharded import ShardTable, make_sharded_tensor
 from ckpttool.formats.stored_tensors import Inline
@@ -68,7 +75,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     _write_model(out, state)
     if plan.groups is not None:
         _write_optimizer(out, state, plan)
-    out.files.literal(flat_layout.RECORD, bounded_json.encode(flat_layout.as_json(plan.layout), indent=1) + b"\n")
+    out.files.literal(flat_layout.RECORD, bounded_json.encode(flat_layout.to_json(plan.layout), indent=1) + b"\n")
     gone = {d.name for d in state.dropped}
     after = {n: v for n, v in _groups_to_be(plan).items() if n not in state.inlined}
     before = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
@@ -87,7 +94,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _groups_to_be(plan: FlatPlan) -> dict[str, Value]:
     """Return the param groups as a reader finds them: parameters instead of flat parameters."""
     listed = plan.groups or ()
-    return group_values([Group(tuple(flat_layout.members(plan.layout, names)), hyper) for names, hyper in listed])
+    return group_values(
+        [ParamGroup(tuple(flat_layout.trained_parameters(plan.layout, names)), hyper) for names, hyper in listed]
+    )
 
 
 @dataclass
@@ -218,7 +227,7 @@ def _place_model(
             out.add_tensor(name if r == 0 else f"replica.{r}.{n}", name, chunks)
 
 
-def _chunks_of_part(p: Part, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int) -> Chunks:
+def _chunks_of_part(p: FlatPart, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int) -> Chunks:
     """Return the chunks of a parameter in the slices of all ranks.
 
     `bounds` are the slices of the flat parameter, which begin in the files `numbers` at bytes `starts`; `item` is the
@@ -226,7 +235,7 @@ def _chunks_of_part(p: Part, bounds: list[tuple[int, int]], numbers: list[int], 
     """
     chunks = Chunks(len(p.shape))
     for r, (a, b) in enumerate(bounds):
-        for start, size, _, at in flat_layout.pieces(p, a, b):
+        for start, size, _, at in flat_layout.pieces_of(p, a, b):
             chunks.add(start, size, numbers[r], starts[r] + (at - a) * item, prod(size) * item)
     if not p.numel:  # no bytes, but a place: files are written front to back
         held = [r for r, (a, b) in enumerate(bounds) if a < b]
@@ -240,7 +249,7 @@ class _Stored(NamedTuple):
     """What the optimizer lists under one number: the flat parameter, the parts of it, and elements by rank."""
 
     flat: Flat
-    parts: list[Part]
+    parts: list[FlatPart]
     bounds: list[tuple[int, int]]
     numels: list[int]
 

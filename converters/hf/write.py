@@ -412,7 +412,7 @@ def _judged(
     return relation if asks and not coded else None
 
 
-def _differences(model: dict[str, TensorEntry], found: hub_names.Verdict) -> str:
+def _differences(model: dict[str, TensorEntry], found: hub_names.LoadVerdict) -> str:
     """What a verdict that is not good says."""
     parts = []
     if found.missing:
@@ -427,7 +427,7 @@ def _differences(model: dict[str, TensorEntry], found: hub_names.Verdict) -> str
 
 
 def _remedy(
-    ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.Verdict | None, options: WriteOptions
+    ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.LoadVerdict | None, options: WriteOptions
 ) -> str:
     """What would happen, and what to do where the weights are not those of the model of config.json."""
     if found is not None and found.strip:

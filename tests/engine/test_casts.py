@@ -13,7 +13,7 @@ from commands import ckpttool_here
 
 import ckpttool
 from ckpttool.engine.copy import fill
-from ckpttool.engine.copy.dtypes import NOTHING, Lost, cast, numpy_dtype
+from ckpttool.engine.copy.dtypes import NOTHING, CastLosses, cast, numpy_dtype
 from ckpttool.engine.copy.stream import Reader, StreamJob
 from ckpttool.errors import Interrupted
 from ckpttool.index.checkpoint import ITEMSIZE
@@ -45,7 +45,7 @@ def patterns(dtype: str) -> torch.Tensor:
     return torch.cat(near)
 
 
-def converted(x: torch.Tensor, dtype: str, to: str) -> tuple[torch.Tensor, Lost]:
+def converted(x: torch.Tensor, dtype: str, to: str) -> tuple[torch.Tensor, CastLosses]:
     out = bytearray(x.numel() * ITEMSIZE[to])
     lost = cast(memoryview(x.view(torch.uint8).numpy()).cast("B"), dtype, memoryview(out), to)
     return torch.frombuffer(out, dtype=getattr(torch, to)), lost
@@ -75,7 +75,7 @@ def test_every_pair_of_floating_dtypes_gives_the_bits_of_torch(dtype: str) -> No
         before, after = x.double(), wanted.double()
         infinite = int((after.isinf() & before.isfinite()).sum())
         cut = int((before.abs() > 464).sum()) if to == "float8_e4m3fn" else 0
-        assert lost == Lost(infinite, int((nan & ~before.isnan()).sum()), cut), to
+        assert lost == CastLosses(infinite, int((nan & ~before.isnan()).sum()), cut), to
 
 
 @pytest.mark.parametrize("to", ["float16", "bfloat16", "float8_e5m2"])
@@ -84,8 +84,8 @@ def test_what_becomes_infinite_is_counted_in_any_piece_and_of_either_sign(to: st
     assert converted(x, "float32", to)[1] == NOTHING
     x[[5, 70_000, 299_999]] = torch.tensor([3.4e38, -3.4e38, 3.4e38])
     x[9], x[10] = float("inf"), float("nan")
-    assert converted(x, "float32", to)[1] == Lost(infinite=3)
-    assert converted(x.double() * 1e200, "float64", "float32")[1] == Lost(infinite=299_998)
+    assert converted(x, "float32", to)[1] == CastLosses(infinite=3)
+    assert converted(x.double() * 1e200, "float64", "float32")[1] == CastLosses(infinite=299_998)
 
 
 def test_counting_costs_next_to_nothing() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpttool.engine.flat import flat_layout
-from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, Part, lay_out, pieces, slice_of
+from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, FlatPart, lay_out, pieces_of, slice_of
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.huggingface import model_names
 from ckpttool.index import boxes
@@ -70,18 +70,18 @@ def test_the_last_slices_are_short_or_empty() -> None:
 
 
 def test_a_slice_of_a_matrix_is_at_most_three_boxes() -> None:
-    part = Part("w", (4, 3), 5)
-    assert list(pieces(part, 7, 15)) == [
+    part = FlatPart("w", (4, 3), 5)
+    assert list(pieces_of(part, 7, 15)) == [
         ((0, 2), (1, 1), None, 7),
         ((1, 0), (2, 3), None, 8),
         ((3, 0), (1, 1), None, 14),
     ]
-    assert list(pieces(part, 0, 5)) == []
+    assert list(pieces_of(part, 0, 5)) == []
 
 
 def test_a_transposed_weight_lies_in_the_order_of_its_storage() -> None:
-    part = Part("w", (2, 3), 10, strides=(1, 2))  # stored as a (3, 2) matrix
-    assert list(pieces(part, 12, 16)) == [((0, 1), (2, 2), (1, 2), 12)]
+    part = FlatPart("w", (2, 3), 10, strides=(1, 2))  # stored as a (3, 2) matrix
+    assert list(pieces_of(part, 12, 16)) == [((0, 1), (2, 2), (1, 2), 12)]
 
 
 @given(
@@ -95,12 +95,12 @@ def test_slices_of_all_ranks_make_the_whole_parameter(shape: list[int], first: i
     dice.shuffle(order)
     stored = boxes.strides([shape[d] for d in order])
     steps = tuple(stored[order.index(d)] for d in range(len(shape)))
-    part = Part("w", tuple(shape), first, strides=steps)
+    part = FlatPart("w", tuple(shape), first, strides=steps)
     flat = torch.arange(first + part.numel + 3)
     wanted = flat[first : first + part.numel].as_strided(shape, steps)
     found = torch.full(shape, -1)
     for r in range(ranks):
-        for start, size, strides, at in pieces(part, *slice_of(len(flat), ranks, r)):
+        for start, size, strides, at in pieces_of(part, *slice_of(len(flat), ranks, r)):
             assert strides is not None
             box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
             assert bool((found[box] == -1).all())
@@ -127,51 +127,55 @@ PATHS = ["", "model", "model.layers", "model.layers.0", "model.layers.0.mlp", "m
     ],
 )
 def test_a_star_is_one_component_and_two_are_any_number(pattern: str, found: list[str]) -> None:
-    assert flat_layout.matching(PATHS, [pattern]) == found
+    assert flat_layout.match_modules(PATHS, [pattern]) == found
 
 
 def test_repeated_blocks_are_numbered_modules_with_modules_inside() -> None:
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(12)]
-    assert flat_layout.blocks(["model.embed.weight", *names, "lm_head.weight"]) == ["model.layers.*"]
+    assert flat_layout.find_blocks(["model.embed.weight", *names, "lm_head.weight"]) == ["model.layers.*"]
     experts = [f"h.{i}.experts.{k}.w.weight" for i in range(2) for k in range(3)]
-    assert flat_layout.blocks(experts) == ["h.*"]
-    assert flat_layout.blocks(["0.weight", "2.weight", "heads.0.weight", "heads.1.weight"]) == []
+    assert flat_layout.find_blocks(experts) == ["h.*"]
+    assert flat_layout.find_blocks(["0.weight", "2.weight", "heads.0.weight", "heads.1.weight"]) == []
 
 
 def test_a_parameter_lies_in_the_innermost_wrapped_module_around_it() -> None:
     names = ["emb.w", "a.x", "a.b.x", "a.b.y", "a.z", "c.0.x"]
-    assert flat_layout.assigned(names, ["a", "a.b", "c", "c.0"]) == {
+    assert flat_layout.assign_to_modules(names, ["a", "a.b", "c", "c.0"]) == {
         "": ["emb.w"], "a": ["a.x", "a.z"], "a.b": ["a.b.x", "a.b.y"], "c.0": ["c.0.x"],
     }  # fmt: skip
-    assert list(flat_layout.assigned(["b.c.x", "b.y", "z"], ["b", "b.c"])) == ["", "b", "b.c"]  # as a walk meets them
+    assert list(flat_layout.assign_to_modules(["b.c.x", "b.y", "z"], ["b", "b.c"])) == [
+        "",
+        "b",
+        "b.c",
+    ]  # as a walk meets them
 
 
 def test_a_tied_weight_that_nobody_named_is_found_by_the_size() -> None:
-    flat = flat_layout.fitting("", LLAMA_ROOT, lambda f: f.numel == 4752)
+    flat = flat_layout.find_fitting_layout("", LLAMA_ROOT, lambda f: f.numel == 4752)
     assert flat is not None
     assert [p.name for p in flat.parts] == ["model.embed_tokens.weight", "model.norm.weight"]
     assert flat.shared == (("lm_head.weight", "model.embed_tokens.weight"),)
-    assert flat_layout.fitting("", LLAMA_ROOT, lambda f: f.numel == 4751) is None
+    assert flat_layout.find_fitting_layout("", LLAMA_ROOT, lambda f: f.numel == 4751) is None
 
 
 def test_two_ways_to_tie_are_not_chosen_between() -> None:
     three = [("a.weight", (5, 2)), ("b.weight", (5, 2)), ("c.weight", (5, 2))]
     with pytest.raises(Unsupported, match=r'"b\.weight" or "c\.weight"'):
-        flat_layout.fitting("", three, lambda f: f.numel == 20)
-    flat = flat_layout.fitting("", three, lambda f: f.numel == 20, tied={"c.weight": "a.weight"})
+        flat_layout.find_fitting_layout("", three, lambda f: f.numel == 20)
+    flat = flat_layout.find_fitting_layout("", three, lambda f: f.numel == 20, tied={"c.weight": "a.weight"})
     assert flat is not None and [p.name for p in flat.parts] == ["a.weight", "b.weight"]
 
 
 def test_equal_layers_are_never_taken_for_tied() -> None:
     layers = [(f"layers.{i}.weight", (5, 2)) for i in range(3)]
-    assert flat_layout.fitting("", layers, lambda f: f.numel == 20) is None
+    assert flat_layout.find_fitting_layout("", layers, lambda f: f.numel == 20) is None
 
 
 def test_names_in_the_order_of_the_alphabet_are_no_order() -> None:
     names = [f"layers.0.{n}" for n in ("a", "b", "c", "d", "e", "f", "g", "h")]
     with pytest.raises(Unsupported, match="alphabet"):
-        flat_layout.refuse_alphabet(names, "--like")
-    flat_layout.refuse_alphabet([*names[4:], *names[:4]], "--like")
+        flat_layout.refuse_sorted_names(names, "--like")
+    flat_layout.refuse_sorted_names([*names[4:], *names[:4]], "--like")
 
 
 # ----------------------------------------------------------------------------------------------------------- JSON
@@ -179,8 +183,8 @@ def test_names_in_the_order_of_the_alphabet_are_no_order() -> None:
 LAYOUT = FlatLayout(
     True, 3,
     (
-        Flat("", (Part("emb.w", (4, 3), 0),), 12, "float32", (("head.w", "emb.w"),)),
-        Flat("layers.0", (Part("layers.0.a", (2, 2), 0, (1, 2)), Part("layers.0.b", (), 4)), 6, "bfloat16"),
+        Flat("", (FlatPart("emb.w", (4, 3), 0),), 12, "float32", (("head.w", "emb.w"),)),
+        Flat("layers.0", (FlatPart("layers.0.a", (2, 2), 0, (1, 2)), FlatPart("layers.0.b", (), 4)), 6, "bfloat16"),
     ),
     ("emb.w", "layers.0.a", "layers.0.b", "count", "head.w"), (("emb.w", "layers.0.a"), ("layers.0.b",)),
     (("x", "y"),),
@@ -188,14 +192,14 @@ LAYOUT = FlatLayout(
 
 
 def text(change: Any = None) -> bytes:
-    tree = flat_layout.as_json(LAYOUT)
+    tree = flat_layout.to_json(LAYOUT)
     if change is not None:
         change(tree)
     return json.dumps(tree).encode()
 
 
 def test_a_layout_survives_its_file() -> None:
-    assert flat_layout.from_json(text(), "x.json") == LAYOUT
+    assert flat_layout.parse_json(text(), "x.json") == LAYOUT
 
 
 @pytest.mark.parametrize(
@@ -222,17 +226,17 @@ def test_a_layout_survives_its_file() -> None:
 )
 def test_a_layout_that_contradicts_itself_is_refused(change: Any) -> None:
     with pytest.raises(Corrupt, match=r"x\.json"):
-        flat_layout.from_json(text(change), "x.json")
+        flat_layout.parse_json(text(change), "x.json")
 
 
 def test_a_file_that_is_no_layout_is_refused_with_how_to_make_one() -> None:
     for data in (b"[]", b"{}", b"3"):
         with pytest.raises(Corrupt, match="describe_fsdp1"):
-            flat_layout.from_json(data, "x.json")
+            flat_layout.parse_json(data, "x.json")
     with pytest.raises(Corrupt):
-        flat_layout.from_json(b"{", "x.json")
+        flat_layout.parse_json(b"{", "x.json")
     with pytest.raises(Unsafe):
-        flat_layout.from_json(b'{"format": 1, "format": 2}', "x.json")
+        flat_layout.parse_json(b'{"format": 1, "format": 2}', "x.json")
 
 
 # ---------------------------------------------------------------------------------------------------------- FSDP1
@@ -280,11 +284,11 @@ def test_fsdp1_lays_its_flat_parameters_out_as_we_do(world: int, uop: bool, alig
         live = wrapped(model, use_orig_params=uop, **how)
         optimizer = torch.optim.AdamW(live.parameters())
         described = describe_fsdp1(live, optimizer)
-        told = flat_layout.from_json(json.dumps(described).encode(), "x.json")
+        told = flat_layout.parse_json(json.dumps(described).encode(), "x.json")
     ordered = [n for n in state if n in parameters]
     tied = {"head.weight": "emb.weight"}
     made = []
-    for module, names in flat_layout.assigned(ordered, ["layers.0", "layers.1"]).items():
+    for module, names in flat_layout.assign_to_modules(ordered, ["layers.0", "layers.1"]).items():
         params = [(n, parameters[n]) for n in names if n not in tied]
         shared = [(n, tied[n]) for n in names if n in tied]
         made.append(lay_out(module, params, align, world, "float32", shared))
@@ -302,8 +306,8 @@ def test_a_transposed_parameter_is_described_by_its_strides() -> None:
         live = wrapped(Odd(), use_orig_params=False)
         described = describe_fsdp1(live)
         flat = live._handle.flat_param.detach().clone()
-    part = flat_layout.from_json(json.dumps(described).encode(), "x.json").flats[0].parts[0]
-    assert part == Part("w", (3, 2), 0, (1, 3))
+    part = flat_layout.parse_json(json.dumps(described).encode(), "x.json").flats[0].parts[0]
+    assert part == FlatPart("w", (3, 2), 0, (1, 3))
     assert flat.tolist() == [0.0, 1.0, 2.0]  # row-major would be 0, 3, 1
 
 

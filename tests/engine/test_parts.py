@@ -217,7 +217,7 @@ def test_what_fails_is_done_again_and_three_failures_end_the_run(tmp_path: Path)
     assert 0 < len(again.fills) < len(parts_of("hf", tmp_path))
 
 
-def parts_of(to: str, tmp_path: Path) -> list[parts.Part]:
+def parts_of(to: str, tmp_path: Path) -> list[parts.WorkPart]:
     with ckpttool.plan(FSDP2, tmp_path / "x", to=to, **TARGETS[to]) as planned:
         return parts.cut_draft(planned.draft)
 

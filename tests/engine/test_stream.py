@@ -419,7 +419,7 @@ def test_sums_find_any_flipped_byte_with_pieces_in_any_order(data: st.DataObject
     answers = [told(crcs, 0, base + a, memoryview(bad)[a:b]) for a, b in order]
     assert answers[:-1] == [None] * (len(order) - 1)
     assert answers[-1] == ((records[0], zlib.crc32(bad)) if flipped else None)
-    assert list(crcs.unfinished()) == []
+    assert list(crcs.missing_parts()) == []
 
 
 def test_sums_of_bytes_that_are_read_again_behind_others_are_no_damage() -> None:
@@ -427,7 +427,7 @@ def test_sums_of_bytes_that_are_read_again_behind_others_are_no_damage() -> None
     crcs = CrcVerifier([Record(Extent(0, 0, 25), zlib.crc32(raw))])
     for a, b in ((10, 20), (0, 10), (10, 20), (20, 25)):
         assert told(crcs, 0, a, memoryview(raw)[a:b]) is None
-    assert list(crcs.unfinished()) == []
+    assert list(crcs.missing_parts()) == []
 
 
 @given(st.data())
@@ -441,7 +441,7 @@ def test_sums_of_pieces_that_are_read_again_find_every_flipped_byte_and_no_other
     parts = st.sampled_from([(a, b) for a in range(0, 40, 10) for b in range(a + 10, 50, 10)])
     read = data.draw(st.lists(parts, min_size=1, max_size=8))
     answers = [told(crcs, 0, a, memoryview(bad)[a:b]) for a, b in read]
-    answers += [told(crcs, 0, at, memoryview(bad)[at : at + n]) for _, at, n in list(crcs.unfinished())]
+    answers += [told(crcs, 0, at, memoryview(bad)[at : at + n]) for _, at, n in list(crcs.missing_parts())]
     assert [a for a in answers if a] == (
         [(Record(Extent(0, 0, 40), zlib.crc32(raw)), zlib.crc32(bad))] if flipped else []
     )
@@ -452,7 +452,7 @@ def test_unfinished_are_the_gaps_of_what_was_begun() -> None:
     told(crcs, 0, 14, memoryview(b"1234"))
     told(crcs, 1, 0, memoryview(b"12"))
     told(crcs, 0, 20, memoryview(b"1"))
-    assert sorted(crcs.unfinished()) == [(0, 10, 4), (0, 18, 2), (0, 21, 9), (1, 2, 6)]
+    assert sorted(crcs.missing_parts()) == [(0, 10, 4), (0, 18, 2), (0, 21, 9), (1, 2, 6)]
 
 
 def test_bytes_outside_of_records_and_files_without_any_mean_nothing() -> None:

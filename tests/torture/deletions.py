@@ -40,7 +40,7 @@ WRITERS: dict[str, tuple[str, ...]] = {
     "converters/trainers/join.py": ("trainer", "accelerate", "lightning"),
     "converters/megatron/write.py": ("megatron",),
     "converters/audit.py": ("audit",),
-    "ckpttool/engine/flat/training.py": ("zero3", "fsdp1", "universal"),
+    "ckpttool/engine/flat/split_state.py": ("zero3", "fsdp1", "universal"),
 }
 #: {module of a writer: tests of what it writes that no reader of ckpttool looks at, which engines and trainers do}
 TESTS: dict[str, tuple[str, ...]] = {

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-__all__ = ["NOTHING", "Lost", "bits_dtype", "cast", "numbers", "numpy_dtype"]
+__all__ = ["NOTHING", "CastLosses", "bits_dtype", "cast", "numbers", "numpy_dtype"]
 
 _PIECE = 64 << 10  # elements that stay in the processor's cache
 
 
-class Lost(NamedTuple):
+class CastLosses(NamedTuple):
     """How many numbers a cast could not hold: finite ones that became infinite, others that became NaN, and those that
     became the largest number of a dtype without infinities (float8_e4m3fn: 448)."""
 
@@ -26,16 +26,16 @@ class Lost(NamedTuple):
     nan: int = 0
     cut: int = 0
 
-    def plus(self, other: Lost) -> Lost:
+    def plus(self, other: CastLosses) -> CastLosses:
         """Add the counts of another cast."""
-        return Lost(*(a + b for a, b in zip(self, other, strict=True)))
+        return CastLosses(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 #: What a cast to a dtype that holds all numbers loses.
-NOTHING = Lost()
+NOTHING = CastLosses()
 
 
-def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
+def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> CastLosses:
     """Convert elements, rounding to nearest even as torch does, and count what `to` could not hold.
 
     All numbers are torch's, bit for bit, and so are NaNs, with two exceptions. A NaN becomes 0x7FC0 in bfloat16, which
@@ -50,7 +50,7 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
     import numpy as np
 
     src, dst = np.frombuffer(data, dtype=numpy_dtype(dtype)), np.frombuffer(out, dtype=numpy_dtype(to))
-    convert = _converter(dtype, to)
+    convert = _choose_converter(dtype, to)
     overflowed: list[int] = []
     lost = NOTHING
     with np.errstate(over="call", call=lambda *_: overflowed.append(1), invalid="ignore"):
@@ -64,16 +64,16 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
     return lost
 
 
-def _converter(dtype: str, to: str) -> Callable[[Array, Array], object]:
+def _choose_converter(dtype: str, to: str) -> Callable[[Array, Array], object]:
     """Return a function that writes elements of one dtype as those of another: of a byte each by a table, others by
     numpy, with the steps that torch takes."""
     import numpy as np
 
     if dtype.startswith("float8"):
-        table = _table(dtype, to)
+        table = _conversion_table(dtype, to)
         return lambda piece, part: np.take(table, piece.view("u1"), out=part, mode="clip")
     if to == "float8_e8m0fnu":
-        return lambda piece, part: _to_exponents(piece, part)
+        return lambda piece, part: _convert_to_exponents(piece, part)
 
     def convert(piece: Array, part: Array) -> None:
         if to == "float8_e4m3fn":  # has no infinity: torch gives its largest number for all that is beyond
@@ -86,7 +86,7 @@ def _converter(dtype: str, to: str) -> Callable[[Array, Array], object]:
 
 
 @lru_cache(128)
-def _table(dtype: str, to: str) -> Array:
+def _conversion_table(dtype: str, to: str) -> Array:
     """Return the numbers of all 256 bytes of a dtype, in another."""
     import numpy as np
 
@@ -102,7 +102,7 @@ def _table(dtype: str, to: str) -> Array:
     out = np.empty(256, numpy_dtype(to))
     with np.errstate(all="ignore"):
         wide = numbers.astype("f8")
-        _converter("float64", to)(wide, out)
+        _choose_converter("float64", to)(wide, out)
     _set_nans(wide, out, "float64", to)
     return out
 
@@ -120,7 +120,7 @@ def _set_nans(piece: Array, part: Array, dtype: str, to: str) -> None:
         part.view("u2")[nan] |= (piece.view("u2")[nan] & 0x3F) << 3
 
 
-def _to_exponents(piece: Array, part: Array) -> None:
+def _convert_to_exponents(piece: Array, part: Array) -> None:
     """Write numbers as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up where two are equally
     near, but for 2**-127.
 
@@ -149,14 +149,14 @@ def _may_have_lost(part: Array, dtype: str, to: str) -> bool:
     return to.endswith("fnuz") and bool(part.view("i1").min() == -128)
 
 
-def _count_lost(piece: Array, part: Array, to: str) -> Lost:
+def _count_lost(piece: Array, part: Array, to: str) -> CastLosses:
     """Count the numbers of `piece` that its cast `part` could not hold."""
     import numpy as np
 
     x, y = piece.astype("f8"), part.astype("f8")
     cut = np.abs(x) > 464 if to == "float8_e4m3fn" else np.zeros(1, bool)  # where 480 would be nearer than 448
     found = (np.isinf(y) & np.isfinite(x), np.isnan(y) & ~np.isnan(x), cut)
-    return Lost(*(int(np.count_nonzero(mask)) for mask in found))
+    return CastLosses(*(int(np.count_nonzero(mask)) for mask in found))
 
 
 def bits_dtype(item: int) -> str:

@@ -39,7 +39,7 @@ from ...storage.destination_protocol import Altered, Destination, DestinationFil
 from ...storage.local_file import WriterPool
 from ...storage.source import Source
 from .averages import Averages, describe_negative
-from .dtypes import NOTHING, Lost, bits_dtype
+from .dtypes import NOTHING, CastLosses, bits_dtype
 from .stream import Block, Reader, StreamJob
 
 __all__ = ["ChunkRow", "Progress", "Scatter", "fill", "lost_notes", "note_lost", "silent"]
@@ -122,10 +122,10 @@ def fill(
 
 
 def note_lost(draft: Draft, lost: Mapping[str, Iterable[int]]) -> None:
-    """Put into a draft what casts could not hold, {tensor: `Lost`}, under the names of the source; of several copies of
-    a tensor, the one that lost most."""
+    """Put into a draft what casts could not hold, {tensor: `CastLosses`}, under the names of the source; of several
+    copies of a tensor, the one that lost most."""
     for name, counts in lost.items():
-        of, row = joined(draft.sources[name].path), Lost(*counts)._asdict()
+        of, row = joined(draft.sources[name].path), CastLosses(*counts)._asdict()
         before = draft.lost.get(of)
         if before is None or sum(before[kind] for kind in row) < sum(row.values()):
             draft.lost[of] = {"dtype": draft.checkpoint.tensors[name].dtype, **row}
@@ -164,7 +164,7 @@ class Scatter:
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
         self.digests: dict[str, str] = {}
-        self.lost: dict[str, Lost] = {}
+        self.lost: dict[str, CastLosses] = {}
         self.crcs: dict[int, list[Written]] = {}
         self.needs_crcs = draft.after is not None or draft.tail is not None
         self.averages = Averages(draft.averages)
@@ -257,7 +257,7 @@ class Scatter:
             both = boxes.intersect((r.start, r.shape), (block.start, block.shape))
             if both is None:
                 continue
-            part = _cut(block, both, item)
+            part = _box_bytes(block, both, item)
             if r.done == 0:
                 self.begin(name, entry, r)
             self.write(r, part)
@@ -367,7 +367,7 @@ class _Filling(Scatter):
                 progress("reread", passed, total)
                 if here and block.last and self.digests[block.name] != self.earlier.digests.get(block.name):
                     raise Altered(self.destination.location)
-            self.lost |= {n: Lost(*counts) for n, counts in self.earlier.lost.items() if here}
+            self.lost |= {n: CastLosses(*counts) for n, counts in self.earlier.lost.items() if here}
         except Corrupt:
             if here:
                 raise Altered(self.destination.location) from None
@@ -484,7 +484,7 @@ def _chunk_rows(entry: TensorEntry) -> list[ChunkRow]:
     return sorted(rows, key=lambda r: r.first or 0)[::-1] if flat else rows[::-1]
 
 
-def _cut(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:
+def _box_bytes(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:
     """Return the bytes of a box of a slab, row-major."""
     at = tuple(a - b for a, b in zip(box[0], block.start, strict=True))
     if boxes.box_is_flat(block.shape, at, box[1]):

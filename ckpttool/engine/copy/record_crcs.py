@@ -76,7 +76,7 @@ class CrcVerifier:
         if crc != record.crc32:
             raise CrcMismatch(record, crc)
 
-    def seen(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+    def parts_read(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
         """List (file, number of a record in it, [(first byte, end, CRC32)] of what was read) of records that were read
         in part."""
         return [(file, i, list(parts)) for (file, i), parts in self._seen.items()]
@@ -94,7 +94,7 @@ class CrcVerifier:
                     break
                 self._add(key, self._records[file][i], start, end, crc)
 
-    def unfinished(self) -> Iterator[tuple[int, int, int]]:
+    def missing_parts(self) -> Iterator[tuple[int, int, int]]:
         """Yield (file, offset, length) of the missing parts of records that were read in part."""
         for (file, i), seen in list(self._seen.items()):
             record = self._records[file][i]

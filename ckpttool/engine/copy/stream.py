@@ -32,7 +32,7 @@ from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
 from ...storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ...storage.source import Source, read_error
 from .block_plans import BlockPlan, StreamJob, plan_blocks
-from .dtypes import NOTHING, Lost, bits_dtype, cast
+from .dtypes import NOTHING, CastLosses, bits_dtype, cast
 from .record_crcs import CrcMismatch, CrcVerifier
 from .zstd_frames import ZstdDecoder
 
@@ -69,7 +69,7 @@ class Block:
     source_bytes: int
     _lease: Lease
     _unchecked: tuple[Reader, int, int] | None = None  # (reader, file, offset) of bytes whose CRC is still to be taken
-    lost: Lost = NOTHING  # what the cast of these elements could not hold
+    lost: CastLosses = NOTHING  # what the cast of these elements could not hold
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[memoryview, int | None]]:
         """Yield data[begin:end] in pieces that stay in the cache, each with its CRC32 where the source carries one to
@@ -193,7 +193,7 @@ class Reader:
                 j += 1
             into = buffer[at : at + end - offset]
             if end - offset > _TINY or not self._from_window(file, offset, into):
-                self._pread_raw(self.files[file], file, offset, end - offset, into, large=False)
+                self._read_raw(self.files[file], file, offset, end - offset, into, large=False)
             for plan, (_, a, k) in zip(batch[i:j], wanted[i:j], strict=True):
                 data = buffer[at + a - offset : at + a - offset + k]
                 crc = self.check(file, a, data)
@@ -240,7 +240,7 @@ class Reader:
         if plan.one:
             buffer = self._pool.free.get()
             file, offset, _ = self._place_in_file(plan)
-            data = self._pread_raw(self.files[file], file, offset, n, buffer)
+            data = self._read_raw(self.files[file], file, offset, n, buffer)
             if plan.job.dtype == e.dtype:
                 where = (plan.first, plan.count, plan.start, plan.shape)
                 lease = Lease(self._pool, buffer, 1)
@@ -250,7 +250,7 @@ class Reader:
             buffer = self._pool.free.get()
             data = buffer[:n]
             for row, start, shape in plan.parts:
-                self._place(e, row, start, shape, plan, data, item)
+                self._read_into_slab(e, row, start, shape, plan, data, item)
         if plan.job.dtype != e.dtype and n:
             other = self._pool.free.get()
             size = plan.count * ITEMSIZE[plan.job.dtype]
@@ -261,7 +261,7 @@ class Reader:
         where = (plan.first, plan.count, plan.start, plan.shape)
         return Block(plan.job.name, *where, data, crc, plan.last, n, lease, lost=lost)
 
-    def _place(
+    def _read_into_slab(
         self,
         e: TensorEntry,
         row: int,
@@ -282,7 +282,7 @@ class Reader:
             target = np.frombuffer(data, dtype=f"V{item}").reshape(plan.shape)
             place = target[tuple(slice(a, a + k) for a, k in zip(at, shape, strict=True))]
             first = sum(i * s for i, s in zip(inside, chunk.strides, strict=True))
-            self._gather(chunk.extent.file, chunk.extent.offset, first, shape, chunk.strides, place, item)
+            self._read_strided(chunk.extent.file, chunk.extent.offset, first, shape, chunk.strides, place, item)
             return
         spare = self._pool.free.get()
         try:
@@ -292,7 +292,7 @@ class Reader:
                     self._decoders.pop((self.files[chunk.extent.file], chunk.extent.offset)).close()
             else:
                 offset = chunk.extent.offset + boxes.flat_start(chunk.shape, inside) * item
-                got, _ = self._pread(chunk.extent.file, offset, n, spare)
+                got, _ = self._read_checked(chunk.extent.file, offset, n, spare)
             if boxes.box_is_flat(plan.shape, at, shape):
                 a = boxes.flat_start(plan.shape, at) * item
                 data[a : a + n] = got
@@ -307,7 +307,7 @@ class Reader:
         finally:
             self._pool.free.put(spare)
 
-    def _gather(
+    def _read_strided(
         self, file: int, base: int, first: int, shape: Sequence[int], strides: Sequence[int], place: Any, item: int
     ) -> None:
         """Read a strided box: its whole span when that wastes little, else piece by piece along its widest
@@ -317,7 +317,7 @@ class Reader:
         span = boxes.span(shape, strides) * item
         if span <= min(self.block_bytes, 4 * max(prod(shape) * item, ALIGN)):
             spare = self._pool.free.get()
-            raw, _ = self._pread(file, base + first * item, span, spare)
+            raw, _ = self._read_checked(file, base + first * item, span, spare)
             view = np.lib.stride_tricks.as_strided(
                 np.frombuffer(raw, dtype=f"V{item}"), tuple(shape), tuple(s * item for s in strides), writeable=False
             )
@@ -330,7 +330,7 @@ class Reader:
         for a, b in ((0, half), (half, shape[d])):
             part = tuple(b - a if i == d else n for i, n in enumerate(shape))
             where = tuple(slice(a, b) if i == d else slice(None) for i in range(len(shape)))
-            self._gather(file, base, first + a * strides[d], part, strides, place[where], item)
+            self._read_strided(file, base, first + a * strides[d], part, strides, place[where], item)
 
     def _decoder_of(self, chunk: Chunk) -> ZstdDecoder:
         """Return the decoder of a compressed chunk, made for its first bytes."""
@@ -342,11 +342,11 @@ class Reader:
             self._decoders[key] = ZstdDecoder(self.source, name, chunk.extent, *chunk.zstd, what)
         return self._decoders[key]
 
-    def _pread(self, file: int, offset: int, n: int, buffer: memoryview) -> tuple[memoryview, int | None]:
+    def _read_checked(self, file: int, offset: int, n: int, buffer: memoryview) -> tuple[memoryview, int | None]:
         """Read exactly n bytes of a file to somewhere in the buffer, and check them against the source's CRC32s;
         returns (the bytes, their CRC32 where a record holds them)."""
         name = self.files[file]
-        data = self._pread_raw(name, file, offset, n, buffer)
+        data = self._read_raw(name, file, offset, n, buffer)
         return data, self.check(file, offset, data)
 
     def _hand_on(self, batch: list[Block], checked: bool) -> Iterator[Block]:
@@ -386,21 +386,21 @@ class Reader:
             "fetch the file again or take another copy."
         )
 
-    def _pread_raw(
+    def _read_raw(
         self, name: str, file: int, offset: int, n: int, buffer: memoryview, large: bool = True
     ) -> memoryview:
         """Read exactly n bytes of a file to somewhere in the buffer, around the page cache where that is faster; with
         `large` False, through it."""
         if n >= _SMALL and large and self.source.local:
-            data = self._cached(name, file, offset, n, buffer)
+            data = self._read_cached(name, file, offset, n, buffer)
             if data is None and _DIRECT and not self._no_direct:
-                data = self._direct(name, offset, n, buffer)
+                data = self._read_direct(name, offset, n, buffer)
             if data is not None:
                 return data
         self.source.readinto(name, offset, buffer[:n])
         return buffer[:n]
 
-    def _cached(self, name: str, file: int, offset: int, n: int, buffer: memoryview) -> memoryview | None:
+    def _read_cached(self, name: str, file: int, offset: int, n: int, buffer: memoryview) -> memoryview | None:
         """Return the bytes if they are in the page cache; a file whose bytes are not is not asked again for some
         time."""
         if not _NOWAIT:
@@ -417,7 +417,7 @@ class Reader:
         self._cold[file] = 32
         return None
 
-    def _direct(self, name: str, offset: int, n: int, buffer: memoryview) -> memoryview | None:
+    def _read_direct(self, name: str, offset: int, n: int, buffer: memoryview) -> memoryview | None:
         """Read with O_DIRECT, in whole pages; None where that does not work."""
         a = offset - offset % ALIGN
         b = -(-(offset + n) // ALIGN) * ALIGN
@@ -434,7 +434,7 @@ class Reader:
         return buffer[offset - a : offset - a + n]
 
     def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
-        """Add what another reader of the same source has read of records: its `crcs.seen()`.
+        """Add what another reader of the same source has read of records: its `crcs.parts_read()`.
 
         Raises:
             Corrupt: a record is complete now and does not have the CRC32 that the source carries.
@@ -447,9 +447,9 @@ class Reader:
     def finish(self) -> None:
         """Read what is left of records that were read in part, so that their CRC32s are checked too."""
         buffer = self._pool.free.get()
-        for file, offset, length in self.crcs.unfinished():
+        for file, offset, length in self.crcs.missing_parts():
             for at in range(offset, offset + length, self.block_bytes):
-                self._pread(file, at, min(self.block_bytes, offset + length - at), buffer)
+                self._read_checked(file, at, min(self.block_bytes, offset + length - at), buffer)
         self._pool.free.put(buffer)
 
 

@@ -37,7 +37,7 @@ from .findings import KINDS, Finding, FindingKind
 __all__ = [
     "CHECKS",
     "BlockCheck",
-    "Check",
+    "DoctorCheck",
     "Examined",
     "Request",
     "block_check",
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-class Check(NamedTuple):
+class DoctorCheck(NamedTuple):
     """A registered check.
 
     `find`        returns what it finds
@@ -77,7 +77,7 @@ class BlockCheck(Protocol):
 
 
 #: Every check that was registered, as they were defined.
-CHECKS: list[Check] = []
+CHECKS: list[DoctorCheck] = []
 #: Classes of checks that look at blocks.
 BLOCK_CHECKS: list[type[BlockCheck]] = []
 
@@ -88,10 +88,11 @@ BlockClass = TypeVar("BlockClass", bound=type[BlockCheck])
 def check(
     *kinds: FindingKind, reads_data: bool = False, needs_whole: bool = False
 ) -> Callable[[FindFunction], FindFunction]:
-    """Register the decorated function as a check that may find these kinds; the arguments are those of `Check`."""
+    """Register the decorated function as a check that may find these kinds; the arguments are those of
+    `DoctorCheck`."""
 
     def register(find: FindFunction) -> FindFunction:
-        CHECKS.append(Check(find, kinds, reads_data, needs_whole))
+        CHECKS.append(DoctorCheck(find, kinds, reads_data, needs_whole))
         return find
 
     return register
@@ -102,7 +103,7 @@ def block_check(*kinds: FindingKind) -> Callable[[BlockClass], BlockClass]:
 
     def register(cls: BlockClass) -> BlockClass:
         BLOCK_CHECKS.append(cls)
-        CHECKS.append(Check(lambda at: at.block_checks[cls].findings(), kinds, True, False))
+        CHECKS.append(DoctorCheck(lambda at: at.block_checks[cls].findings(), kinds, True, False))
         return cls
 
     return register

@@ -27,7 +27,8 @@ ckpttool writes it next to the per-rank files:
 `optimizer` lists what its param groups hold, by the keys that LOCAL_STATE_DICT uses, or by FQN.
 
 Without such a file the same follows from the names and shapes of the model in order, and from the wrapped modules:
-`assigned`, `lay_out`, `fitting`. Wrapped modules are named by patterns, `matching`, or found as `blocks`.
+`assign_to_modules`, `lay_out`, `find_fitting_layout`. Wrapped modules are named by patterns, `match_modules`, or found
+as `find_blocks`.
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ __all__ = [
     "RECORD",
     "Flat",
     "FlatLayout",
-    "Part",
-    "aligned",
-    "as_json",
-    "assigned",
-    "blocks",
-    "fitting",
+    "FlatPart",
+    "assign_to_modules",
+    "describe_modules",
+    "find_blocks",
+    "find_fitting_layout",
     "flat_key",
-    "from_json",
     "lay_out",
-    "listed",
-    "matching",
+    "match_modules",
     "module_paths",
-    "pieces",
-    "read_file",
-    "refuse_alphabet",
+    "parse_json",
+    "pieces_of",
+    "possible_alignments",
+    "read_layout_file",
+    "refuse_sorted_names",
     "slice_of",
+    "to_json",
 ]
 
 #: The name FSDP1 gives a flat parameter; its key is the path of the wrapped module and this.
@@ -80,7 +81,7 @@ OTHER = "It is of another model, or another release of it."
 Shape = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class FlatPart(NamedTuple):
     """A parameter inside a flat one; `strides` is None for row-major."""
 
     name: str
@@ -98,7 +99,7 @@ class Flat(NamedTuple):
     """A flat parameter: `numel` counts the pads between its parts, not those at the ends of slices."""
 
     module: str
-    parts: tuple[Part, ...]
+    parts: tuple[FlatPart, ...]
     numel: int
     dtype: str | None = None
     shared: tuple[tuple[str, str], ...] = ()  # (second name of a parameter, its first)
@@ -125,9 +126,9 @@ class FlatLayout(NamedTuple):
     copies: tuple[tuple[str, str], ...] = ()
 
 
-def members(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
-    """List the FQNs of the parameters that an optimizer trains whose param group has `listed` (keys of flat parameters,
-    or FQNs with use_orig_params), in the order of the model."""
+def trained_parameters(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
+    """List the FQNs of the parameters that an optimizer trains whose param group has `listed` (keys of flat
+    parameters, or FQNs with use_orig_params), in the order of the model."""
     parts = {f.key: [p.name for p in f.parts] for f in layout.flats}
     copies = dict(layout.copies)
     place = {n: k for k, n in enumerate(layout.names or ())}
@@ -150,7 +151,7 @@ def slice_of(numel: int, shards: int, rank: int) -> tuple[int, int]:
     return min(rank * step, numel), min((rank + 1) * step, numel)
 
 
-def aligned(dtype: str) -> tuple[int, ...]:
+def possible_alignments(dtype: str) -> tuple[int, ...]:
     """List the alignments, in elements, that use_orig_params may have used, the likeliest first; a forward pass in
     lower precision than the parameters doubles it."""
     own = 16 // ITEMSIZE[dtype]
@@ -173,14 +174,14 @@ def lay_out(
     for name, shape in params:
         if align:
             at += -at % align
-        parts.append(Part(name, tuple(shape), at))
+        parts.append(FlatPart(name, tuple(shape), at))
         at += prod(shape)
     if align:
         at += -at % shards
     return Flat(module, tuple(parts), at, dtype, tuple(shared))
 
 
-def pieces(part: Part, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | None, int]]:
+def pieces_of(part: FlatPart, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | None, int]]:
     """Yield what elements [a, b) of the flat parameter hold of a part: (start, shape, strides, element of the flat
     parameter).
 
@@ -231,10 +232,10 @@ def module_paths(names: Iterable[str]) -> list[str]:
     return list(out)
 
 
-def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def match_modules(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """List the paths that a pattern names: `*` is one component, `**` any number of them, none included.
 
-    matching(["layers.0", "model.layers.0", "model.layers.0.mlp"], ["**.layers.*"]) == ["layers.0", "model.layers.0"]
+    match_modules(["layers.0", "model.layers.0", "model.layers.0.mlp"], ["**.layers.*"]) gives the first two.
     """
     rules = [p.split(".") for p in patterns]
 
@@ -248,7 +249,7 @@ def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [p for p in paths if p and any(fits(p.split("."), rule) for rule in rules)]
 
 
-def blocks(names: Iterable[str]) -> list[str]:
+def find_blocks(names: Iterable[str]) -> list[str]:
     """Find patterns of the repeated blocks of a model, "model.layers.*": modules in a numbered list, the outermost, of
     which there are at least two and that hold modules of their own."""
     lists: dict[str, dict[str, bool]] = {}
@@ -261,7 +262,7 @@ def blocks(names: Iterable[str]) -> list[str]:
     return [f"{prefix}.*" for prefix, inner in lists.items() if len(inner) > 1 and any(inner.values())]
 
 
-def assigned(names: Iterable[str], modules: Iterable[str]) -> dict[str, list[str]]:
+def assign_to_modules(names: Iterable[str], modules: Iterable[str]) -> dict[str, list[str]]:
     """Assign names to wrapped modules: {module: names that lie in its flat parameter}, in the order of
     `model.parameters()`; the root is always wrapped. Modules that hold no parameter of their own have no flat parameter
     and are left out."""
@@ -278,7 +279,7 @@ def assigned(names: Iterable[str], modules: Iterable[str]) -> dict[str, list[str
     return {m: out[m] for m in place if m in out}
 
 
-def fitting(
+def find_fitting_layout(
     module: str,
     params: Sequence[tuple[str, Shape]],
     fits: Callable[[Flat], bool],
@@ -305,22 +306,28 @@ def fitting(
     first: dict[Shape, str] = {}
     lookalikes = {}
     for name, shape in params:
-        if len(shape) > 1 and not _in_list(name.removeprefix(f"{module}.")) and first.setdefault(shape, name) != name:
+        if (
+            len(shape) > 1
+            and not _is_in_list(name.removeprefix(f"{module}."))
+            and first.setdefault(shape, name) != name
+        ):
             lookalikes[name] = first[shape]
     maybe = [n for n in (*lookalikes, *doubtful) if n in shapes and n not in known][:16]
     # what is known to be tied, then nothing
     sets: list[tuple[str, ...]] = [tuple(known)] + ([()] if known else [])
     for left_out in sets:
         for align in aligns:
-            flat = _without(module, params, left_out, align, shards, dtype, {**lookalikes, **known})
+            flat = _lay_out_without(module, params, left_out, align, shards, dtype, {**lookalikes, **known})
             if fits(flat):
                 return flat
     # as few as possible of those that may be tied
     for k in range(1, min(len(maybe), 4) + 1):
-        found: dict[tuple[Part, ...], Flat] = {}
+        found: dict[tuple[FlatPart, ...], Flat] = {}
         for left_out in combinations(maybe, k):
             for align in aligns:
-                flat = _without(module, params, (*known, *left_out), align, shards, dtype, {**lookalikes, **known})
+                flat = _lay_out_without(
+                    module, params, (*known, *left_out), align, shards, dtype, {**lookalikes, **known}
+                )
                 if fits(flat):
                     found.setdefault(flat.parts, flat)
         if len(found) > 1:
@@ -336,12 +343,12 @@ def fitting(
     return None
 
 
-def _in_list(name: str) -> bool:
+def _is_in_list(name: str) -> bool:
     """Decide whether a name is below a numbered module."""
     return any(p.isdigit() for p in name.split("."))
 
 
-def _without(
+def _lay_out_without(
     module: str,
     params: Sequence[tuple[str, Shape]],
     left_out: Sequence[str],
@@ -365,7 +372,7 @@ def _without(
 # ----------------------------------------------------------------------------------------------------------- JSON
 
 
-def as_json(layout: FlatLayout) -> dict[str, Any]:
+def to_json(layout: FlatLayout) -> dict[str, Any]:
     """Return the layout as the JSON object above."""
     flats = []
     for f in layout.flats:
@@ -394,7 +401,7 @@ def as_json(layout: FlatLayout) -> dict[str, Any]:
     return out
 
 
-def from_json(data: bytes, what: str) -> FlatLayout:
+def parse_json(data: bytes, what: str) -> FlatLayout:
     """Parse the layout that a JSON file holds, and prove it sound: parts inside, in order, not overlapping.
 
     Raises:
@@ -414,7 +421,7 @@ def _parse_layout(tree: Any, what: str) -> FlatLayout:
     other Corrupt."""
     if tree["format"] != _FORMAT or tree["version"] != 1:
         raise Corrupt(f'{what}: format {tree["format"]!r}, version {tree["version"]!r}; this is "{_FORMAT}", 1.')
-    uop, shards = tree["use_orig_params"], _size(tree["shards"])
+    uop, shards = tree["use_orig_params"], _parse_size(tree["shards"])
     if type(uop) is not bool or shards < 1:
         raise ValueError("use_orig_params or shards")
     seen: set[str] = set()
@@ -426,9 +433,9 @@ def _parse_layout(tree: Any, what: str) -> FlatLayout:
         uop,
         shards,
         tuple(flats),
-        None if names is None else tuple(map(_text, names)),
-        None if groups is None else tuple(tuple(map(_text, g)) for g in groups),
-        tuple((_text(a), _text(b)) for a, b in tree.get("copies", {}).items()),
+        None if names is None else tuple(map(_parse_name, names)),
+        None if groups is None else tuple(tuple(map(_parse_name, g)) for g in groups),
+        tuple((_parse_name(a), _parse_name(b)) for a, b in tree.get("copies", {}).items()),
     )
 
 
@@ -440,8 +447,8 @@ def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
     """
     parts, end = [], 0
     for p in f["params"]:
-        steps = tuple(map(_size, p["strides"])) if "strides" in p else None
-        part = Part(_text(p["name"]), tuple(map(_size, p["shape"])), _size(p["first"]), steps)
+        steps = tuple(map(_parse_size, p["strides"])) if "strides" in p else None
+        part = FlatPart(_parse_name(p["name"]), tuple(map(_parse_size, p["shape"])), _parse_size(p["first"]), steps)
         if part.strides is not None:
             storage_order(part.shape, part.strides)
         if part.first < end or part.name in seen:
@@ -449,9 +456,9 @@ def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
         seen.add(part.name)
         end = part.first + part.numel
         parts.append(part)
-    dtype = None if f["dtype"] is None else _text(f["dtype"])
-    shared = tuple((_text(a), _text(b)) for a, b in f["shared"].items())
-    flat = Flat(_text(f["module"]), tuple(parts), _size(f["numel"]), dtype, shared)
+    dtype = None if f["dtype"] is None else _parse_name(f["dtype"])
+    shared = tuple((_parse_name(a), _parse_name(b)) for a, b in f["shared"].items())
+    flat = Flat(_parse_name(f["module"]), tuple(parts), _parse_size(f["numel"]), dtype, shared)
     if flat.numel < end or (flat.dtype is not None and flat.dtype not in ITEMSIZE):
         raise Corrupt(
             f'{what}: the flat parameter of module "{flat.module}" has {flat.numel} elements, its parameters end at '
@@ -462,19 +469,19 @@ def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
     return flat
 
 
-def _size(x: object) -> int:
+def _parse_size(x: object) -> int:
     if type(x) is not int or not 0 <= x <= MAX_NUMEL:
         raise ValueError(f"{x!r} is not a size")
     return x
 
 
-def _text(x: object) -> str:
+def _parse_name(x: object) -> str:
     if not isinstance(x, str):
         raise ValueError(f"{x!r} is not a name")
     return x
 
 
-def read_file(path: str) -> FlatLayout:
+def read_layout_file(path: str) -> FlatLayout:
     """Read the flat layout in a file.
 
     Raises:
@@ -483,10 +490,10 @@ def read_file(path: str) -> FlatLayout:
     if not os.path.isfile(path):
         raise Unsupported(f"{argument('flat_layout', path)}: no such file.")
     with Source(os.path.dirname(os.path.abspath(path))) as there:
-        return from_json(there.read_all(os.path.basename(path), 256 << 20), path)
+        return parse_json(there.read_all(os.path.basename(path), 256 << 20), path)
 
 
-def refuse_alphabet(names: list[str], where: str) -> None:
+def refuse_sorted_names(names: list[str], where: str) -> None:
     """Refuse names that safetensors has sorted: it sorts tensors by name, which is not the order in which FSDP1
     flattens them.
 
@@ -501,7 +508,7 @@ def refuse_alphabet(names: list[str], where: str) -> None:
         )
 
 
-def listed(modules: Iterable[str]) -> str:
+def describe_modules(modules: Iterable[str]) -> str:
     """Describe some module paths, for a message."""
     shown = [m or "the root" for m in modules]
     return f"{len(shown)} modules ({', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''})"

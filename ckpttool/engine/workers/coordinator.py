@@ -42,7 +42,7 @@ from . import part_worker
 from .executors import Workers, WorkersSpec, default_count, workers_of
 from .part_fill import bytes_between_chunks, why_cells_need_one_process, worker_writes_frames
 from .part_requests import Json, absolute_path, index_id, with_absolute_paths
-from .parts import Part, cut_draft, cut_tensors, least_part_bytes, run_parts
+from .parts import WorkPart, cut_draft, cut_tensors, least_part_bytes, run_parts
 
 __all__ = ["digest_with_workers", "fill_with_workers", "why_one_process", "workers_for_reading"]
 
@@ -265,15 +265,15 @@ def _send_cells_with_workers(
     return again
 
 
-def _group_cells(cells: Sequence[_Cell]) -> list[Part]:
+def _group_cells(cells: Sequence[_Cell]) -> list[WorkPart]:
     """Cut cells into parts: runs of at least `least_part_bytes` bytes."""
     least = least_part_bytes(sum(cell[2] for cell in cells))
-    out: list[Part] = []
+    out: list[WorkPart] = []
     first = size = 0
     for k, cell in enumerate(cells):
         size += cell[2]
         if size >= least or k == len(cells) - 1:
-            out.append(Part(len(out), first, k + 1, size))
+            out.append(WorkPart(len(out), first, k + 1, size))
             first, size = k + 1, 0
     return out
 

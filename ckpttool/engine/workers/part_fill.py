@@ -31,7 +31,7 @@ from ..copy.fill import ChunkRow, Scatter
 from ..copy.stream import Reader, StreamJob
 from ..handle import cut_to
 from .part_requests import Json
-from .parts import Part
+from .parts import WorkPart
 
 __all__ = ["bytes_between_chunks", "fill_part", "send_cells", "why_cells_need_one_process", "worker_writes_frames"]
 
@@ -84,7 +84,7 @@ def fill_part(
     source: Source,
     files: list[str],
     records: Sequence[Record],
-    part: Part,
+    part: WorkPart,
     tree: SharedTree | SharedObjects,
     budget: IOBudget,
     *,
@@ -113,7 +113,7 @@ def fill_part(
     out = {
         "digests": run.digests,
         "crcs": {str(file): rows for file, rows in run.crcs.items()},
-        "seen": reader.crcs.seen(),
+        "seen": reader.crcs.parts_read(),
         "fringes": {
             str(file): [(at, b64encode(data).decode()) for at, data in out.fringes or ()]
             for file, out in run.outs.items()

@@ -18,7 +18,7 @@ from ..opening import OpenCheckpoint, OpenOptions, open_checkpoint
 from ..planning import Plan, plan_conversion, plan_id
 from .part_fill import fill_part, send_cells
 from .part_requests import Json, encode_error, index_id, read_job
-from .parts import Part
+from .parts import WorkPart
 
 __all__ = ["SingleEntryCache", "close_caches", "prepare", "run"]
 
@@ -107,7 +107,7 @@ def _fill_part(asked: Json) -> Json:
             planned.opened.source,
             ckpt.files,
             ckpt.records,
-            Part(*asked["part"]),
+            WorkPart(*asked["part"]),
             SharedObjects(asked["tree"]) if "objects" in asked["tree"] else SharedTree(asked["tree"]),
             IOBudget(asked["threads"], asked["buffer_bytes"]),
             there=asked["there"],

@@ -27,7 +27,7 @@ from ...index.draft import Draft
 from .executors import Workers
 from .part_requests import Json, parse_answer
 
-__all__ = ["Part", "cut_draft", "cut_tensors", "least_part_bytes", "run_parts"]
+__all__ = ["WorkPart", "cut_draft", "cut_tensors", "least_part_bytes", "run_parts"]
 
 _MOST_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
@@ -39,7 +39,7 @@ _LEAST_BYTES_OF_A_FILE = 8 << 20
 _CELLS_OF_A_FILE = 2, 8
 
 
-class Part(NamedTuple):
+class WorkPart(NamedTuple):
     """Tensors [first, stop) of a draft, or frames of an archive, and their bytes."""
 
     number: int
@@ -48,12 +48,12 @@ class Part(NamedTuple):
     nbytes: int
 
 
-def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[Part]:
+def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[WorkPart]:
     """Cut tensors that are read into parts, whatever files they lie in."""
     return _cut(tensors, {}, 0)
 
 
-def cut_draft(draft: Draft, cell_bytes: int = 0) -> list[Part]:
+def cut_draft(draft: Draft, cell_bytes: int = 0) -> list[WorkPart]:
     """Cut a draft into parts. A part ends as soon as it has
 
     1 GiB, or a 64th of the whole but at least 16 MiB
@@ -71,14 +71,14 @@ def least_part_bytes(whole: int) -> int:
     return min(_MOST_BYTES, max(_LEAST_BYTES, whole // _PARTS))
 
 
-def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_file: int) -> list[Part]:
+def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_file: int) -> list[WorkPart]:
     """Cut tensors into parts that have at least `of_a_file` bytes for each file that the next part goes on with."""
     least = least_part_bytes(sum(t.nbytes for n, t in tensors.items() if n not in aliases))
     last: dict[int, int] = {}  # the tensor that ends a file
     for i, (name, t) in enumerate(tensors.items() if of_a_file else ()):
         if name not in aliases:
             last.update(dict.fromkeys(t.chunks.file, i))
-    out: list[Part] = []
+    out: list[WorkPart] = []
     first = size = 0
     files: set[int] = set()
     for i, (name, t) in enumerate(tensors.items()):
@@ -88,10 +88,10 @@ def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_fi
         if of_a_file:
             files.update(t.chunks.file)
         if size >= least and size >= of_a_file * sum(last[f] > i for f in files):
-            out.append(Part(len(out), first, i + 1, size))
+            out.append(WorkPart(len(out), first, i + 1, size))
             first, size, files = i + 1, 0, set()
     if first < len(tensors):
-        out.append(Part(len(out), first, len(tensors), size))
+        out.append(WorkPart(len(out), first, len(tensors), size))
     return out
 
 
@@ -107,14 +107,14 @@ _SLOW_SECONDS = 5.0
 class _Flight:
     """A part that a worker has, or two."""
 
-    part: Part
+    part: WorkPart
     began: float
     tries: int = 1
     futures: set[Future[str]] = field(default_factory=set)
 
 
 def run_parts(
-    parts: Sequence[Part],
+    parts: Sequence[WorkPart],
     results: dict[int, Json],
     request: Callable[[int], str],
     workers: Workers,

@@ -11,7 +11,7 @@ from peers import load_full, ranks_for
 from torch import Tensor
 
 import ckpttool
-from ckpttool.engine.flat.training import Training, shared_scalars, split_training_state
+from ckpttool.engine.flat.split_state import Training, shared_scalars, split_training_state
 from ckpttool.errors import Unsupported
 from ckpttool.formats.stored_tensors import Inline
 

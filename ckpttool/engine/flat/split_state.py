@@ -40,7 +40,7 @@ from ..copy.tensor_digests import tensor_digests
 __all__ = [
     "DEEPSPEED_COUNTERS",
     "TRAINED_ALONE",
-    "Group",
+    "ParamGroup",
     "Training",
     "group_values",
     "shared_scalars",
@@ -53,7 +53,7 @@ __all__ = [
 Tree = Any
 
 
-class Group(NamedTuple):
+class ParamGroup(NamedTuple):
     """One param group: its trainable parameters in order, its hyperparameters."""
 
     params: tuple[str, ...]
@@ -65,7 +65,7 @@ class Training:
     """See the module; all names are FQNs, without "model."."""
 
     tensors: dict[str, TensorEntry]  # the model, in its order
-    groups: list[Group]
+    groups: list[ParamGroup]
     frozen: list[str]
     buffers: list[str]
     tied: dict[str, str]
@@ -94,7 +94,7 @@ class Training:
 TRAINED_ALONE = "param groups list the parameters that an engine trains, and no names besides"
 
 
-def group_values(groups: Iterable[Group]) -> dict[str, Value]:
+def group_values(groups: Iterable[ParamGroup]) -> dict[str, Value]:
     """Return param groups as the values that a reader finds, by canonical name."""
     trees = [{**g.options, "params": list(g.params)} for g in groups]
     found = flatten_tree(trees, ("optim", "param_groups")) if trees else {}
@@ -201,10 +201,10 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
         out.inlined[name] = Value(t.path, scalar)
     if groups or params:
         count = max([*groups, *params]) + 1
-        out.groups = [Group(tuple(params.get(i, ())), nest(groups.get(i, {}))) for i in range(count)]
+        out.groups = [ParamGroup(tuple(params.get(i, ())), nest(groups.get(i, {}))) for i in range(count)]
         out.groups = [g._replace(options=g.options if isinstance(g.options, dict) else {}) for g in out.groups]
     elif out.slots or out.scalars:
-        out.groups = [Group(tuple(n for n in out.tensors if n in out.slots or n in out.scalars), {})]
+        out.groups = [ParamGroup(tuple(n for n in out.tensors if n in out.slots or n in out.scalars), {})]
         out.notes.append("the optimizer has no param groups; all its parameters make one, without hyperparameters")
 
 
@@ -275,7 +275,7 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[s
     if guessed:
         out.notes.append(f"taken for buffers, since no optimizer trains them: {_list_some(guessed)}")
     if not out.groups:
-        out.groups, out.frozen = [Group(tuple(out.frozen), {})], []
+        out.groups, out.frozen = [ParamGroup(tuple(out.frozen), {})], []
         out.notes.append(
             "without optimizer state: its param group has no hyperparameters, load it without optimizer states"
         )
