@@ -431,6 +431,7 @@ def _make_update(
             f'"{kinds["a"]}" is {list(a)}: ckpttool merges adapters of linear layers and embeddings, whose matrices '
             f"have two dimensions. {_PEFT}"
         )
+    # B @ A must have the shape of the weight, or its transposed one
     product, embedding = (b[0], a[1]), kinds["a"].endswith("lora_embedding_A")
     if a[0] != b[1]:
         raise Corrupt(

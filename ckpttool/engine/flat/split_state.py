@@ -174,6 +174,7 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
             out.scalars.setdefault(v.parameter, {})[str(v.path[3])] = v.data
         elif v.component == "optim":
             out.dropped.append(Dropped(name, 0, "neither state of a parameter nor a param group"))
+    # tensors: those of the shape of their parameter are slots
     for name, t in ckpt.tensors.items():
         if t.component != "optim":
             continue
@@ -194,6 +195,7 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
             out.dropped.append(
                 Dropped(name, t.nbytes, "not of the shape of its parameter, so no part of a flat tensor")
             )
+    # tensors of one element are read, since engines keep them as numbers beside the flat tensors
     for name, data in small(ckpt, source, scalars).items():
         t = ckpt.tensors[name]
         scalar = Inline(t.dtype, (), data)

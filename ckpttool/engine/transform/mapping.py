@@ -183,6 +183,7 @@ class _Mapping:
         self._map_optimizer()
         self._map_name_lists()
         self._keep_the_rest()
+        # say what became of names and recorded digests
         ckpt = self.ckpt
         kept = len([n for n in ckpt.tensors if joined(ckpt.tensors[n].path) in ckpt.recorded])
         if kept > len(self.recorded):

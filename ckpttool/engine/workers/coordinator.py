@@ -71,7 +71,8 @@ def fill_with_workers(
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
         NoSpace, CkpttoolError: the destination could not be written, or no worker could fill a part.
     """
-    draft, source = planned.draft, planned.opened.source
+    # cut the draft, and let workers write the files, or in a store those that have chunks
+    draft, opened = planned.draft, planned.opened
     cells = destination.part_bytes
     parts = cut_draft(draft, cells)
     names = list(draft.checkpoint.tensors)
@@ -89,17 +90,13 @@ def fill_with_workers(
         )
 
     before = len(results)
-    if not source.is_remote and (todo := [p.number for p in parts if p.number not in results])[1:]:
-        workers.prepare(part_worker.prepare, request(todo[0]))
-    again = run_parts(
-        parts, results, request, workers, lambda done, total: progress("copy", done, total), part_worker.run
+    again = _prepare_and_run(
+        opened, parts, results, request, workers, lambda done, total: progress("copy", done, total)
     )
     destination.stop_sharing()
-    ckpt = planned.opened.checkpoint
-    reader = Reader(source, ckpt.files, ckpt.records, budget)
-    for part in parts:
-        reader.absorb(results[part.number]["seen"])
-    reader.finish()
+    _check_shared_records(opened, parts, results, budget)
+
+    # put together what they answered, in the order of the draft
     digests: dict[str, str] = {}
     crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
     fringes: dict[int, list[tuple[int, str]]] = {}
@@ -113,6 +110,8 @@ def fill_with_workers(
             crcs[int(file)] += [(name, row, crc) for name, row, crc in rows]
     for name, other in draft.aliases.items():
         digests[name] = digests[other]
+
+    # what lies between the chunks of several workers
     if cells:
         sent: dict[str, dict[int, str]] = {name: {} for name in shared}
         _add_sent_cells(sent, results)
@@ -371,13 +370,40 @@ def digest_with_workers(
         return json.dumps({"digest": {**same, "first": parts[number].first, "stop": parts[number].stop}})
 
     results: dict[int, Json] = {}
-    if not opened.source.is_remote and len(parts) > 1:
-        workers.prepare(part_worker.prepare, request(0))
-    run_parts(parts, results, request, workers, lambda done, total: progress(what, done, total), part_worker.run)
+    _prepare_and_run(opened, parts, results, request, workers, lambda done, total: progress(what, done, total))
+    _check_shared_records(opened, parts, results, budget)
+    return {name: digest for part in parts for name, digest in results[part.number]["digests"].items()}
+
+
+# -------------------------------------------------------------------------------------------------------------- both
+
+
+def _prepare_and_run(
+    opened: OpenCheckpoint,
+    parts: Sequence[WorkPart],
+    results: dict[int, Json],
+    request: Callable[[int], str],
+    workers: Workers,
+    progress: Callable[[int, int], None],
+) -> int:
+    """Have one process open the checkpoint for all workers that are copied from it, unless it is remote, and then have
+    the parts done. The arguments and what is returned are those of `run_parts`."""
+    todo = [p.number for p in parts if p.number not in results]
+    if not opened.source.is_remote and len(todo) > 1:
+        workers.prepare(part_worker.prepare, request(todo[0]))
+    return run_parts(parts, results, request, workers, progress, part_worker.run)
+
+
+def _check_shared_records(
+    opened: OpenCheckpoint, parts: Sequence[WorkPart], results: Mapping[int, Json], budget: IOBudget
+) -> None:
+    """Check the CRC32s of the source's records of which several parts have read some.
+
+    Raises:
+        Corrupt: bytes do not have the CRC32 that the source carries.
+    """
+    ckpt = opened.checkpoint
     reader = Reader(opened.source, ckpt.files, ckpt.records, budget)
-    out: dict[str, str] = {}
     for part in parts:
         reader.absorb(results[part.number]["seen"])
-        out |= results[part.number]["digests"]
     reader.finish()
-    return out

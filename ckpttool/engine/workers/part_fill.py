@@ -110,6 +110,7 @@ def fill_part(
     finally:
         run.close()
     source.assert_unchanged()
+    # JSON: the coordinator keeps it in a file, too
     out = {
         "digests": run.digests,
         "crcs": {str(file): rows for file, rows in run.crcs.items()},
@@ -138,6 +139,7 @@ class _PartFilling(Scatter):
         self.outs: dict[int, LocalRange | CellRange] = {}
 
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        """Append what lies before a chunk and follows from it alone, or leave it to the coordinator."""
         if self.there:
             return
         alone = worker_writes_frames(self.draft, row.file)
