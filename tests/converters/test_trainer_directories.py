@@ -208,7 +208,7 @@ def test_a_config_that_does_not_help_stops_only_who_needs_names(
     def missing(*_: Any) -> Any:
         raise MissingPackage("needs transformers, which is not installed: pip install 'ckpttool[hf]'")
 
-    monkeypatch.setattr(model_names, "in_module_order", missing)
+    monkeypatch.setattr(model_names, "sort_by_module_order", missing)
     case = folder("trainer_ddp")
     said = ckpttool.inspect(case)
     assert said.components["model"]["tensors"] == 21 and any("pip install" in n for n in said.notes)

@@ -261,7 +261,7 @@ def test_how_many_files_are_open_at_once() -> None:
 def test_shards_are_ended_one_by_one(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else sixty-four of them would wait in memory."""
     most = 0
-    real = fill._Filling.out
+    real = fill._Filling.open_out
 
     def out(self: Any, file: int) -> Any:
         nonlocal most
@@ -269,7 +269,7 @@ def test_shards_are_ended_one_by_one(s3: Moto, bucket: str, monkeypatch: pytest.
         most = max(most, len(self.outs))
         return found
 
-    monkeypatch.setattr(fill._Filling, "out", out)
+    monkeypatch.setattr(fill._Filling, "open_out", out)
     convert(DCP, f"{bucket}/a", to="hf", options=HfOptions(max_shard_bytes=20_000), verify=False)
     assert len(keys(s3, bucket)) > 5 and most <= 2
 
