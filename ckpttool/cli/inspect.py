@@ -95,7 +95,7 @@ def inspect(
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
             if not names:
                 raise UsageError(_explain_no_match(tensor, ckpt.tensors))
-            rows = look.tensor_rows(ckpt, names)
+            rows = look.describe_chunks(ckpt, names)
             if as_json:
                 print_json(rows)
                 return
@@ -110,7 +110,7 @@ def inspect(
             listed = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()} if show_tree else None
             print_json({**s.to_json(), **({} if listed is None else {"names": listed})})
             return
-        draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))
+        draw(look.draw_summary(s), *([look.draw_tree(opened.checkpoint)] if show_tree else []))
 
 
 def _describe_folder(found: Checkpoints) -> list[str]:

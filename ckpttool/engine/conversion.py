@@ -200,6 +200,7 @@ def run_conversion(
 
 
 def _add_notes(e: CkpttoolError, notes: Iterable[str]) -> None:
+    """Add notes to an error."""
     for text in notes:
         e.add_note(text)
 

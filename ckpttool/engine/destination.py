@@ -18,7 +18,7 @@ from ..storage.local_destination import LocalDestination, check_free_space, refu
 from ..storage.object_destinations import ObjectDestination, PrefixDestination
 from ..storage.objects import s3_object
 from ..storage.urls import UNFINISHED
-from .opening import CheckpointPath, shown_path
+from .opening import CheckpointPath, show_path
 from .planning import Plan
 from .recorded import RECORD
 
@@ -83,7 +83,7 @@ def can_share(dst: str, is_file: bool, draft: Draft) -> bool:
 
 def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
     """Refuse a destination that is the source, lies in it or holds it."""
-    src = shown_path(src)
+    src = show_path(src)
     if urls.is_url(dst) != urls.is_url(src):
         return
     a, b = (urls.redact_url(os.fspath(p)) if urls.is_url(p) else os.path.realpath(p) for p in (src, dst))

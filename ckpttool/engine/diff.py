@@ -24,7 +24,7 @@ from .copy.stream import Block, Reader, StreamJob, side_by_side
 from .copy.tensor_digests import reporting
 from .copy.value_digests import equal_values
 from .map_choice import apply_name_map, read_map_text
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, refuse_unused, with_fitting_layout
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, drop_other_layout, open_checkpoint, refuse_unused
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
 
@@ -65,15 +65,15 @@ class Difference(Shown):
     adapter_b: str | None = None
 
     def __bool__(self) -> bool:
-        """Whether the two differ."""
+        """Tell whether the two differ."""
         return not self.equal
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """What differs: the first of everything, and how much more there is."""
+        """Yield what differs: the first of everything, and how much more there is."""
         for name, adapter in (("A", self.adapter_a), ("B", self.adapter_b)):
             if adapter:
                 yield f"{name} holds an adapter only: {adapter}"
@@ -142,7 +142,7 @@ def diff(
     """
     # to look at copies and mixtures is what diff is for
     options = OpenOptions(only=only, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
-    of_each = [with_fitting_layout(path, options) for path in (a, b)]
+    of_each = [drop_other_layout(path, options) for path in (a, b)]
     if options.source_layout is not None and not any(one.source_layout for one in of_each):
         raise UsageError(f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.")
     with open_checkpoint(a, of_each[0], check_hints=False) as x, open_checkpoint(b, of_each[1], check_hints=False) as y:
@@ -163,7 +163,7 @@ def diff(
         out.adapter_a, out.adapter_b = (str(found) if found and found.alone else None for found in adapters)
         for n in left.values.keys() & right.values.keys():
             if not equal_values(left.values[n], right.values[n]):
-                out.values[n] = (_text(left.values[n].data), _text(right.values[n].data))
+                out.values[n] = (_format_value(left.values[n].data), _format_value(right.values[n].data))
         common: list[str] = []
         for n in left.tensors:
             if n not in right.tensors:
@@ -172,14 +172,14 @@ def diff(
             if s.shape != t.shape:
                 out.shapes[n] = (s.shape, t.shape)
             elif s.dtype != t.dtype and (s.dtype in PACKED or t.dtype in PACKED):
-                out.shapes[n] = (_of_numbers(s), _of_numbers(t))
+                out.shapes[n] = (_shape_in_numbers(s), _shape_in_numbers(t))
             else:
                 common.append(n)
             if s.dtype != t.dtype:
                 out.dtypes[n] = (s.dtype, t.dtype)
         if map is None:
-            common = _unequal((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)
-        for found, close in _data(x, y, common, rtol, atol, progress):
+            common = _list_unequal((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)
+        for found, close in _compare_data(x, y, common, rtol, atol, progress):
             if close:
                 out.within_tolerance += 1
             else:
@@ -193,15 +193,15 @@ def diff(
     return out
 
 
-def _unequal(
+def _list_unequal(
     a: tuple[CheckpointPath, OpenOptions, OpenCheckpoint],
     b: tuple[CheckpointPath, OpenOptions, OpenCheckpoint],
     names: list[str],
     spec: WorkersSpec,
     progress: Progress,
 ) -> list[str]:
-    """The tensors that have to be compared element by element: all, where there are no workers to compute their digests
-    before."""
+    """List the tensors that have to be compared element by element: all, where there are no workers to compute their
+    digests before."""
     digests = []
     for path, options, opened in (a, b):
         with workers_for_reading(spec, path, opened.checkpoint.nbytes) as workers:
@@ -212,31 +212,32 @@ def _unequal(
     return [n for n in names if left[n].dtype != right[n].dtype or digests[0][n] != digests[1][n]]
 
 
-def _of_numbers(t: TensorEntry) -> tuple[int, ...]:
-    """The shape of a tensor whose elements hold several numbers, counted in numbers."""
+def _shape_in_numbers(t: TensorEntry) -> tuple[int, ...]:
+    """Compute the shape of a tensor whose elements hold several numbers, counted in numbers."""
     return (*t.shape[:-1], t.shape[-1] * PACKED.get(t.dtype, 1)) if t.shape else ()
 
 
-def _text(x: Any) -> str:
+def _format_value(x: Any) -> str:
+    """Write a value in a line."""
     text = repr(x)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _data(
+def _compare_data(
     x: OpenCheckpoint, y: OpenCheckpoint, names: list[str], rtol: float, atol: float, progress: Progress
 ) -> Iterator[tuple[TensorDifference, bool]]:
-    """(difference, within tolerance) of every tensor whose bytes differ."""
+    """Compare the bytes of tensors; yield (difference, within tolerance) of every tensor whose bytes differ."""
     left, right = x.checkpoint, y.checkpoint
     total = sum(left.tensors[n].nbytes for n in names)
     passed = 0
-    streams = [_stream(x, names), _stream(y, names)]
+    streams = [_stream_blocks(x, names), _stream_blocks(y, names)]
     for name in names:
         s, t = left.tensors[name], right.tensors[name]
         found = TensorDifference(name, s.numel * PACKED.get(s.dtype, 1))
         close = True
         for first, p, q in side_by_side(streams, s, t):
             passed += len(p)
-            if s.dtype == t.dtype and _equal(p, q):
+            if s.dtype == t.dtype and _are_equal(p, q):
                 continue
             close = _measure(found, first, p, q, s, t, rtol, atol) and close
             progress("compare", passed, total)
@@ -245,14 +246,15 @@ def _data(
         progress("compare", passed, total)
 
 
-def _equal(p: memoryview, q: memoryview) -> bool:
-    """Whether two buffers hold the same bytes; memoryview's own comparison goes byte by byte."""
+def _are_equal(p: memoryview, q: memoryview) -> bool:
+    """Tell whether two buffers hold the same bytes; memoryview's own comparison goes byte by byte."""
     import numpy as np
 
     return bool(np.array_equal(np.frombuffer(p, "u1"), np.frombuffer(q, "u1")))
 
 
-def _stream(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
+def _stream_blocks(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
+    """Yield the blocks of some tensors, in the order of their names."""
     ckpt = opened.checkpoint
     jobs = (StreamJob(n, ckpt.tensors[n]) for n in names)
     return Reader(opened.source, ckpt.files, ckpt.records).blocks(jobs)
@@ -268,7 +270,7 @@ def _measure(
     rtol: float,
     atol: float,
 ) -> bool:
-    """Add a piece to the numbers; returns whether all of it is within the tolerances."""
+    """Add a piece to the numbers; return whether all of it is within the tolerances."""
     import numpy as np
 
     if s.dtype in NOT_TORCHS:
@@ -278,7 +280,7 @@ def _measure(
         )
     a, b = numbers(p, s.dtype), numbers(q, t.dtype)
     several = PACKED.get(s.dtype, 1)
-    first, wholes = first * several, _of_numbers(s)
+    first, wholes = first * several, _shape_in_numbers(s)
     raw_equal = s.dtype == t.dtype
     wide: Any = np.complex128 if "complex" in s.dtype + t.dtype else np.float64
     all_close = True
@@ -298,7 +300,9 @@ def _measure(
             both = np.isnan(f) & np.isnan(g)
             infs = (f == g) & ~both
             if raw_equal and u.dtype.kind in "iu":
-                gap = _apart(u[where], v[where]).astype(np.float64)  # beyond 2**53 float64 cannot tell neighbours apart
+                gap = _subtract_exactly(u[where], v[where]).astype(
+                    np.float64
+                )  # beyond 2**53 float64 cannot tell neighbours apart
                 infs = np.zeros(len(where), dtype=bool)
             gap = np.where(infs | both, 0.0, gap)
             rel = np.where(gap == 0, 0.0, gap / np.maximum(np.abs(g), np.finfo(np.float64).tiny))
@@ -308,25 +312,26 @@ def _measure(
             if not len(where):
                 continue
         if not out.differing:
-            out.first = _index(wholes, first + k + int(where[0]))
+            out.first = _unravel_index(wholes, first + k + int(where[0]))
         out.differing += len(where)
         out.nan_mismatch += int(nans.sum())
         finite = np.where(np.isnan(gap), -1.0, gap)
         top = int(finite.argmax())
         if finite[top] > out.max_abs or not out.worst:
-            out.worst = _index(wholes, first + k + int(where[top]))
+            out.worst = _unravel_index(wholes, first + k + int(where[top]))
         out.max_abs = max(out.max_abs, float(finite[top]))
         out.max_rel = max(out.max_rel, float(np.where(np.isnan(rel), 0, rel).max()))
         if raw_equal and "float" in s.dtype and u.dtype.itemsize in (1, 2, 4, 8):
-            out.max_ulp = max(out.max_ulp or 0, _ulp(u[where], v[where]))
+            out.max_ulp = max(out.max_ulp or 0, _measure_ulp(u[where], v[where]))
         with np.errstate(all="ignore"):
             ok = (np.isfinite(gap) & (gap <= atol + rtol * np.abs(g))) | both  # no tolerance reaches infinity
         all_close = all_close and bool(ok.all()) and not nans.any()
     return all_close
 
 
-def _ulp(u: Any, v: Any) -> int:
-    """Largest distance in units in the last place: the order of sign-magnitude bits is the order of the numbers."""
+def _measure_ulp(u: Any, v: Any) -> int:
+    """Measure the largest distance in units in the last place: the order of sign-magnitude bits is the order of the
+    numbers."""
     import numpy as np
 
     n = u.dtype.itemsize
@@ -335,11 +340,11 @@ def _ulp(u: Any, v: Any) -> int:
     for x in (u, v):
         bits = x.view(f"u{n}").astype(np.uint64)
         keys.append(np.where(bits & top, np.int64(0) - (bits & (top - 1)).astype(np.int64), bits.astype(np.int64)))
-    return int(_apart(*keys).max())
+    return int(_subtract_exactly(*keys).max())
 
 
-def _apart(a: Any, b: Any) -> Any:
-    """|a - b| of integers, exact, as uint64."""
+def _subtract_exactly(a: Any, b: Any) -> Any:
+    """Compute |a - b| of integers, exact, as uint64."""
     import numpy as np
 
     kind = "u8" if a.dtype.kind == "u" else "i8"
@@ -347,7 +352,8 @@ def _apart(a: Any, b: Any) -> Any:
     return high - low
 
 
-def _index(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:
+def _unravel_index(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:
+    """Convert the number of an element to its index."""
     out = []
     for s in boxes.strides(shape):
         out.append(flat // s if s else 0)

@@ -13,7 +13,7 @@ from .copy.tensor_digests import reporting
 from .destination import can_share, check_destination, normalise_destination
 from .opening import CheckpointPath
 from .planning import Plan, choose_dtype, plan_conversion, read_map
-from .verification import held_by
+from .verification import list_held_tensors
 from .workers.coordinator import why_one_process
 from .workers.executors import describe_workers
 from .workers.part_requests import describe_job
@@ -81,7 +81,7 @@ def estimate_conversion(
         free = check_destination(src, dst, planned, running.force)
         budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
         read = sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
-        held = held_by(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
+        held = list_held_tensors(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
         each = most_memory_bytes(budget, opened.source)
         if urls.is_url(os.fspath(dst)):
             each += upload.SIZES.in_flight_bytes + upload.SIZES.buffered_bytes

@@ -14,7 +14,7 @@ from ..errors import Unsupported, argument
 from ..index.checkpoint import Salvage
 from ..index.names import step_count
 from ..storage.overlay import JoinedSource, name_in_joined
-from .opening import OpenCheckpoint, OpenOptions, open_checkpoint, shown_path
+from .opening import OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 
 __all__ = ["fill_from_other"]
 
@@ -51,7 +51,7 @@ def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | N
         other.source.close()
         raise
     step = step_count(theirs.value)
-    how = f"from {os.path.basename(shown_path(path).rstrip('/'))}" + ("" if step is None else f", step {step:,}")
+    how = f"from {os.path.basename(show_path(path).rstrip('/'))}" + ("" if step is None else f", step {step:,}")
     n = len(ckpt.files)
     left = ckpt.salvage or Salvage()
     mine = {ckpt.component(x) for x in (*ckpt.tensors, *ckpt.values)}

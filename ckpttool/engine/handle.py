@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["TensorHandle", "UnknownTensor", "cut_to", "handle"]
+__all__ = ["TensorHandle", "UnknownTensor", "cut_chunks", "make_handle"]
 
 _Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, shape
@@ -62,8 +62,8 @@ class _Opened(Protocol):
     def records_in(self, files: Iterable[int]) -> list[Record]: ...
 
 
-def handle(opened: _Opened, name: str) -> TensorHandle:
-    """The tensor of that name.
+def make_handle(opened: _Opened, name: str) -> TensorHandle:
+    """Make the handle of a tensor.
 
     Raises:
         UnknownTensor: there is none; the message suggests names that are similar.
@@ -73,10 +73,13 @@ def handle(opened: _Opened, name: str) -> TensorHandle:
         return TensorHandle(opened, name)
     if name in ckpt.values:
         raise UnknownTensor(f'"{name}" is a value and not a tensor; read it with checkpoint.value({name!r}).')
-    raise UnknownTensor(f'"{name}" is not among the {len(ckpt.tensors):,} tensors of {ckpt.root}.{_hint(ckpt, name)}')
+    raise UnknownTensor(
+        f'"{name}" is not among the {len(ckpt.tensors):,} tensors of {ckpt.root}.{_suggest_names(ckpt, name)}'
+    )
 
 
-def _hint(ckpt: Checkpoint, name: str) -> str:
+def _suggest_names(ckpt: Checkpoint, name: str) -> str:
+    """Say which names are like one that the checkpoint does not have."""
     from difflib import get_close_matches
 
     tail = [n for n in ckpt.tensors if isinstance(name, str) and n.endswith(f".{name}")]
@@ -112,22 +115,22 @@ class TensorHandle:
 
     @property
     def dtype(self) -> str:
-        """torch's name of the dtype: "bfloat16", "float32", "float8_e4m3fn"."""
+        """Get torch's name of the dtype: "bfloat16", "float32", "float8_e4m3fn"."""
         return self._entry.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape. Of float4_e2m1fn_x2 an element is a pair of numbers in one byte."""
+        """Get the shape. Of float4_e2m1fn_x2 an element is a pair of numbers in one byte."""
         return self._entry.shape
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
+        """Get the number of dimensions."""
         return len(self._entry.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Get the bytes of all elements."""
         return self._entry.nbytes
 
     def __len__(self) -> int:
@@ -143,19 +146,19 @@ class TensorHandle:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: _Index) -> Any:
-        """Elements as a numpy array, or a numpy scalar where every dimension has an integer.
+        """Read elements as a numpy array, or as a numpy scalar where every dimension has an integer.
 
         Raises:
             IndexError: the index is outside the tensor, or has too many dimensions.
             TypeError: it is neither an integer nor a slice (a mask, a list, None).
             Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
         """
-        start, shape, rest = _parsed(index, self.shape, self.name)
-        out = self._array(self._read(start, shape), shape)
+        start, shape, rest = _parse_index(index, self.shape, self.name)
+        out = self._make_array(self._read(start, shape), shape)
         return out if not rest else out[rest].copy() if any(map(_has_step, rest)) else out[rest]
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The whole tensor as a numpy array.
+        """Read the whole tensor as a numpy array.
 
         bfloat16, float8 and float4 have the dtypes of ml_dtypes. A pair of float4_e2m1fn_x2 becomes a last dimension of
         two, the number in the lower four bits first.
@@ -164,7 +167,7 @@ class TensorHandle:
             Unsupported: neither numpy nor ml_dtypes has the dtype (complex32, before ml_dtypes 0.6).
             Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
         """
-        return self._array(self._read((0,) * self.ndim, self.shape), self.shape)
+        return self._make_array(self._read((0,) * self.ndim, self.shape), self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
@@ -173,7 +176,7 @@ class TensorHandle:
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def torch(self, index: _Index = ...) -> torch.Tensor:
-        """The tensor, or the part that `index` selects, as a torch tensor on the CPU. Imports torch.
+        """Read the tensor, or the part that `index` selects, as a torch tensor on the CPU. Imports torch.
 
         Raises:
             MissingPackage: torch is not installed. Otherwise as indexing does.
@@ -181,8 +184,8 @@ class TensorHandle:
         need("TensorHandle.torch", "torch")
         import torch
 
-        self._refuse_alien()
-        start, shape, rest = _parsed(index, self.shape, self.name)
+        self._refuse_opaque_dtype()
+        start, shape, rest = _parse_index(index, self.shape, self.name)
         raw = self._read(start, shape)
         dtype = getattr(torch, self.dtype)
         found = torch.from_numpy(raw).view(dtype) if len(raw) else torch.empty(0, dtype=dtype)
@@ -198,7 +201,7 @@ class TensorHandle:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def _refuse_alien(self) -> None:
+    def _refuse_opaque_dtype(self) -> None:
         """Refuse a dtype of which only the bytes can be moved.
 
         Raises:
@@ -210,8 +213,9 @@ class TensorHandle:
                 "copies their bytes only."
             )
 
-    def _array(self, raw: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        self._refuse_alien()
+    def _make_array(self, raw: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """Make a numpy array of row-major bytes."""
+        self._refuse_opaque_dtype()
         if self.dtype == "float4_e2m1fn_x2":
             fours: np.ndarray[Any, Any] = numbers(raw, self.dtype).reshape(*shape, 2)
             return fours
@@ -226,26 +230,26 @@ class TensorHandle:
         return found
 
     def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """The bytes of a box of the tensor, row-major."""
+        """Read the bytes of a box of the tensor, row-major."""
         import numpy as np
 
         out = np.empty(prod(shape) * ITEMSIZE[self.dtype], "u1")
         if not len(out):
             return out
-        ckpt, entry = self._located(start, shape)
-        reader = Reader(self._opened.source, ckpt.files, ckpt.records, _budget(len(out)))
+        ckpt, entry = self._locate_box(start, shape)
+        reader = Reader(self._opened.source, ckpt.files, ckpt.records, _choose_budget(len(out)))
         if entry.chunks.zstd:
-            self._decompress(reader, entry, (start, shape), out)
+            self._read_compressed(reader, entry, (start, shape), out)
             return out
-        part = replace(entry, shape=shape, chunks=cut_to(entry, (start, shape)))
+        part = replace(entry, shape=shape, chunks=cut_chunks(entry, (start, shape)))
         at = 0
         for block in reader.blocks([StreamJob(self.name, part)]):
             out[at : at + len(block.data)] = block.data
             at += len(block.data)
         return out
 
-    def _decompress(self, reader: Reader, entry: TensorEntry, box: _Box, out: np.ndarray[Any, Any]) -> None:
-        """The same, from chunks of which some are compressed: one after the other, up to the last slab that is
+    def _read_compressed(self, reader: Reader, entry: TensorEntry, box: _Box, out: np.ndarray[Any, Any]) -> None:
+        """Read the same from chunks of which some are compressed: one after the other, up to the last slab that is
         needed."""
         import numpy as np
 
@@ -263,15 +267,15 @@ class TensorHandle:
                 both = boxes.intersect((here, block.shape), needed)
                 if both is not None:
                     slab = np.frombuffer(block.data, item).reshape(block.shape)
-                    target[_slices(both, box[0])] = slab[_slices(both, here)]
+                    target[_make_slices(both, box[0])] = slab[_make_slices(both, here)]
                     left -= prod(both[1])
                     del slab
                 if not left:
                     break
 
-    def _located(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Checkpoint, TensorEntry]:
-        """The tensor with those of its chunks that meet a box, as raw byte ranges, and the checkpoint with their
-        records."""
+    def _locate_box(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Checkpoint, TensorEntry]:
+        """Locate the chunks of the tensor that meet a box: the tensor with those, as raw byte ranges, and the
+        checkpoint with their records."""
         ckpt, layout, source = self._opened.locate(), self._opened.layout, self._opened.source
         found = ckpt.tensors.get(self.name, self._entry)
         meeting = [c for c in found.chunks if boxes.intersect((c.start, c.shape), (start, shape)) is not None]
@@ -287,16 +291,17 @@ class TensorHandle:
         return replace(ckpt, records=self._opened.records_in(set(entry.chunks.file))), entry
 
 
-def _budget(nbytes: int) -> IOBudget:
+def _choose_budget(nbytes: int) -> IOBudget:
+    """Choose buffers for reading so many bytes: small ones for small reads."""
     return IOBudget() if nbytes >= _LARGE else IOBudget(1, 256 << 10)
 
 
-def cut_to(entry: TensorEntry, box: _Box) -> Chunks:
-    """The chunks of a tensor, cut to a box and at home in it."""
+def cut_chunks(entry: TensorEntry, box: _Box) -> Chunks:
+    """Cut the chunks of a tensor to a box, and move them to its origin."""
     item = ITEMSIZE[entry.dtype]
     out = Chunks(len(box[1]))
     chunk: Chunk
-    for chunk in _meeting(entry.chunks, box):
+    for chunk in _keep_meeting(entry.chunks, box):
         both = boxes.intersect((chunk.start, chunk.shape), box)
         if both is None:
             continue
@@ -311,8 +316,8 @@ def cut_to(entry: TensorEntry, box: _Box) -> Chunks:
     return out
 
 
-def _meeting(chunks: Chunks, box: _Box) -> Iterable[Chunk]:
-    """The chunks that may meet a box; of many, the others are left out by whole columns."""
+def _keep_meeting(chunks: Chunks, box: _Box) -> Iterable[Chunk]:
+    """Keep the chunks that may meet a box; of many, the others are left out by whole columns."""
     if len(chunks) < _FEW or not chunks.ndim:
         return chunks
     import numpy as np
@@ -323,19 +328,21 @@ def _meeting(chunks: Chunks, box: _Box) -> Iterable[Chunk]:
     return [chunks[k] for k in np.flatnonzero(meets).tolist()]
 
 
-def _slices(box: _Box, origin: Sequence[int]) -> tuple[slice, ...]:
+def _make_slices(box: _Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    """Make the slices of a box in an array that begins at `origin`."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(*box, origin, strict=True))
 
 
 def _has_step(i: int | slice) -> bool:
+    """Tell whether an index is a slice with a step."""
     return isinstance(i, slice) and i.step not in (None, 1)
 
 
-def _parsed(
+def _parse_index(
     index: _Index, shape: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
-    """(start, shape, index of the box) of the smallest box that holds what an index selects; the last is () for all of
-    it."""
+    """Parse an index: (start, shape, index of the box) of the smallest box that holds what it selects; the last is ()
+    for all of it."""
     given = index if isinstance(index, tuple) else (index,)
     dots = [k for k, i in enumerate(given) if i is ...]
     if len(dots) > 1:

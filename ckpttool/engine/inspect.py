@@ -1,6 +1,6 @@
 """inspect: what a checkpoint is, in numbers and names; reads the index only.
 
-`inspect` returns a `Summary`, which prints itself and draws itself in a notebook; `screen` is that drawing.
+`inspect` returns a `Summary`, which prints itself and draws itself in a notebook; `draw_summary` is that drawing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..storage import urls
 from ..storage.source import Source
 from .discover.next_steps import next_step
 from .discover.unread_files import human, listed
-from .opening import CheckpointPath, OpenOptions, open_checkpoint, shown_path
+from .opening import CheckpointPath, OpenOptions, open_checkpoint, show_path
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["Summary", "human", "inspect", "screen", "summarise", "tensor_rows", "tree"]
+__all__ = ["Summary", "describe_chunks", "draw_summary", "draw_tree", "human", "inspect", "summarise"]
 
 
-def _count(n: int) -> str:
+def _format_count(n: int) -> str:
+    """Write a large number in short: 1.2B, 350M."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= limit:
             return f"{n / limit:.2f} {unit}"
@@ -74,19 +75,19 @@ class Summary:
     encoding: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return asdict(self)
 
     def __str__(self) -> str:
-        return _printed(screen(self)).export_text().rstrip("\n")
+        return _record_drawing(draw_summary(self)).export_text().rstrip("\n")
 
     def _repr_html_(self) -> str:
         shape = '<pre style="line-height:1.2">{code}</pre>'
-        return _printed(screen(self)).export_html(inline_styles=True, code_format=shape)
+        return _record_drawing(draw_summary(self)).export_html(inline_styles=True, code_format=shape)
 
 
-def _printed(drawing: RenderableType) -> Console:
-    """A console that has recorded a drawing 120 columns wide, to be exported as text or as HTML."""
+def _record_drawing(drawing: RenderableType) -> Console:
+    """Draw on a console of 120 columns that records it, to be exported as text or as HTML."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), record=True, force_jupyter=False, width=120, highlight=False, emoji=False)
@@ -101,21 +102,22 @@ def inspect(
     only: Iterable[str] | None = None,
     **reading: Unpack[Search],
 ) -> Summary:
-    """Layout, ranks, step, components, parameters, dtypes, optimizer and what is missing; reads headers only.
+    """Summarise a checkpoint: layout, ranks, step, components, parameters, dtypes, optimizer and what is missing; reads
+    headers only.
 
     Args:
         (all): as `open`.
     """
     options = OpenOptions(only=only, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
     with open_checkpoint(path, options, needed=lambda component: False) as opened:
-        return summarise(opened.checkpoint, shown_path(path), opened.source, opened.only)
+        return summarise(opened.checkpoint, show_path(path), opened.source, opened.only)
 
 
 def summarise(
     ckpt: Checkpoint, path: str | os.PathLike[str], source: Source | None = None, only: Iterable[str] | None = None
 ) -> Summary:
-    """The summary of an index. What an adapter_config.json beside it says is read from its source, where that is given;
-    what is missing is not said of components that `only` left out."""
+    """Summarise an index. What an adapter_config.json beside it says is read from its source, where that is given; what
+    is missing is not said of components that `only` leaves out."""
     components: dict[str, dict[str, Any]] = {}
     for t in ckpt.tensors.values():
         c = components.setdefault(t.component, {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
@@ -138,17 +140,22 @@ def summarise(
         tensors=len(ckpt.tensors),
         bytes=ckpt.nbytes,
         components={k: components[k] for k in order if k in components},
-        optimizer=_optimizer(ckpt),
-        missing=_missing(ckpt) if only is None else [],
-        notes=[*ckpt.notes, *_notes(ckpt), *([f"only {', '.join(only)} was looked at"] if only is not None else [])],
+        optimizer=_describe_optimizer(ckpt),
+        missing=_list_missing(ckpt) if only is None else [],
+        notes=[
+            *ckpt.notes,
+            *_list_notes(ckpt),
+            *([f"only {', '.join(only)} was looked at"] if only is not None else []),
+        ],
         not_read=[r.to_json() for r in ckpt.unread],
         next=next_step(ckpt, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
-        adapter=_adapter(ckpt, source),
-        encoding=_encoding(ckpt, source),
+        adapter=_describe_adapter(ckpt, source),
+        encoding=_describe_encoding(ckpt, source),
     )
 
 
-def _encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
+def _describe_encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
+    """Describe weights that are codes; None where there are none."""
     found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, source))
     faults = [fault.text for fault in found.faults]
     return (
@@ -164,7 +171,8 @@ def _encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
     )
 
 
-def _adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
+def _describe_adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
+    """Describe the LoRA of a checkpoint; None where it has none."""
     found = lora.find_lora(ckpt)
     if found is None:
         return None
@@ -183,8 +191,9 @@ def _adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
     }
 
 
-def _slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
-    """{slot: {"parameters", "bytes"}}; a slot of several tensors, such as SOAP's, counts once a parameter."""
+def _summarise_slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
+    """Summarise the state of the optimizer, {slot: {"parameters", "bytes"}}; a slot of several tensors, such as SOAP's,
+    counts once a parameter."""
     sizes: dict[str, int] = {}
     parameters: dict[str, set[str]] = {}
     for t in ckpt.tensors.values():
@@ -194,8 +203,9 @@ def _slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
     return {slot: {"parameters": len(names), "bytes": sizes[slot]} for slot, names in parameters.items()}
 
 
-def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
-    slots = _slots(ckpt)
+def _describe_optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
+    """Describe the optimizer: its kind, slots and param groups."""
+    slots = _summarise_slots(ckpt)
     groups: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
         if v.option is not None:
@@ -216,8 +226,8 @@ def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
     return {"kind": kind, "kinds": kinds, "slots": slots, "groups": [groups[i] for i in sorted(groups)]}
 
 
-def _instances(ckpt: Checkpoint) -> list[str]:
-    """A note on values that are instances of classes."""
+def _note_instances(ckpt: Checkpoint) -> list[str]:
+    """Make the notes on values that are instances of classes."""
     found = {n: classes for n, v in ckpt.values.items() if v.path[-1] != MARK and (classes := instances_in(v.data))}
     if not found:
         return []
@@ -227,9 +237,13 @@ def _instances(ckpt: Checkpoint) -> list[str]:
     return [f"{count}: {shown}, first {next(iter(found))}"]
 
 
-def _notes(ckpt: Checkpoint) -> list[str]:
-    """What has to be known about values, about the optimizer, and about the weights because of it."""
-    objects = [*_instances(ckpt), *describe_composites(composites(ckpt)), *describe_unwrapped(ckpt.tensors.values())]
+def _list_notes(ckpt: Checkpoint) -> list[str]:
+    """List what has to be known about values, about the optimizer, and about the weights because of it."""
+    objects = [
+        *_note_instances(ckpt),
+        *describe_composites(composites(ckpt)),
+        *describe_unwrapped(ckpt.tensors.values()),
+    ]
     if lost := find_per_rank_slots(ckpt):
         return [*objects, describe_lost_slots(ckpt, lost)]
     if not any(state.name.startswith("schedule-free") for state in find_optimizers(ckpt)):
@@ -246,14 +260,14 @@ def _notes(ckpt: Checkpoint) -> list[str]:
     return [*objects, f"schedule-free: the model's weights are {which}"]
 
 
-def _missing(ckpt: Checkpoint) -> list[str]:
-    """Sentences about what a resume would need and what is not there."""
+def _list_missing(ckpt: Checkpoint) -> list[str]:
+    """List what a resume would need and what is not there, in sentences."""
     out: list[str] = []
     have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
     if "model" not in have:
         out.append("no model weights")
     if "optim" not in have:
-        out.append(_without_optimizer(ckpt))
+        out.append(_explain_no_optimizer(ckpt))
         return out
     if odd := orphaned_optimizer_state(ckpt):
         out.append(
@@ -282,7 +296,8 @@ def _missing(ckpt: Checkpoint) -> list[str]:
     return out
 
 
-def _without_optimizer(ckpt: Checkpoint) -> str:
+def _explain_no_optimizer(ckpt: Checkpoint) -> str:
+    """Say why there is no state of an optimizer, and what that means."""
     aside = [r for r in ckpt.unread if r.component == "optim"]
     if aside:
         return (
@@ -299,8 +314,8 @@ def _without_optimizer(ckpt: Checkpoint) -> str:
     return "no optimizer state: training from here starts with a new optimizer"
 
 
-def tensor_rows(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:
-    """Everything about some tensors, chunk by chunk (the first 64)."""
+def describe_chunks(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:
+    """Describe some tensors, chunk by chunk (the first 64)."""
     out = []
     for n in names:
         t = ckpt.tensors[n]
@@ -329,8 +344,8 @@ def tensor_rows(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------------------------------- drawing
 
 
-def screen(s: Summary) -> RenderableType:
-    """The summary as a person likes to read it."""
+def draw_summary(s: Summary) -> RenderableType:
+    """Draw a summary as a person likes to read it."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -381,7 +396,7 @@ def screen(s: Summary) -> RenderableType:
         table.add_row(
             Text(printable(name), "bold"),
             f"{c['tensors']:,}" if c["tensors"] else "",
-            _count(c["elements"]) if c["tensors"] else "",
+            _format_count(c["elements"]) if c["tensors"] else "",
             human(c["bytes"]) if c["tensors"] else "",
             dtypes or f"{c['values']} value{'s' if c['values'] != 1 else ''}",
             f"[cyan]{bar}[/]",
@@ -409,8 +424,8 @@ def screen(s: Summary) -> RenderableType:
     return Group(*parts)
 
 
-def tree(ckpt: Checkpoint) -> RenderableType:
-    """Names as a tree; repeated blocks (layers.0, layers.1, ...) that are alike are drawn once."""
+def draw_tree(ckpt: Checkpoint) -> RenderableType:
+    """Draw names as a tree; repeated blocks (layers.0, layers.1, ...) that are alike are drawn once."""
     from rich.tree import Tree
 
     root = Tree(f"[bold]{ckpt.layout}[/] {human(ckpt.nbytes)}")
@@ -428,23 +443,25 @@ def tree(ckpt: Checkpoint) -> RenderableType:
         for k in keys[:-1]:
             inner = at.setdefault(k, {})
             at = inner if isinstance(inner, dict) else at.setdefault(k + ".", {})
-        at.setdefault(keys[-1], _branches(readable(v.data)))
-    _grow(root, top)
+        at.setdefault(keys[-1], _name_branches(readable(v.data)))
+    _grow_branch(root, top)
     return root
 
 
-def _branches(x: Any) -> Any:
-    """A value with text for the keys of its dicts, of which an empty one is a leaf."""
-    return {str(k): _branches(v) for k, v in x.items()} if isinstance(x, dict) and x else x
+def _name_branches(x: Any) -> Any:
+    """Convert a value to one with text for the keys of its dicts, of which an empty one is a leaf."""
+    return {str(k): _name_branches(v) for k, v in x.items()} if isinstance(x, dict) and x else x
 
 
-def _shape_of(x: Any) -> Any:
+def _describe_shape(x: Any) -> Any:
+    """Describe a part of a tree such that equal descriptions are blocks that are alike."""
     if isinstance(x, dict):
-        return tuple((k, _shape_of(v)) for k, v in x.items())
+        return tuple((k, _describe_shape(v)) for k, v in x.items())
     return (x.dtype, x.shape) if isinstance(x, TensorEntry) else repr(x)
 
 
-def _grow(node: Any, x: dict[str, Any]) -> None:
+def _grow_branch(node: Any, x: dict[str, Any]) -> None:
+    """Add what is below a node to it."""
     from rich.markup import escape
 
     items = list(x.items())
@@ -456,12 +473,14 @@ def _grow(node: Any, x: dict[str, Any]) -> None:
         if isinstance(value, dict) and value:
             j = i + 1
             if re.fullmatch(r"\d+", key):
-                while j < len(items) and items[j][0].isdigit() and _shape_of(items[j][1]) == _shape_of(value):
+                while (
+                    j < len(items) and items[j][0].isdigit() and _describe_shape(items[j][1]) == _describe_shape(value)
+                ):
                     j += 1
             label = f"[cyan]{escape(printable(key))}[/]" + (
                 f" .. [cyan]{items[j - 1][0]}[/] ({j - i} alike)" if j - i > 1 else ""
             )
-            _grow(node.add(label), value)
+            _grow_branch(node.add(label), value)
             i = j
             continue
         if isinstance(value, TensorEntry):

@@ -70,7 +70,8 @@ class MergedCheckpoint(OpenCheckpoint):
     kept: dict[str, str] = field(default_factory=dict)
 
     def expect_recorded(self, ignore: bool = False) -> None:
-        """As of any checkpoint; what was recorded of the inputs of merged weights is compared too (`inputs`)."""
+        """Expect digests as of any checkpoint; what was recorded of the inputs of merged weights is compared, too
+        (`inputs`)."""
         ckpt = self.checkpoint
         for part, used in self.parts:
             part.expect_recorded(ignore)
@@ -97,7 +98,7 @@ class _Adapter:
 def open_merged(
     src: CheckpointPath, options: OpenOptions, request: MergeRequest, model: layouts.ModelHints | None = None
 ) -> MergedCheckpoint:
-    """The state of `src` with the adapter merged that the request names: another checkpoint, or the one in `src`
+    """Open the state of `src` with the adapter merged that the request names: another checkpoint, or the one in `src`
     itself.
 
     Raises:
@@ -118,19 +119,19 @@ def open_merged(
                 opened.append(theirs)
         for part in opened:
             part.locate()
-        return _merged(base, theirs, request, options.config)
+        return _merge_states(base, theirs, request, options.config)
     except BaseException:
         for part in opened:
             part.source.close()
         raise
 
 
-def _merged(
+def _merge_states(
     base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest, config: str | None
 ) -> MergedCheckpoint:
     given = theirs is not base
-    named = _base_names(base, given)
-    chosen = _adapters(theirs, request, given)
+    named = _map_base_names(base, given)
+    chosen = _choose_adapters(theirs, request, given)
     shapes = {n: base.checkpoint.tensors[there].shape for n, there in named.items()}
     plan = lora.plan_changes(
         {a: {n: t.shape for n, t in found.tensors.items()} for a, found in chosen.items()},
@@ -139,12 +140,12 @@ def _merged(
     )
     if not plan:
         raise Unsupported("the adapter changes no tensor of the base model.")
-    tied = _tied_groups(base, named, plan, config)
-    plan = _with_tied(named, tied, plan)
+    tied = _find_tied_groups(base, named, plan, config)
+    plan = _add_tied_weights(named, tied, plan)
     for names in tied:
-        if _one_copy([plan.get(n) for n in names], chosen):
+        if _is_one_copy([plan.get(n) for n in names], chosen):
             plan |= {n: plan[names[0]] for n in names}
-    notes = _described(chosen, plan)
+    notes = _describe_merge(chosen, plan)
     untied = next((names for names in tied if len({plan.get(n) for n in names}) > 1), [])
     if untied:
         notes.append(
@@ -176,13 +177,13 @@ def _merged(
             file = f"(merged) {name}"
             files.append(file)
             sizes.append(entry.nbytes)
-            made[file] = (entry.nbytes, _maker(base, there, change, chosen, upcast=given))
+            made[file] = (entry.nbytes, _make_computation(base, there, change, chosen, upcast=given))
         chunks = Chunks.whole(entry.shape, at, 0, entry.nbytes)
         tensors[f"model.{name}"] = TensorEntry(entry.dtype, entry.shape, ("model", name), chunks)
     scaling: dict[str, dict[str, float]] = {a: {} for a in chosen}
     for update in (u for c in plan.values() for u in c.updates):
         scaling[update.adapter][update.module] = update.scaling
-    working = _TORCH_BYTES + max(_working_bytes(old.tensors[named[n]], c) for n, c in plan.items())
+    working = _TORCH_BYTES + max(_estimate_working_bytes(old.tensors[named[n]], c) for n, c in plan.items())
     ckpt = replace(
         old,
         files=files,
@@ -211,21 +212,21 @@ def _merged(
         base.allow_equal_ranks,
         base.allow_mixed_steps,
         only=base.only,
-        left_behind=_left_behind(base, theirs, named, read),
+        left_behind=_list_left_behind(base, theirs, named, read),
         parts=((base, changed), (theirs, read)) if given else ((base, changed | read),),
         kept=untouched,
     )
 
 
-def _working_bytes(entry: TensorEntry, change: lora.Change) -> int:
-    """The most memory that one merged weight takes: itself, the product of the matrices in fp32 and its rounded copy;
-    for DoRA the sum as well, once for the norm and once for the result."""
+def _estimate_working_bytes(entry: TensorEntry, change: lora.Change) -> int:
+    """Estimate the most memory that one merged weight takes: itself, the product of the matrices in fp32 and its
+    rounded copy; for DoRA the sum as well, once for the norm and once for the result."""
     item = ITEMSIZE[entry.dtype]
     return entry.numel * (2 * item + max(4, item) * (4 if any(u.magnitude for u in change.updates) else 1))
 
 
-def _base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
-    """{name of a weight in the base model: in the checkpoint}.
+def _map_base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
+    """Map the names of weights in the base model to those in the checkpoint.
 
     Raises:
         Unsupported: there is none, or the base model that was given holds an adapter.
@@ -243,8 +244,8 @@ def _base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
     return model
 
 
-def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dict[str, _Adapter]:
-    """The adapters that were asked for, {name: adapter}, in that order; the only one where none was named."""
+def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dict[str, _Adapter]:
+    """Choose the adapters that were asked for, {name: adapter}, in that order; the only one where none was named."""
     ckpt = theirs.checkpoint
     own = adapters.adapter_as_model(ckpt)
     if (
@@ -253,32 +254,32 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
         and lora.find_lora(ckpt) is None
     ):
         raise Unsupported(
-            f"{_shown(theirs)} holds an adapter and weights that it is already merged into, as torchtune saves them. "
-            "Write the weights with ckpttool convert, or merge the adapter into the base model that training began "
-            f"with: ckpttool adapter merge BASE {_shown(theirs)} DST."
+            f"{_show_path(theirs)} holds an adapter and weights that it is already merged into, as torchtune saves "
+            "them. Write the weights with ckpttool convert, or merge the adapter into the base model that training began "
+            f"with: ckpttool adapter merge BASE {_show_path(theirs)} DST."
         )
     seen = lora.find_lora(own)
     if not given and seen is not None and seen.alone:
         raise Unsupported(
-            f"{_shown(theirs)} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter merge "
-            f"BASE {_shown(theirs)} DST."
+            f"{_show_path(theirs)} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter "
+            f"merge BASE {_show_path(theirs)} DST."
         )
     names: tuple[str | None, ...] = request.names or (None,)
     if request.names == () and seen is not None and len([n for n in seen.names if n]) > 1:
         raise UsageError(
-            f"{_shown(theirs)} holds {len(seen.names)} adapters, {', '.join(seen.names)}. Name those to merge, in "
+            f"{_show_path(theirs)} holds {len(seen.names)} adapters, {', '.join(seen.names)}. Name those to merge, in "
             f"order: {argument('adapter_name', seen.names[0])}."
         )
     out: dict[str, _Adapter] = {}
     for wanted in names:
         if wanted is not None and (seen is None or wanted not in seen.names):
             there = f"its adapters are {', '.join(seen.names)}" if seen and seen.names != ("",) else "none has a name"
-            raise UsageError(f"{argument('adapter_name', wanted)}: {_shown(theirs)} has no such adapter; {there}.")
+            raise UsageError(f"{argument('adapter_name', wanted)}: {_show_path(theirs)} has no such adapter; {there}.")
         several = seen is not None and len(seen.names) > 1
         known = model_files.find_adapter_files(theirs.source, request.config, [], wanted, one_of_several=several)
         config = None if known is None else known[0]
         if config is None and seen is None:
-            raise Unsupported(f"{_shown(theirs)} has no adapter: no tensor has lora_* in its name.")
+            raise Unsupported(f"{_show_path(theirs)} has no adapter: no tensor has lora_* in its name.")
         if config is None and request.lora_alpha is None:
             raise model_files.missing_adapter_config(request.config, "adapter_config")
         if config is not None and request.lora_alpha is not None:
@@ -290,7 +291,7 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
             lora.refuse_unmergeable(config, base_is_given=given)
         reduced = adapters.keep_adapter_only(ckpt, config or {"peft_type": "LORA"}, wanted)
         found = {t.local_name: t for t in reduced.tensors.values()}
-        stored = _stored(ckpt, found)
+        stored = _map_stored_names(ckpt, found)
         if config is None:
             assert request.lora_alpha is not None
             config = lora.make_config(
@@ -305,19 +306,21 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
     return out
 
 
-def _shown(opened: OpenCheckpoint) -> str:
-    """The path of an open checkpoint, for people."""
+def _show_path(opened: OpenCheckpoint) -> str:
+    """Show the path of an open checkpoint."""
     return opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
 
 
-def _stored(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """{name of a tensor that was renamed: its name in the checkpoint}; renaming keeps the chunks."""
+def _map_stored_names(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Map the names of tensors that were renamed to those in the checkpoint; renaming keeps the chunks."""
     by_chunks = {id(t.chunks): n for n, t in ckpt.tensors.items()}
     return {n: by_chunks[id(t.chunks)] for n, t in found.items()}
 
 
-def _with_tied(named: Mapping[str, str], tied: list[list[str]], plan: dict[str, lora.Change]) -> dict[str, lora.Change]:
-    """The plan with tied weights, which are one parameter in PEFT's model: what changes one of them in place changes
+def _add_tied_weights(
+    named: Mapping[str, str], tied: list[list[str]], plan: dict[str, lora.Change]
+) -> dict[str, lora.Change]:
+    """Add tied weights to a plan. They are one parameter in PEFT's model: what changes one of them in place changes
     all, in the order of the model."""
     out = dict(plan)
     for names in tied:
@@ -334,8 +337,9 @@ def _with_tied(named: Mapping[str, str], tied: list[list[str]], plan: dict[str, 
     return {n: out[n] for n in named if n in out}
 
 
-def _one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter]) -> bool:
-    """Whether an adapter replaces all of some tied tensors by one copy, which PEFT ties again (ensure_weight_tying)."""
+def _is_one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter]) -> bool:
+    """Tell whether an adapter replaces all of some tied tensors by one copy, which PEFT ties again
+    (ensure_weight_tying)."""
     starts = [c.start for c in rows if c is not None and c.is_copy and c.start is not None]
     if len(starts) < len(rows) or not all(chosen[a].config.get("ensure_weight_tying") for a, _ in starts):
         return False
@@ -345,10 +349,10 @@ def _one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter]) ->
     return len(set(tensor_digests(wanted, source, ckpt.files, ckpt.records, silent).values())) == 1
 
 
-def _tied_groups(
+def _find_tied_groups(
     base: OpenCheckpoint, named: Mapping[str, str], plan: Mapping[str, lora.Change], config: str | None
 ) -> list[list[str]]:
-    """Names of the base model that are one parameter: those that share bytes of a file, and embeddings with equal
+    """Find names of the base model that are one parameter: those that share bytes of a file, and embeddings with equal
     bytes, unless config.json says that they are not.
 
     Raises:
@@ -398,8 +402,8 @@ def _tied_groups(
     return [*groups.values(), *equal]
 
 
-def _described(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Change]) -> list[str]:
-    """What the merge does, in sentences: the scaling above all."""
+def _describe_merge(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Change]) -> list[str]:
+    """Describe what the merge does, in sentences: the scaling above all."""
     by_factor: dict[str, int] = {}
     for update in {(u.adapter, u.module): u for c in plan.values() for u in c.updates}.values():
         config = chosen[update.adapter].config
@@ -420,10 +424,10 @@ def _described(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Change]) 
     return out
 
 
-def _left_behind(
+def _list_left_behind(
     base: OpenCheckpoint, theirs: OpenCheckpoint, named: Mapping[str, str], read: frozenset[str]
 ) -> list[Dropped]:
-    """Everything besides weights, and the tensors of other adapters."""
+    """List everything besides weights, and the tensors of other adapters."""
     rows: dict[str, Dropped] = {}
     used = {*named.values(), *read}
     for part in (base,) if base.only is not None else (base, theirs):
@@ -441,10 +445,10 @@ def _left_behind(
 # ---------------------------------------------------------------------------------------------------------- computing
 
 
-def _maker(
+def _make_computation(
     base: OpenCheckpoint, name: str, change: lora.Change, chosen: Mapping[str, _Adapter], *, upcast: bool
 ) -> Callable[[], memoryview]:
-    """What computes one merged tensor: its bytes, row-major."""
+    """Make the function that computes one merged tensor: its bytes, row-major."""
 
     def of_adapter(adapter: str, tensor: str) -> torch.Tensor:
         import torch
@@ -466,7 +470,7 @@ def _maker(
                 weight = weight.to(getattr(torch, base.checkpoint.tensors[name].dtype))
             for update in change.updates:
                 magnitude = None if update.magnitude is None else of_adapter(update.adapter, update.magnitude)
-                weight = _updated(
+                weight = _apply_lora(
                     weight,
                     of_adapter(update.adapter, update.a),
                     of_adapter(update.adapter, update.b),
@@ -480,10 +484,10 @@ def _maker(
     return make
 
 
-def _updated(
+def _apply_lora(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None, update: lora.Update
 ) -> torch.Tensor:
-    """The weight with one LoRA in it; the operations, their order and their dtypes are PEFT's."""
+    """Merge one LoRA into a weight; the operations, their order and their dtypes are PEFT's."""
     import torch
 
     dtype = (a if update.embedding else b).dtype

@@ -42,14 +42,14 @@ from ..storage.source import Source
 from .copy.stream import Reader, StreamJob, small
 
 __all__ = [
-    "left_out",
-    "note_of_left_out",
-    "other_weights",
+    "describe_left_out",
+    "explain_other_weights",
+    "find_other_weights",
+    "list_left_out",
     "refuse_equal_ranks",
     "refuse_mixed_steps",
     "refuse_other_files",
     "refuse_other_weights",
-    "said_of",
 ]
 
 #: (tensor, row of its chunks), and of the record that it lies in: length, CRC32, the piece's first byte.
@@ -71,7 +71,7 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
     if len(set(ckpt.ranks.values())) < 2:
         return
     pieces: dict[int, dict[Piece, Sum | None]] = {}
-    find = _records_of(ckpt)
+    find = _make_record_finder(ckpt)
     for name, t in ckpt.tensors.items():
         if t.component not in ("model", "optim") or t.numel < 2:
             continue
@@ -81,8 +81,11 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
             if file in ckpt.ranks and prod(t.chunks.shape_of(k)) > 1:
                 pieces.setdefault(file, {})[name, k] = find(t, k)
     summed = {f: found for f, found in pieces.items() if None not in found.values()}
-    for a, b in [*_equal_sums(ckpt, summed), *_equal_files(ckpt, source, [f for f in pieces if f not in summed])]:
-        proof = _proof(ckpt, source, pieces[a], pieces[b], in_both=ckpt.spreads_tensors)
+    for a, b in [
+        *_find_equal_sums(ckpt, summed),
+        *_find_equal_files(ckpt, source, [f for f in pieces if f not in summed]),
+    ]:
+        proof = _find_proof(ckpt, source, pieces[a], pieces[b], in_both=ckpt.spreads_tensors)
         if proof is not None:
             raise Corrupt(
                 f"{ckpt.root}: {ckpt.files[a]} of rank {ckpt.ranks[a]} and {ckpt.files[b]} of rank {ckpt.ranks[b]} "
@@ -105,16 +108,16 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
     of_rank = Counter(ckpt.ranks.values())
     several = {f for f, rank in ckpt.ranks.items() if of_rank[rank] > 1} if ckpt.spreads_tensors else set[int]()
     named: dict[int, dict[tuple[int, int], list[Piece]]] = {}
-    find = _records_of(ckpt) if longer or several else None
+    find = _make_record_finder(ckpt) if longer or several else None
     for name, t in ckpt.tensors.items() if find is not None else ():
         for k, file in enumerate(t.chunks.file):
             if file in several and "float" in t.dtype and prod(t.chunks.shape_of(k)) > 1 and find is not None:
                 found = find(t, k)
-                if found is not None and found[1] != _zeros(found[0]):
+                if found is not None and found[1] != _crc_of_zeros(found[0]):
                     named.setdefault(file, {}).setdefault(found[:2], []).append((name, k))
-    for one, other in _copies(ckpt, named):
-        unlike = (rows for key, rows in named[one].items() if _of_other_layers(rows, named[other][key]))
-        if one in longer or sum(_varied(ckpt, source, *rows[0]) for rows in unlike) > 1:
+    for one, other in _find_copies(ckpt, named):
+        unlike = (rows for key, rows in named[one].items() if _differ_in_numbers(rows, named[other][key]))
+        if one in longer or sum(_is_varied(ckpt, source, *rows[0]) for rows in unlike) > 1:
             raise Corrupt(
                 f"{ckpt.root}: {ckpt.files[one]} holds the same numbers as {ckpt.files[other]}, under other names: "
                 f'those of "{next(iter(named[one].values()))[0][0]}" are among them. One file was copied over the '
@@ -129,8 +132,8 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
         )
 
 
-def _copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]) -> Iterator[tuple[int, int]]:
-    """Pairs of files of one rank of which the first has no record that the second has not."""
+def _find_copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]) -> Iterator[tuple[int, int]]:
+    """Find pairs of files of one rank of which the first has no record that the second has not."""
     owners: dict[tuple[int, tuple[int, int]], set[int]] = {}
     for file, sums in named.items():
         for key in sums:
@@ -141,26 +144,26 @@ def _copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]
             yield file, min(others)
 
 
-def _of_other_layers(rows: Sequence[Piece], others: Sequence[Piece]) -> bool:
-    """Whether equal numbers have names that differ in more than words: of layers 0 and 5, say. A weight and its master,
-    an average of it, a tied one differ in words."""
+def _differ_in_numbers(rows: Sequence[Piece], others: Sequence[Piece]) -> bool:
+    """Tell whether equal numbers have names that differ in more than words: of layers 0 and 5, say. A weight and its
+    master, an average of it, a tied one differ in words."""
 
     one, two = ({tuple(re.findall(r"\d+", name)) for name, _ in of} for of in (rows, others))
     return not one & two
 
 
 @lru_cache(4096)
-def _zeros(n: int) -> int:
-    """The CRC32 of n zeros."""
+def _crc_of_zeros(n: int) -> int:
+    """Compute the CRC32 of n zeros."""
     if n < 2:
         return crc32(bytes(n))
-    half = _zeros(n // 2)
+    half = _crc_of_zeros(n // 2)
     both = crc32_combine(half, half, n // 2)
     return crc32_combine(both, crc32(b"\0"), 1) if n % 2 else both
 
 
-def _records_of(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | None]:
-    """A function that finds the record containing a chunk (row) of a tensor; it returns None if there is none."""
+def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | None]:
+    """Make a function that finds the record containing a chunk (row) of a tensor; it returns None if there is none."""
     by_file: dict[int, list[Record]] = {}
     for r in ckpt.records:
         by_file.setdefault(r.extent.file, []).append(r)
@@ -184,11 +187,12 @@ def _records_of(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | None]:
     return find
 
 
-def _equal_sums(ckpt: Checkpoint, summed: Mapping[int, Mapping[Piece, Sum | None]]) -> Iterator[tuple[int, int]]:
-    """Pairs of files of different ranks of which the first has no record, but for zeros, that the second has not."""
+def _find_equal_sums(ckpt: Checkpoint, summed: Mapping[int, Mapping[Piece, Sum | None]]) -> Iterator[tuple[int, int]]:
+    """Find pairs of files of different ranks of which the first has no record, but for zeros, that the second has
+    not."""
     sets: dict[frozenset[tuple[int, int]], list[int]] = {}
     for file, found in summed.items():
-        if keys := frozenset(s[:2] for s in found.values() if s is not None and s[1] != _zeros(s[0])):
+        if keys := frozenset(s[:2] for s in found.values() if s is not None and s[1] != _crc_of_zeros(s[0])):
             sets.setdefault(keys, []).append(file)
     owners: dict[tuple[int, int], set[frozenset[tuple[int, int]]]] = {}
     for keys in sets:
@@ -201,8 +205,8 @@ def _equal_sums(ckpt: Checkpoint, summed: Mapping[int, Mapping[Piece, Sum | None
                     yield files[0], b
 
 
-def _equal_files(ckpt: Checkpoint, source: Source, files: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of files of different ranks that are equal, byte by byte."""
+def _find_equal_files(ckpt: Checkpoint, source: Source, files: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Find pairs of files of different ranks that are equal, byte by byte."""
     seen: dict[Any, int] = {}
     for file in files:
         name, size = ckpt.files[file], ckpt.sizes[file]
@@ -216,7 +220,7 @@ def _equal_files(ckpt: Checkpoint, source: Source, files: Iterable[int]) -> Iter
             yield first, file
 
 
-def _proof(
+def _find_proof(
     ckpt: Checkpoint,
     source: Source,
     a: Mapping[Piece, Sum | None],
@@ -224,9 +228,8 @@ def _proof(
     *,
     in_both: bool,
 ) -> str | None:
-    """The largest tensor that shows one file to be a copy. It holds more than one number over and over and, with
-    `in_both`, each file has a part of it. None if there is none, or if two parts of one tensor differ. Masks and
-    indices prove nothing, since they repeat themselves."""
+    """Find the largest tensor that shows one file to be a copy. It holds more than one number over and over and, with
+    `in_both`, each file has a part of it. None if there is none, or if all of it is in one file."""
     pieces = list(a)
     if in_both:
         there: dict[str, set[Sum | None]] = {}
@@ -237,11 +240,11 @@ def _proof(
             return None
     pieces = [p for p in pieces if ckpt.tensors[p[0]].dtype not in _REPETITIVE]
     pieces.sort(key=lambda p: -ckpt.tensors[p[0]].nbytes)
-    return next((name for name, k in pieces if _varied(ckpt, source, name, k)), None)
+    return next((name for name, k in pieces if _is_varied(ckpt, source, name, k)), None)
 
 
-def _varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
-    """Whether a piece of a tensor holds more than one number."""
+def _is_varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
+    """Tell whether a piece of a tensor holds more than one number."""
     t = ckpt.tensors[name]
     c, item = t.chunks[row], ITEMSIZE[t.dtype]
     chunks = Chunks(len(c.shape))
@@ -267,14 +270,15 @@ def refuse_other_weights(ckpt: Checkpoint) -> None:
     Raises:
         Corrupt: with the first tensor, the ranks, and how many there are.
     """
-    if rows := other_weights(ckpt):
+    if rows := find_other_weights(ckpt):
         raise Corrupt(
-            f"{ckpt.root}: {said_of(ckpt, rows)}. To keep those of one rank, use {argument('allow_mixed_steps', True)}."
+            f"{ckpt.root}: {explain_other_weights(ckpt, rows)}. To keep those of one rank, use "
+            f"{argument('allow_mixed_steps', True)}."
         )
 
 
-def said_of(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
-    """What other weights mean, for people."""
+def explain_other_weights(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
+    """Say what other weights mean."""
     names = list(dict.fromkeys(o.name for o in rows))
     ranks = sorted({o.rank for o in rows if o.name == names[0]})
     more = f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else ""
@@ -288,8 +292,8 @@ def said_of(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
     )
 
 
-def other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
-    """The copies that should be equal to the kept ones: of weights and of the optimizer, but not of a module's
+def find_other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
+    """Find the copies that should be equal to the kept ones: of weights and of the optimizer, but not of a module's
     statistics and counters.
 
     A tensor of the model that every rank has whole is a buffer if the weights are sharded and the optimizer does not
@@ -311,10 +315,10 @@ def other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
     return [o for o in ckpt.others if o.name in kept and not is_own(kept[o.name])]
 
 
-def left_out(ckpt: Checkpoint) -> list[Dropped]:
-    """What other ranks have and the index does not, entry by entry, under the names that ckpttool gives to what each
-    rank has for itself."""
-    weights = set(other_weights(ckpt))
+def list_left_out(ckpt: Checkpoint) -> list[Dropped]:
+    """List what other ranks have and the index does not, entry by entry, under the names that ckpttool gives to what
+    each rank has for itself."""
+    weights = set(find_other_weights(ckpt))
     why = (
         "each rank has its own, and the lowest rank's is kept",
         "ranks should have the same, and the lowest rank's is kept",
@@ -322,8 +326,8 @@ def left_out(ckpt: Checkpoint) -> list[Dropped]:
     return [Dropped(f"extra.per_rank.{o.rank}.{o.name}", o.nbytes, why[o in weights]) for o in ckpt.others]
 
 
-def note_of_left_out(ckpt: Checkpoint) -> str:
-    """The sentence for the notes of a checkpoint with `others`."""
+def describe_left_out(ckpt: Checkpoint) -> str:
+    """Make the note of a checkpoint with `others`."""
     names = dict.fromkeys(o.name for o in ckpt.others)
     ranks = len({o.rank for o in ckpt.others})
     return (
@@ -355,23 +359,23 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
     file = {n: ckpt.tensors[n].chunks.file[0] for n in names}
     if not ckpt.spreads_tensors or len(set(file.values())) < 2:
         return
-    find = _records_of(ckpt)
+    find = _make_record_finder(ckpt)
     sums = {(ckpt.tensors[n].dtype, find(ckpt.tensors[n], 0)) for n in names}
     if len(sums) == 1 and None not in {s for _, s in sums}:
         return  # equal CRC32s of one number each: equal numbers, and nothing was read
     source.prefetch((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)
     steps = {n: decode_number(ckpt.tensors[n].dtype, d) for n, d in small(ckpt, source, names).items()}
-    groups = _groups(ckpt, names)
+    groups = _map_groups(ckpt, names)
     text = ""
     for place in (file, {n: ckpt.ranks[f] for n, f in file.items()}):
-        found = _along(names, groups, place, steps)
+        found = _find_split_along(names, groups, place, steps)
         if found is None:
             text = ""
             continue
         one, two, sure = found
         text = (
-            f"{ckpt.files[file[one]]} holds {_said(steps[one])} of the optimizer (first {one}), "
-            f"{ckpt.files[file[two]]} holds {_said(steps[two])} (first {two})"
+            f"{ckpt.files[file[one]]} holds {_format_step(steps[one])} of the optimizer (first {one}), "
+            f"{ckpt.files[file[two]]} holds {_format_step(steps[two])} (first {two})"
         )
         if sure:
             raise Corrupt(
@@ -383,12 +387,13 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
         ckpt.notes.append(f"{text}: it was trained for fewer steps, or the file is from another save")
 
 
-def _said(step: float | int | None) -> str:
+def _format_step(step: float | int | None) -> str:
+    """Write a step in a message."""
     return "a step of an unknown dtype" if step is None else f"step {step:g}"
 
 
-def _groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
-    """The param group of every step."""
+def _map_groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
+    """Map names to the param group of their step."""
     of: dict[Any, int] = {}
     for v in ckpt.values.values():
         if v.option == "params" and isinstance(v.data, list):
@@ -396,11 +401,11 @@ def _groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
     return {n: of.get(ckpt.tensors[n].path[2], -1) for n in names}
 
 
-def _along(
+def _find_split_along(
     names: list[str], groups: Mapping[str, int], place: Mapping[str, int], steps: Mapping[str, Any]
 ) -> tuple[str, str, bool] | None:
-    """(a step that is not the usual one, one that is, whether both places have two or more) of two places (files or
-    ranks), where no place has two different steps in a param group, and two places have different ones in one group.
+    """Find (a step that is not the usual one, one that is, whether both places have two or more) of two places (files
+    or ranks), where no place has two different steps in a param group.
 
     None where steps differ within a place, or where another group has equal steps in the same two places.
     """

@@ -32,14 +32,14 @@ __all__ = [
     "MergeRequest",
     "OpenCheckpoint",
     "OpenOptions",
+    "drop_other_layout",
+    "drop_unused_hints",
+    "list_optimizer_order",
     "model_of",
     "open",
     "open_checkpoint",
-    "optimizer_order",
     "refuse_unused",
-    "shown_path",
-    "usable",
-    "with_fitting_layout",
+    "show_path",
 ]
 
 
@@ -47,8 +47,8 @@ __all__ = [
 CheckpointPath = str | os.PathLike[str] | layouts.Place
 
 
-def shown_path(path: CheckpointPath) -> str:
-    """The path or URL of a checkpoint, for people."""
+def show_path(path: CheckpointPath) -> str:
+    """Show the path or URL of a checkpoint."""
     return os.path.join(path.source.root, path.file or "") if isinstance(path, layouts.Place) else os.fspath(path)
 
 
@@ -85,7 +85,7 @@ class OpenCheckpoint:
     _locating: Any = field(default_factory=threading.RLock)
 
     def recorded(self) -> Recorded | None:
-        """What the ckpttool.json in the folder says; None where there is none. Read once."""
+        """Read what the ckpttool.json in the folder says, once; None where there is none."""
         if not self._record:
             self._record.append(read_record(self.source) if self.folder else None)
         return self._record[0]
@@ -108,7 +108,7 @@ class OpenCheckpoint:
                 ckpt.recorded, ckpt.recorded_values, ckpt.ignored_digests = {}, {}, True
             return
         if found is None:
-            self._compare_values()
+            self._check_recorded_values()
             return
         if found.problem is not None:
             ckpt.notes.append(f"the digests in {RECORD} were not compared, since it is damaged: {found.problem}")
@@ -145,9 +145,9 @@ class OpenCheckpoint:
         ckpt.recorded = {n: digest for n, (_, _, digest) in expected.items()}
         if found.values is not None and ckpt.salvage is None:
             ckpt.recorded_values = found.values_of(self.only)
-        self._compare_values()
+        self._check_recorded_values()
 
-    def _compare_values(self) -> None:
+    def _check_recorded_values(self) -> None:
         """Compare the values with the digests that were recorded of them.
 
         Raises:
@@ -165,7 +165,8 @@ class OpenCheckpoint:
                 )
 
     def locate(self) -> Checkpoint:
-        """The index with raw byte ranges, checked again; every item's framing has been looked into, once.
+        """Find the raw byte ranges of all tensors, and return the index with them, checked again; every item's framing
+        has been looked into, once.
 
         Everything that reads bytes of tensors begins here: verify, convert, the handles of this mapping, and live
         loads.
@@ -180,7 +181,7 @@ class OpenCheckpoint:
                     if self.source.patched is not None:
                         from . import salvage
 
-                        self.checkpoint = salvage.leave_out(self.checkpoint, self.source.patched)
+                        self.checkpoint = salvage.leave_out_lost(self.checkpoint, self.source.patched)
                     check(self.checkpoint)
                 self._refuse_mixtures()
                 self.located = True
@@ -205,7 +206,7 @@ class OpenCheckpoint:
                 masters.refuse_other_masters(self.checkpoint, self.source)
 
     def records_in(self, files: Iterable[int]) -> list[Record]:
-        """The records of some files; a search of all of them for every tensor would be quadratic."""
+        """Find the records of some files; a search of all of them for every tensor would be quadratic."""
         records = self.locate().records
         with self._locating:
             if self._by_file is None or self._by_file[0] is not records:
@@ -216,20 +217,20 @@ class OpenCheckpoint:
             return [r for f in files for r in self._by_file[1].get(f, ())]
 
     def read(self, name: str) -> bytes:
-        """The row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
+        """Read the row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
         from .copy.stream import small
 
         return small(self.locate(), self.source, [name])[name]
 
-    def _names(self) -> Checkpoint:
-        """The index with the names of the tensors. Layouts that do not frame items find names in `locate`."""
+    def _index_with_names(self) -> Checkpoint:
+        """Get the index with the names of the tensors. Layouts that do not frame items find names in `locate`."""
         framed = any(t.coding != "raw" for t in self.checkpoint.tensors.values())
         if self.layout.locate is not None and not framed:
             self.locate()
         return self.checkpoint
 
     def __getitem__(self, name: str) -> TensorHandle:
-        """A tensor by its canonical name, "model.embed.weight"; its bytes are read when the handle is indexed.
+        """Get a tensor by its canonical name, "model.embed.weight"; its bytes are read when the handle is indexed.
 
         The first read of a checkpoint locates all of it, so that files of ranks that do not belong together are
         refused.
@@ -237,23 +238,23 @@ class OpenCheckpoint:
         Raises:
             UnknownTensor: a KeyError that suggests similar names.
         """
-        from .handle import handle
+        from .handle import make_handle
 
-        self._names()
-        return handle(self, name)
+        self._index_with_names()
+        return make_handle(self, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names().tensors)
+        return iter(self._index_with_names().tensors)
 
     def __len__(self) -> int:
-        return len(self._names().tensors)
+        return len(self._index_with_names().tensors)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names().tensors
+        return name in self._index_with_names().tensors
 
     def keys(self) -> KeysView[str]:
-        """The canonical names of all tensors."""
-        return self._names().tensors.keys()
+        """List the canonical names of all tensors."""
+        return self._index_with_names().tensors.keys()
 
     def __repr__(self) -> str:
         ckpt = self.checkpoint
@@ -324,7 +325,7 @@ def open_checkpoint(
     if options.salvage:
         from . import salvage
 
-        where, damaged = salvage.patched(where)
+        where, damaged = salvage.patch_place(where)
     try:
         if folder and where.source.is_remote and UNFINISHED in where.source.list():
             raise Corrupt(
@@ -355,7 +356,7 @@ def open_checkpoint(
         if patched is not None:
             from . import salvage
 
-            ckpt = salvage.leave_out(ckpt, patched, damaged)
+            ckpt = salvage.leave_out_lost(ckpt, patched, damaged)
         opened = OpenCheckpoint(
             ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only
         )
@@ -370,14 +371,14 @@ def open_checkpoint(
             ckpt.unread += [r for r in beside if r.name not in known]
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
         if ckpt.others:
-            from .mixups import note_of_left_out
+            from .mixups import describe_left_out
 
-            ckpt.notes = [*ckpt.notes, note_of_left_out(ckpt)]
+            ckpt.notes = [*ckpt.notes, describe_left_out(ckpt)]
         if only is None or "rng" in only:
-            ckpt.notes = [*ckpt.notes, *_random_states(ckpt)]
+            ckpt.notes = [*ckpt.notes, *_note_missing_random_states(ckpt)]
         ckpt.notes += unused
         if only is not None:
-            opened.checkpoint = _only(ckpt, only)
+            opened.checkpoint = _keep_components(ckpt, only)
         opened.left_behind += _leave_unreadable(opened.checkpoint, needed)
         check(opened.checkpoint)
     except BaseException:
@@ -386,7 +387,8 @@ def open_checkpoint(
     return opened
 
 
-def _random_states(ckpt: Checkpoint) -> list[str]:
+def _note_missing_random_states(ckpt: Checkpoint) -> list[str]:
+    """Make the note on ranks that have no random states, where others have some."""
     if not (ranks := ranks_without_rng_state(ckpt)):
         return []
     first = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
@@ -397,14 +399,14 @@ def _random_states(ckpt: Checkpoint) -> list[str]:
 
 
 def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> list[Dropped]:
-    """Take out the entries that the reader could not read, with a note on the first; those that were taken out.
+    """Take out the entries that the reader could not read, with a note on the first; return those that were taken out.
 
     Raises:
         Unsupported: with the first whose component is needed.
     """
     out: list[Dropped] = []
     for name, v in list(ckpt.values.items()):
-        if (why := _unreadable(v.data)) is None:
+        if (why := _find_unreadable(v.data)) is None:
             continue
         component = str(v.path[0])
         if needed(component):
@@ -419,8 +421,8 @@ def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> list[D
     return out
 
 
-def _unreadable(data: Any) -> str | None:
-    """Why a part of a value could not be read; None where all of it was."""
+def _find_unreadable(data: Any) -> str | None:
+    """Find why a part of a value could not be read; None where all of it was."""
     todo = [data]
     while todo:
         x = todo.pop()
@@ -452,8 +454,8 @@ def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[
     return notes
 
 
-def usable(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
-    """The options without the hints that the layout of this checkpoint does not use."""
+def drop_unused_hints(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
+    """Leave out the hints that the layout of this checkpoint does not use."""
     if options.source_layout:
         found = layouts.find(options.source_layout)
     else:
@@ -464,8 +466,8 @@ def usable(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
     return replace(options, **unused)
 
 
-def with_fitting_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
-    """The options without their layout, where a path is none of it: of two checkpoints it may be that of one."""
+def drop_other_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
+    """Leave out the layout where a path is none of it: of two checkpoints it may be that of one."""
     if options.source_layout is None:
         return options
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
@@ -484,15 +486,15 @@ def _undo_values_of_layout(opened: OpenCheckpoint) -> None:
                 del ckpt.values[name]
                 opened.of_layout.add(name)
         for name, value in found.whole.items():
-            pieces = _pieces(value)
-            held = _pieces(ckpt.values[name]) if name in ckpt.values else ckpt.values
+            pieces = _split_as_dcp(value)
+            held = _split_as_dcp(ckpt.values[name]) if name in ckpt.values else ckpt.values
             if all(n in held and equal_values(held[n], piece) for n, piece in pieces.items()):
                 ckpt.values = {n: v for n, v in ckpt.values.items() if n not in pieces} | {name: value}
     if known := ckpt.recorded_values or (found and found.values):  # whole values have no elements that could be missing
-        _find_left_elements(ckpt, known)
+        _name_left_elements(ckpt, known)
 
 
-def _find_left_elements(ckpt: Checkpoint, known: Mapping[str, str]) -> None:
+def _name_left_elements(ckpt: Checkpoint, known: Mapping[str, str]) -> None:
     """Name the elements of lists as the record of all values does, and leave out None in the place of an element that
     was dropped."""
     if lost := known.keys() - ckpt.values.keys():
@@ -502,12 +504,13 @@ def _find_left_elements(ckpt: Checkpoint, known: Mapping[str, str]) -> None:
         del ckpt.values[n]
 
 
-def _pieces(value: Value) -> dict[str, Value]:
-    """The entries that DCP makes of a value."""
+def _split_as_dcp(value: Value) -> dict[str, Value]:
+    """Split a value into the entries that DCP makes of it."""
     return {joined(p): Value(p, x) for p, x in flatten_like_dcp(value.data, value.path).items()}
 
 
-def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
+def _keep_components(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
+    """Keep some components of a checkpoint; a note says where fp32 masters are left out."""
     wanted = list(only)
     have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
     missing = [w for w in wanted if w not in have]
@@ -525,26 +528,27 @@ def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
 
 
 def model_of(options: OpenOptions) -> layouts.ModelHints:
-    """What these options say about the model; opens the checkpoint that `like` names."""
+    """Collect what these options say about the model; opens the checkpoint that `like` names."""
     known = None
     if options.like is not None:
         with open(options.like) as other:
-            known = _like(other.checkpoint)
+            known = _describe_reference(other.checkpoint)
     flat_layout = None if options.flat_layout is None else os.fspath(options.flat_layout)
     return layouts.ModelHints(options.config, known, flat_layout, None if options.wrap is None else tuple(options.wrap))
 
 
-def _like(ckpt: Checkpoint) -> layouts.ReferenceModel:
+def _describe_reference(ckpt: Checkpoint) -> layouts.ReferenceModel:
+    """Describe the model of a checkpoint, for one that lacks what it says of its parameters."""
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     return layouts.ReferenceModel(
         {n: (t.shape, t.dtype) for n, t in model.items()},
         tied_weights(model),
-        optimizer_order(ckpt),
+        list_optimizer_order(ckpt),
         names_by_group(ckpt),
     )
 
 
-def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
-    """FQNs in the order of the optimizer, as its param groups list them; None where there is no such list."""
+def list_optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
+    """List the FQNs in the order of the optimizer, as its param groups have them; None where there is no such list."""
     groups = names_by_group(ckpt)
     return tuple(n for g in groups for n in g) or None if groups is not None else None

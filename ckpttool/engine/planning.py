@@ -142,7 +142,7 @@ def plan_conversion(
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:
             raise Unsupported(_explain_unread(opened, target, aside))
-        of_ranks = mixups.left_out(opened.checkpoint)
+        of_ranks = mixups.list_left_out(opened.checkpoint)
         # the state as it was asked for, and then as the layout keeps it
         account = Account()
         source = opened.locate()

@@ -1,9 +1,9 @@
 """What is left of a damaged checkpoint: files that were cut off, or that are something else, as far as they can be
 read.
 
-    problems(where)   [Problem]: every file of tensors that is not what it should be, by its first and last bytes
-    patched(where)    the same place with every such file patched or hidden, so that the layouts can read it
-    leave_out(ckpt, source)   takes the tensors that lie in holes out of the index, and lists them in `ckpt.salvage`
+    find_problems(where)           [Problem]: every file of tensors that is not what it should be, by its ends
+    patch_place(where)             the same place with every such file patched or hidden, so that layouts can read it
+    leave_out_lost(ckpt, source)   the index without the tensors that lie in holes, which `ckpt.salvage` lists
 
 Nothing here guesses: a tensor counts as exact if all its bytes are in the file, at the place that the file itself
 gives.
@@ -29,7 +29,7 @@ from ..layouts import Place
 from ..storage.overlay import ENDLESS, Patch, PatchedSource
 from ..storage.source import Source
 
-__all__ = ["Problem", "ProblemKind", "leave_out", "patched", "problems"]
+__all__ = ["Problem", "ProblemKind", "find_problems", "leave_out_lost", "patch_place"]
 
 ProblemKind = Literal["empty", "lfs-pointer", "web-page", "text", "zeros", "cut", "missing", "no-metadata", "damaged"]
 
@@ -60,14 +60,14 @@ class Problem:
     rebuilt: str | None = None
 
 
-def problems(where: Place) -> list[Problem]:
-    """The damaged files of tensors at a place; reads their first and last bytes, and the headers and pickles of those
-    that were cut off."""
+def find_problems(where: Place) -> list[Problem]:
+    """Find the damaged files of tensors at a place; reads their first and last bytes, and the headers and pickles of
+    those that were cut off."""
     source, file = where
     out = []
-    for name in [file] if file is not None else _files(source):
+    for name in [file] if file is not None else _walk_files(source):
         try:
-            found = _look(source, name)
+            found = _examine_file(source, name)
         except NotPermitted:  # no damage
             raise
         except Unreadable as e:
@@ -76,14 +76,18 @@ def problems(where: Place) -> list[Problem]:
             found = Problem(name, "damaged", str(e))
         if found is not None:
             out.append(found)
-    return out if file is not None else out + _missing_shards(source) + _no_metadata(source) + _lost_save(source)
+    return (
+        out
+        if file is not None
+        else out + _find_missing_shards(source) + _find_missing_metadata(source) + _find_lost_save(source)
+    )
 
 
-def _missing_shards(source: Source) -> list[Problem]:
-    """Shards that the index or the numbers of the others name, and that are not there."""
+def _find_missing_shards(source: Source) -> list[Problem]:
+    """Find shards that the index or the numbers of the others name, and that are not there."""
     names = source.list()
     try:
-        wanted = {*_weight_map(source).values()} if _INDEX in names else set()
+        wanted = {*_read_weight_map(source).values()} if _INDEX in names else set()
     except CkpttoolError as e:
         return [Problem(_INDEX, "damaged", str(e))]
     for name in names if not wanted else ():
@@ -95,8 +99,8 @@ def _missing_shards(source: Source) -> list[Problem]:
     ]
 
 
-def _lost_save(source: Source) -> list[Problem]:
-    """A DeepSpeed folder whose `latest` names a save that is not there, or of which no model file is."""
+def _find_lost_save(source: Source) -> list[Problem]:
+    """Find out whether `latest` of a DeepSpeed folder names a save that is not there, or of which no model file is."""
     names = source.list()
     if "latest" not in names or source.size("latest") > 4096:
         return []
@@ -111,10 +115,10 @@ def _lost_save(source: Source) -> list[Problem]:
     return [Problem("latest", "missing", text, repair)]
 
 
-def _no_metadata(source: Source) -> list[Problem]:
-    """A DCP folder whose last file was never written. Its items have no names of their own: the `.metadata` of another
-    step of the run names them, if it has the same files of the same sizes; `locate` then proves that every item has
-    that dtype and shape."""
+def _find_missing_metadata(source: Source) -> list[Problem]:
+    """Find out whether the last file of a DCP folder was never written. Its items have no names of their own: the
+    `.metadata` of another step of the run names them, if it has the same files of the same sizes; `locate` then proves
+    that every item has that dtype and shape."""
     names = source.list()
     files = {n: source.glance(n)[1] for n in names if _RANK_FILE.fullmatch(n)}
     if not files or any(n.endswith(".metadata") for n in names):
@@ -123,16 +127,18 @@ def _no_metadata(source: Source) -> list[Problem]:
     if ".metadata.tmp" in names and 0 < (size := source.size(".metadata.tmp")) <= _MOST_METADATA:
         data = source.read(".metadata.tmp", 0, size)
         if data[-1:] == b".":  # the end of a pickle: it was written, and not renamed
-            return [Problem(".metadata", "no-metadata", "is missing, but .metadata.tmp is whole", None, _literal(data))]
+            return [
+                Problem(".metadata", "no-metadata", "is missing, but .metadata.tmp is whole", None, _patch_whole(data))
+            ]
     why = ""
-    for folder in _other_steps(source) if source.local else ():
+    for folder in _list_other_steps(source) if source.local else ():
         with Source(folder) as other:
             theirs = {n: other.glance(n)[1] for n in other.list() if _RANK_FILE.fullmatch(n)}
             size = other.size(".metadata")
             if theirs == files and size <= _MOST_METADATA:
                 how = f"names and places are those of {os.path.relpath(folder, os.path.dirname(source.root))}/.metadata"
                 data = other.read(".metadata", 0, size)
-                return [Problem(".metadata", "no-metadata", f"{text}; {how}", None, _literal(data), how)]
+                return [Problem(".metadata", "no-metadata", f"{text}; {how}", None, _patch_whole(data), how)]
         why = why or f". {folder} has other files, or files of other sizes, so its .metadata does not name them either"
     return [
         Problem(
@@ -141,12 +147,13 @@ def _no_metadata(source: Source) -> list[Problem]:
     ]
 
 
-def _literal(data: bytes) -> Patch:
+def _patch_whole(data: bytes) -> Patch:
+    """Make the patch that is a whole file."""
     return Patch(0, len(data), ((0, data),))
 
 
-def _other_steps(source: Source) -> list[str]:
-    """Folders that are named like this one except for the number, and have a .metadata; the nearest step first. A
+def _list_other_steps(source: Source) -> list[str]:
+    """List folders that are named like this one except for the number, and have a .metadata; the nearest step first. A
     folder of a step may have the checkpoint in a folder inside."""
     out: list[tuple[int, str]] = []
     root = source.root
@@ -163,8 +170,8 @@ def _other_steps(source: Source) -> list[str]:
     return [folder for _, folder in sorted(out)[:20]]
 
 
-def _files(source: Source) -> Iterator[str]:
-    """All files of a folder and of the folders below, three deep; links are not followed out of it (`Source`)."""
+def _walk_files(source: Source) -> Iterator[str]:
+    """Yield all files of a folder and of the folders below, three deep; links are not followed out of it (`Source`)."""
     todo, seen = [("", 0)], 0
     while todo:
         folder, depth = todo.pop()
@@ -182,8 +189,8 @@ def _files(source: Source) -> Iterator[str]:
                 yield name
 
 
-def _look(source: Source, name: str) -> Problem | None:
-    """What is wrong with a file; None where nothing is, or where it is of no kind that holds tensors."""
+def _examine_file(source: Source, name: str) -> Problem | None:
+    """Find what is wrong with a file; None where nothing is, or where it is of no kind that holds tensors."""
     torch, safetensors = name.endswith(_TORCH), name.endswith(".safetensors")
     distcp = name.endswith(".distcp")
     size = source.glance(name)[1]
@@ -242,41 +249,43 @@ def _look(source: Source, name: str) -> Problem | None:
 
 
 def _is_indexed(source: Source, name: str) -> bool:
-    """Whether the `.metadata` beside a DCP file names it; where there is none, it may."""
+    """Tell whether the `.metadata` beside a DCP file names it; where there is none, it may."""
     index = os.path.join(os.path.dirname(name), ".metadata")
     if not source.exists(index) or source.size(index) > _MOST_METADATA:
         return True
     return os.path.basename(name).encode() in source.read(index, 0, source.size(index))
 
 
-def patched(where: Place) -> tuple[Place, list[Problem]]:
-    """A place whose damaged files appear as they should be, and the problems. Nothing on the disk is changed."""
+def patch_place(where: Place) -> tuple[Place, list[Problem]]:
+    """Patch a place, so that its damaged files appear as they should be; also return the problems. Nothing on the disk
+    is changed."""
     source, file = where
-    found = problems(where)
+    found = find_problems(where)
     patches = {p.file: p.patch for p in found if p.patch is not None}
     if file is None:
         for name in source.list():  # zstd frames do not tell whether more should follow; .metadata does
             size = source.glance(name)[1] or 0
             if _RANK_FILE.fullmatch(name) and size > 4 and source.read(name, 0, 4) == b"\x28\xb5\x2f\xfd":
                 patches.setdefault(name, Patch(size, ENDLESS))
-        patches |= _index_without(
+        patches |= _make_index_without(
             source, [p for p in found if p.patch is None and p.file.endswith(".safetensors")], patches
         )
 
     def rank_file(name: str) -> Patch | None:
+        """Make the patch of a file of a rank that is not there."""
         return Patch(0, ENDLESS) if _RANK_FILE.fullmatch(name) else None
 
     return Place(PatchedSource(source, patches, rank_file), file), found
 
 
-def _index_without(source: Source, bad: list[Problem], patches: dict[str, Patch]) -> dict[str, Patch]:
-    """The index of an hf folder without the shards of which nothing can be read; {} where it needs none."""
+def _make_index_without(source: Source, bad: list[Problem], patches: dict[str, Patch]) -> dict[str, Patch]:
+    """Make the index of an hf folder without the shards of which nothing can be read; {} where it needs none."""
     names = source.list()
     shards = [n for n in names if n.endswith(".safetensors")]
     if any(n.startswith("shard-") for n in shards):  # parts of tensors, which say themselves where they belong
         return {}
     unusable = {p.file for p in bad}
-    listed = _weight_map(source) if _INDEX in names else {}
+    listed = _read_weight_map(source) if _INDEX in names else {}
     gone = {f for f in listed.values() if f in unusable or f not in names}
     numbered = [n for n in shards if _NUMBERED.fullmatch(n)]
     if not gone and not (unusable & set(shards)) and (listed or not numbered):
@@ -293,14 +302,15 @@ def _index_without(source: Source, bad: list[Problem], patches: dict[str, Patch]
     return {_INDEX: Patch(0, len(data), ((0, data),))}
 
 
-def _weight_map(source: Source) -> dict[str, str]:
+def _read_weight_map(source: Source) -> dict[str, str]:
+    """Read which file holds each tensor, {name: file}, from the index of an hf folder."""
     index = parse(source.read_all(_INDEX, 128 << 20), f"{source.root}/{_INDEX}")
     found = index.get("weight_map") if isinstance(index, dict) else None
     return {n: f for n, f in found.items() if isinstance(f, str)} if isinstance(found, dict) else {}
 
 
-def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] = ()) -> Checkpoint:
-    """The same index without the tensors of which a byte is lost; `salvage` lists them.
+def leave_out_lost(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] = ()) -> Checkpoint:
+    """Leave out the tensors of which a byte is lost; `salvage` lists them.
 
     Raises:
         Corrupt: nothing is left.
@@ -328,12 +338,12 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] 
         parts = f"{len(lost)} of its {len(c)} parts are" if len(c) > 1 else "it is"
         salvage.rebuilt.pop(name, None)
         salvage.missing[name] = f"{parts} in the lost bytes of {where}"
-    for name, file in _listed_elsewhere(source).items():
+    for name, file in _list_lost_with_files(source).items():
         salvage.missing.setdefault(f"model.{name}", f"it was in {file}")
     for i, file in enumerate(ckpt.files):
         if (patch := patches[i]) is not None and patch.present == 0 and not patch.made:
             salvage.problems += [f"{file} is missing"] if f"{file} is missing" not in salvage.problems else []
-    _tie(tensors, salvage, ckpt, source)
+    _restore_tied(tensors, salvage, ckpt, source)
     if not tensors:
         raise Corrupt(f"{ckpt.root}: no tensor of it is whole, so nothing can be salvaged. Take another copy.")
     records = [
@@ -357,7 +367,7 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] 
     return replace(ckpt, tensors=tensors, records=records, sizes=sizes, salvage=salvage)
 
 
-def _tie(tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Checkpoint, source: PatchedSource) -> None:
+def _restore_tied(tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Checkpoint, source: PatchedSource) -> None:
     """Give back an embedding or an output layer that is lost, where config.json ties it to the other one and that is
     whole."""
     config = ckpt.config
@@ -378,9 +388,9 @@ def _tie(tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Checkpoint, so
             salvage.rebuilt[f"model.{lost}"] = f"tied to {kept} by config.json"
 
 
-def _listed_elsewhere(source: PatchedSource) -> dict[str, str]:
-    """{name: file} of the tensors that the index of an hf folder lists in files of which nothing is left."""
+def _list_lost_with_files(source: PatchedSource) -> dict[str, str]:
+    """List the tensors that the index of an hf folder has in files of which nothing is left: {name: file}."""
     if _INDEX not in source.patches or not source.inner.exists(_INDEX):
         return {}
-    kept = _weight_map(source)
-    return {n: f for n, f in _weight_map(source.inner).items() if n not in kept}
+    kept = _read_weight_map(source)
+    return {n: f for n, f in _read_weight_map(source.inner).items() if n not in kept}

@@ -24,15 +24,24 @@ from .copy.stream import Block, Reader, StreamJob
 from .copy.tensor_digests import digests_in_values, reporting, tensor_digests
 from .copy.value_digests import recorded_values, state_roots
 from .discover.unread_files import human
-from .mixups import note_of_left_out
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, shown_path
+from .mixups import describe_left_out
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 from .planning import choose_dtype
 from .recorded import RECORD, explain_other_digests
 from .transform import masters
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import Workers, WorkersSpec
 
-__all__ = ["DigestResult", "VerifyResult", "check_copied", "digest", "held_by", "read_back", "salvaged", "verify"]
+__all__ = [
+    "DigestResult",
+    "VerifyResult",
+    "check_copied",
+    "digest",
+    "list_held_tensors",
+    "read_back",
+    "summarise_salvage",
+    "verify",
+]
 
 _SALVAGED = 5  # names of a salvaged copy that are shown
 
@@ -47,7 +56,7 @@ class DigestResult(Shown):
     not_read: list[dict[str, Any]]
 
     def lines(self) -> Iterator[str]:
-        """The digest of every component."""
+        """Yield the digest of every component."""
         for component, root in self.digest.items():
             yield f"blake3:{root}  {component}"
 
@@ -61,7 +70,8 @@ def digest(
     progress: Progress = silent,
     **reading: Unpack[Reading],
 ) -> DigestResult:
-    """The digest of a state, which is the same in every layout and at every world size; reads all bytes of its tensors.
+    """Compute the digest of a state, which is the same in every layout and at every world size; reads all bytes of its
+    tensors.
 
     Args:
         workers: who reads, as in `convert`.
@@ -103,11 +113,11 @@ class VerifyResult(Shown):
     salvage: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, without what was not asked for."""
+        """Convert to plain data, without what was not asked for."""
         return {k: v for k, v in asdict(self).items() if v is not None and (k != "notes" or v)}
 
     def lines(self) -> Iterator[str]:
-        """What was checked and found."""
+        """Yield what was checked and found."""
         yield f"{self.layout}: {self.tensors:,} tensors, {human(self.bytes)}: structure ok"
         if self.salvage is not None:
             lost, made = self.salvage["missing"], self.salvage["rebuilt"]
@@ -160,7 +170,7 @@ def verify(
     with reporting(progress), open_checkpoint(path, options) as opened:
         ckpt = opened.locate()
         out = VerifyResult(
-            urls.display_path(shown_path(path)),
+            urls.display_path(show_path(path)),
             ckpt.layout,
             len(ckpt.tensors),
             ckpt.nbytes,
@@ -168,9 +178,9 @@ def verify(
             sum(r.extent.length for r in ckpt.records),
             [r.to_json() for r in ckpt.unread],
         )
-        out.salvage = salvaged(opened)
+        out.salvage = summarise_salvage(opened)
         if ckpt.others:
-            out.notes.append(note_of_left_out(ckpt))
+            out.notes.append(describe_left_out(ckpt))
         if damaged := [r for r in ckpt.unread if r.damaged]:
             raise Corrupt(
                 f"{out.path}: {damaged[0].name} {damaged[0].what.rstrip('.')}"
@@ -194,49 +204,51 @@ def verify(
             with reporting(progress):
                 second = other.locate()
             digests = digest_with_workers(other, against, likewise, crew, progress, "read")
-            shared = _components(ckpt) & _components(second)
-            excused = {*_changed(opened), *_changed(other)}
+            shared = _list_components(ckpt) & _list_components(second)
+            excused = {*_list_changed(opened), *_list_changed(other)}
         mine, yours = (
             {
                 n: d
                 for n, d in {**read, **digests_in_values(held.values), **recorded_values(held.values)}.items()
-                if n not in excused and _component(n) in shared
+                if n not in excused and _component_of(n) in shared
             }
             for held, read in ((ckpt, found), (second, digests))
         )
-        name = shown_path(against)
-        _compare(mine, yours, name)
-        if unequal := sorted(n for n in excused if _component(n) in shared and n in {**ckpt.values, **second.values}):
+        name = show_path(against)
+        _refuse_differences(mine, yours, name)
+        if unequal := sorted(
+            n for n in excused if _component_of(n) in shared and n in {**ckpt.values, **second.values}
+        ):
             out.notes.append(
                 f"not compared, since a conversion changed them, as ckpttool.json says: {len(unequal)} of the values, "
                 f"first {unequal[0]}"
             )
-        if apart := sorted((_components(ckpt) ^ _components(second)) - shared):
+        if apart := sorted((_list_components(ckpt) ^ _list_components(second)) - shared):
             out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
         out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
     return out
 
 
-def _component(name: str) -> str:
-    """The component of a name, also of an entry of a value, which the index does not have by itself."""
+def _component_of(name: str) -> str:
+    """Get the component of a name, also of an entry of a value, which the index does not have by itself."""
     return name.partition(".")[0]
 
 
-def _components(ckpt: Checkpoint) -> set[str]:
-    """The components that a checkpoint has tensors or values of."""
+def _list_components(ckpt: Checkpoint) -> set[str]:
+    """List the components that a checkpoint has tensors or values of."""
     return {ckpt.component(n) for n in (*ckpt.tensors, *ckpt.values)}
 
 
-def _changed(opened: OpenCheckpoint) -> set[str]:
-    """The values that the conversion which wrote a checkpoint changed, as its ckpttool.json says; they are not
+def _list_changed(opened: OpenCheckpoint) -> set[str]:
+    """List the values that the conversion which wrote a checkpoint changed, as its ckpttool.json says; they are not
     compared."""
     record = opened.recorded()
     return set() if record is None else {n for n in record.changed if n not in opened.checkpoint.tensors}
 
 
-def salvaged(opened: OpenCheckpoint) -> dict[str, Any] | None:
-    """What the record of a salvaged copy lists: {"exact": how many tensors, "rebuilt": {name: how}, "missing": {name:
-    why}}; None of any other checkpoint."""
+def summarise_salvage(opened: OpenCheckpoint) -> dict[str, Any] | None:
+    """Summarise what the record of a salvaged copy lists: {"exact": how many tensors, "rebuilt": {name: how},
+    "missing": {name: why}}; None of any other checkpoint."""
     record = opened.recorded()
     states = record.salvage if record is not None else {}
     if not states and opened.checkpoint.salvage is not None:
@@ -258,7 +270,7 @@ def _read_data(
     progress: Progress,
     out: VerifyResult,
 ) -> dict[str, str]:
-    """Read every byte and say in `out` what came of it; the digests of the tensors.
+    """Read every byte and say in `out` what came of it; return the digests of the tensors.
 
     Raises:
         Corrupt: it is damaged, or its numbers contradict each other. Differs: it is not what was recorded.
@@ -267,6 +279,7 @@ def _read_data(
     averages = Averages(averages_of(ckpt.tensors))
 
     def seen(block: Block) -> None:
+        """Look at the numbers of a block."""
         averages.add(block.name, ckpt.tensors[block.name].dtype, block.first, block.data)
 
     with workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
@@ -316,7 +329,7 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
     held = recorded_values(ckpt.values)
     if ckpt.recorded:
         here = {**found, **{n: d for n, d in held.items() if n in ckpt.recorded_values}}
-        _compare(here, {**ckpt.recorded, **ckpt.recorded_values}, "the digests it carries itself")
+        _refuse_differences(here, {**ckpt.recorded, **ckpt.recorded_values}, "the digests it carries itself")
     elif record is None:
         return
     elif record.problem is not None:
@@ -339,11 +352,12 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         if record.values is not None and not record.salvage:
             mine |= {n: d for n, d in held.items() if n not in expected}
             expected |= record.values_of(opened.only)
-        _compare(mine, expected, f"the digests in {RECORD}")
+        _refuse_differences(mine, expected, f"the digests in {RECORD}")
     out.recorded = "equal"
 
 
-def _compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
+def _refuse_differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
+    """Refuse digests of tensors and values that are not those of `what`."""
     wrong = sorted(n for n in mine if n in theirs and mine[n] != theirs[n])
     missing, extra = sorted(set(theirs) - set(mine)), sorted(set(mine) - set(theirs))
     if wrong or missing or extra:
@@ -374,16 +388,16 @@ def check_copied(
         SourceChanged, Corrupt: it is not.
     """
     opened.source.assert_unchanged()
-    wanted = held_by(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
-    digests = _canonical(opened, draft, wanted, digests, progress, budget)
-    _compare_recorded(opened, wanted, digests, progress, budget)
+    wanted = list_held_tensors(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
+    digests = _name_digests(opened, draft, wanted, digests, progress, budget)
+    _check_recorded(opened, wanted, digests, progress, budget)
     for part in opened.inputs:
-        _compare_input(part, progress, budget)
+        _check_input(part, progress, budget)
     return wanted, digests
 
 
-def _compare_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> None:
-    """What tensors were computed from has the digests that were recorded of it; it is read again for that.
+def _check_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> None:
+    """Check that what tensors were computed from has the digests that were recorded of it; it is read again for that.
 
     Raises:
         Corrupt: with the first tensor that has not.
@@ -396,8 +410,8 @@ def _compare_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -
         raise explain_other_digests(ckpt, wrong, len(found))
 
 
-def held_by(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
-    """The source's tensors that the destination holds, under whatever name, with the dtype they have there."""
+def list_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
+    """List the source's tensors that the destination holds, under whatever name, with the dtype they have there."""
     there = draft.checkpoint.tensors
     gone = {d.name for d in draft.dropped}
     return {
@@ -407,7 +421,7 @@ def held_by(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, Ten
     }
 
 
-def _canonical(
+def _name_digests(
     opened: OpenCheckpoint,
     draft: Draft,
     wanted: dict[str, TensorEntry],
@@ -415,7 +429,7 @@ def _canonical(
     progress: Progress,
     budget: IOBudget,
 ) -> dict[str, str]:
-    """Digests by canonical name. Tensors that the destination splits are read again."""
+    """Put digests under canonical names. Tensors that the destination splits are read again."""
     ckpt = opened.checkpoint
     out = {
         n: digests[n] for n in wanted if n in digests and (n in draft.aliases or draft.sources[n] == ckpt.tensors[n])
@@ -427,14 +441,15 @@ def _canonical(
     return out
 
 
-def _compare_recorded(
+def _check_recorded(
     opened: OpenCheckpoint,
     wanted: Mapping[str, TensorEntry],
     digests: Mapping[str, str],
     progress: Progress,
     budget: IOBudget,
 ) -> None:
-    """What was copied has the digests that were recorded of the source. Tensors that were cast are read again for that.
+    """Check that what was copied has the digests that were recorded of the source. Tensors that were cast are read
+    again for that.
 
     Raises:
         Corrupt: with the first tensor that has not.

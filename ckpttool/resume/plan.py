@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..engine.copy.stream import small
-from ..engine.opening import OpenCheckpoint, OpenOptions, open_checkpoint, usable
+from ..engine.opening import OpenCheckpoint, OpenOptions, drop_unused_hints, open_checkpoint
 from ..errors import UsageError, argument
 from ..formats.stored_tensors import decode_number
 from ..index.names import step_count
@@ -116,8 +116,8 @@ class RunPlanner:
         request = self.request
         original = None
         if request.against is not None:
-            original = usable(request.against, replace(request.reading, source_layout=None))
-        source = self._look(request.source, usable(request.source, request.reading))
+            original = drop_unused_hints(request.against, replace(request.reading, source_layout=None))
+        source = self._look(request.source, drop_unused_hints(request.source, request.reading))
         if request.against is None or original is None:
             return source, None
         return source, self._look(request.against, original)

@@ -227,7 +227,9 @@ def _place_model(
             out.add_tensor(name if r == 0 else f"replica.{r}.{n}", name, chunks)
 
 
-def _chunks_of_part(p: FlatPart, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int) -> Chunks:
+def _chunks_of_part(
+    p: FlatPart, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int
+) -> Chunks:
     """Return the chunks of a parameter in the slices of all ranks.
 
     `bounds` are the slices of the flat parameter, which begin in the files `numbers` at bytes `starts`; `item` is the

@@ -120,9 +120,9 @@ def find_ranks_of_other_steps(at: Examined) -> list[Finding]:
 def find_other_copies(at: Examined) -> list[Finding]:
     """Find weights of which ranks should have equal copies and have not, and buffers of which each rank has its own."""
     out = []
-    if weights := mixups.other_weights(at.ckpt):
+    if weights := mixups.find_other_weights(at.ckpt):
         names = tuple(dict.fromkeys(o.name for o in weights))
-        out.append(Finding(OTHER_WEIGHTS, DAMAGE, None, names, mixups.said_of(at.ckpt, weights)))
+        out.append(Finding(OTHER_WEIGHTS, DAMAGE, None, names, mixups.explain_other_weights(at.ckpt, weights)))
     if own := [o for o in at.ckpt.others if o not in set(weights)]:
         names = tuple(dict.fromkeys(o.name for o in own))
         text = (

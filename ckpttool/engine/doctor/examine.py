@@ -23,8 +23,8 @@ from ..copy.fill import Progress, silent
 from ..copy.tensor_digests import reporting
 from ..discover import detection
 from ..discover.unread_files import human
-from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, shown_path
-from ..verification import salvaged
+from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
+from ..verification import summarise_salvage
 from .checks import Examined, Request, copy_command, run_checks
 from .checks_files import LOST, MISSING, NOT_READ, SALVAGED, UNREADABLE, file_finding
 from .findings import DAMAGE, MISMATCH, NOTE, Finding
@@ -108,12 +108,12 @@ def doctor(
         NotRecognised: there is nothing, or nothing that looks like a checkpoint. Damage is a finding, not an error.
         Unsupported: it is not damaged, as far as can be seen, but ckpttool cannot read it, or needs hints for that.
     """
-    name = shown_path(path)
+    name = show_path(path)
     out = Diagnosis(urls.display_path(name), True, None, 0, 0)
     # damaged files first: by them alone, or beside what the checks of the whole find
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     with where.source:
-        found = salvage.problems(where)
+        found = salvage.find_problems(where)
     out.findings += [file_finding(problem) for problem in found]
     like = reading.pop("like", None)  # where nothing else helps, `_read_with_less` reads with it
     usual = OpenOptions(allow_mixed_steps=True, **reading)
@@ -156,7 +156,7 @@ def _examine(opened: OpenCheckpoint, out: Diagnosis, request: Request) -> None:
     """Run the checks on a checkpoint that opens, and add what they find to `out`."""
     ckpt = opened.locate()
     out.layout, out.exact, out.exact_bytes = ckpt.layout, len(ckpt.tensors), ckpt.nbytes
-    if opened.source.patched is None and (before := salvaged(opened)) is not None:
+    if opened.source.patched is None and (before := summarise_salvage(opened)) is not None:
         out.missing, out.rebuilt = before["missing"], before["rebuilt"]
         out.exact -= len(out.rebuilt)
         text = (

@@ -27,7 +27,7 @@ from ...storage.source import Source
 from ..copy.dtypes import cast, numpy_dtype
 from ..copy.fill import Progress
 from ..copy.stream import Reader, StreamJob, side_by_side
-from ..handle import cut_to
+from ..handle import cut_chunks
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
@@ -128,7 +128,7 @@ def _sample_boxes(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ..
 
 def _cut(t: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
     """Return the box (start, shape) of a tensor, as a tensor."""
-    return replace(t, shape=box[1], chunks=cut_to(t, box))
+    return replace(t, shape=box[1], chunks=cut_chunks(t, box))
 
 
 def _compare(

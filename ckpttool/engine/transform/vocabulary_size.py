@@ -19,7 +19,7 @@ from ...storage.source import Source
 from ..copy.fill import silent
 from ..copy.stream import Reader, StreamJob
 from ..copy.tensor_digests import tensor_digests
-from ..handle import cut_to
+from ..handle import cut_chunks
 
 __all__ = ["odd_rows", "resize_vocabulary"]
 
@@ -117,7 +117,7 @@ def _rows(t: TensorEntry, first: int, stop: int) -> TensorEntry:
             "The rows lie in compressed files, which cannot be cut. Convert to dcp first, then change the rows."
         )
     shape = (stop - first, *t.shape[1:])
-    return replace(t, shape=shape, chunks=cut_to(t, ((first, *(0 for _ in shape[1:])), shape)))
+    return replace(t, shape=shape, chunks=cut_chunks(t, ((first, *(0 for _ in shape[1:])), shape)))
 
 
 def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str], size: int) -> None:

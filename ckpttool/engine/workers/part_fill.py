@@ -29,7 +29,7 @@ from ...storage.shared_tree import SharedTree
 from ...storage.source import Source
 from ..copy.fill import ChunkRow, Scatter
 from ..copy.stream import Reader, StreamJob
-from ..handle import cut_to
+from ..handle import cut_chunks
 from .part_requests import Json
 from .parts import WorkPart
 
@@ -276,4 +276,4 @@ def _rows_in_cell(entry: TensorEntry, source: TensorEntry, row: int, begin: int,
     first = max(0, begin - offset) // size
     stop = min(shape[0], -(-(end - offset) // size))
     box = (start[0] + first, *start[1:]), (stop - first, *shape[1:])
-    return replace(source, shape=box[1], chunks=cut_to(source, box)), offset + first * size
+    return replace(source, shape=box[1], chunks=cut_chunks(source, box)), offset + first * size
