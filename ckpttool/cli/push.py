@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from .terminal import (
     print_left_behind,
     say,
 )
+
+if TYPE_CHECKING:
+    from ..hub.push import Pushed
 
 __all__ = ["push"]
 
@@ -109,23 +112,40 @@ def push(
             }
         )
         return
-    from ..engine.inspect import human
-
     print_notes(done.notes, quiet)
     print_left_behind(done.dropped, quiet, verbose)
     if any(why.startswith("hf holds weights") for _, _, why in done.dropped):
         note("(--include-optimizer pushes it too)", quiet)
     for name in done.deleted:
         note(f"deleted: {name}, of other weights" if not dry_run else f"would be deleted: {name}", quiet)
-    kind = "private" if done.private else "public"
-    where = done.url + (f"@{done.revision}" if done.revision else "")
     if dry_run:
-        new = "new, " if done.created else ""
-        say(f"{done.layout_from} -> {where} ({new}{kind}): {len(done.files)} files, {human(sum(done.files.values()))}")
-        for name, size in sorted(done.files.items()):
-            say(f"  {name:44s} {human(size):>12s}" + ("  there already" if name in done.there else ""))
-        say("  and README.md, ckpttool.json; nothing was sent.")
-        return
+        _print_preview(done)
+    else:
+        _print_push(done, meter, quiet)
+
+
+def _describe_repository(done: Pushed) -> tuple[str, str]:
+    """Describe where a push goes, and whether that is private."""
+    return done.url + (f"@{done.revision}" if done.revision else ""), "private" if done.private else "public"
+
+
+def _print_preview(done: Pushed) -> None:
+    """Print what a push would send."""
+    from ..engine.inspect import human
+
+    where, kind = _describe_repository(done)
+    new = "new, " if done.created else ""
+    say(f"{done.layout_from} -> {where} ({new}{kind}): {len(done.files)} files, {human(sum(done.files.values()))}")
+    for name, size in sorted(done.files.items()):
+        say(f"  {name:44s} {human(size):>12s}" + ("  there already" if name in done.there else ""))
+    say("  and README.md, ckpttool.json; nothing was sent.")
+
+
+def _print_push(done: Pushed, meter: Meter, quiet: bool) -> None:
+    """Print what a push has sent, and the digests."""
+    from ..engine.inspect import human
+
+    where, kind = _describe_repository(done)
     if done.commit is None:
         say(f"{where} ({kind}) has all {len(done.files)} files already; nothing was sent, no commit made.")
     else:

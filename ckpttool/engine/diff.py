@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from ..errors import Differs, UsageError, argument
 from ..huggingface import lora
 from ..index import boxes
-from ..index.checkpoint import NOT_TORCHS, PACKED, TensorEntry
+from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
 from ..options import Search, list_keywords
 from ..printable import Shown
 from .copy.dtypes import numbers
@@ -157,26 +157,7 @@ def diff(
         out = Difference(
             tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1]
         )
-        out.only_in_a = [n for n in [*left.tensors, *left.values] if n not in right.tensors and n not in right.values]
-        out.only_in_b = [n for n in [*right.tensors, *right.values] if n not in left.tensors and n not in left.values]
-        adapters = [lora.find_lora(ckpt) for ckpt in (left, right)]
-        out.adapter_a, out.adapter_b = (str(found) if found and found.alone else None for found in adapters)
-        for n in left.values.keys() & right.values.keys():
-            if not equal_values(left.values[n], right.values[n]):
-                out.values[n] = (_format_value(left.values[n].data), _format_value(right.values[n].data))
-        common: list[str] = []
-        for n in left.tensors:
-            if n not in right.tensors:
-                continue
-            s, t = left.tensors[n], right.tensors[n]
-            if s.shape != t.shape:
-                out.shapes[n] = (s.shape, t.shape)
-            elif s.dtype != t.dtype and (s.dtype in PACKED or t.dtype in PACKED):
-                out.shapes[n] = (_shape_in_numbers(s), _shape_in_numbers(t))
-            else:
-                common.append(n)
-            if s.dtype != t.dtype:
-                out.dtypes[n] = (s.dtype, t.dtype)
+        common = _compare_indexes(left, right, out)
         if map is None:
             common = _list_unequal((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)
         for found, close in _compare_data(x, y, common, rtol, atol, progress):
@@ -191,6 +172,32 @@ def diff(
         tolerant or not out.dtypes
     )
     return out
+
+
+def _compare_indexes(left: Checkpoint, right: Checkpoint, out: Difference) -> list[str]:
+    """Note in `out` which names, adapters, values, shapes and dtypes differ; return the names of the tensors whose
+    elements can be compared."""
+    out.only_in_a = [n for n in [*left.tensors, *left.values] if n not in right.tensors and n not in right.values]
+    out.only_in_b = [n for n in [*right.tensors, *right.values] if n not in left.tensors and n not in left.values]
+    adapters = [lora.find_lora(ckpt) for ckpt in (left, right)]
+    out.adapter_a, out.adapter_b = (str(found) if found and found.alone else None for found in adapters)
+    for n in left.values.keys() & right.values.keys():
+        if not equal_values(left.values[n], right.values[n]):
+            out.values[n] = (_format_value(left.values[n].data), _format_value(right.values[n].data))
+    common: list[str] = []
+    for n in left.tensors:
+        if n not in right.tensors:
+            continue
+        s, t = left.tensors[n], right.tensors[n]
+        if s.shape != t.shape:
+            out.shapes[n] = (s.shape, t.shape)
+        elif s.dtype != t.dtype and (s.dtype in PACKED or t.dtype in PACKED):
+            out.shapes[n] = (_shape_in_numbers(s), _shape_in_numbers(t))
+        else:
+            common.append(n)
+        if s.dtype != t.dtype:
+            out.dtypes[n] = (s.dtype, t.dtype)
+    return common
 
 
 def _list_unequal(

@@ -11,7 +11,7 @@ import os
 from dataclasses import replace
 
 from ..errors import Unsupported, argument
-from ..index.checkpoint import Salvage
+from ..index.checkpoint import Checkpoint, Salvage
 from ..index.names import step_count
 from ..storage.overlay import JoinedSource, name_in_joined
 from .opening import OpenCheckpoint, OpenOptions, open_checkpoint, show_path
@@ -30,23 +30,7 @@ def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | N
     other = open_checkpoint(path, OpenOptions(only=None))
     try:
         theirs = other.locate()
-        if theirs.salvage is not None and (theirs.salvage.missing or theirs.salvage.rebuilt):
-            raise Unsupported(
-                f"{argument('fill_from', path)} is a salvaged copy itself, of which not all tensors are what was "
-                "saved. Give a whole one."
-            )
-        for name, t in ckpt.tensors.items():
-            of = theirs.tensors.get(name)
-            if of is not None and of.shape != t.shape:
-                raise Unsupported(
-                    f'{argument("fill_from", path)} is not from the same run: "{name}" is {list(of.shape)} there and '
-                    f"{list(t.shape)} here. Give another step of this run."
-                )
-        if not ckpt.tensors.keys() & theirs.tensors.keys():
-            raise Unsupported(
-                f"{argument('fill_from', path)} is not from the same run: it has no tensor of this checkpoint. Give "
-                "another step of this run."
-            )
+        _refuse_other_run(ckpt, theirs, path)
     except BaseException:
         other.source.close()
         raise
@@ -101,3 +85,28 @@ def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | N
         notes=notes,
     )
     return replace(opened, checkpoint=filled, source=JoinedSource(opened.source, other.source))
+
+
+def _refuse_other_run(ckpt: Checkpoint, theirs: Checkpoint, path: str) -> None:
+    """Refuse a checkpoint that is of another model, or was salvaged itself.
+
+    Raises:
+        Unsupported: it is.
+    """
+    if theirs.salvage is not None and (theirs.salvage.missing or theirs.salvage.rebuilt):
+        raise Unsupported(
+            f"{argument('fill_from', path)} is a salvaged copy itself, of which not all tensors are what was "
+            "saved. Give a whole one."
+        )
+    for name, t in ckpt.tensors.items():
+        of = theirs.tensors.get(name)
+        if of is not None and of.shape != t.shape:
+            raise Unsupported(
+                f'{argument("fill_from", path)} is not from the same run: "{name}" is {list(of.shape)} there and '
+                f"{list(t.shape)} here. Give another step of this run."
+            )
+    if not ckpt.tensors.keys() & theirs.tensors.keys():
+        raise Unsupported(
+            f"{argument('fill_from', path)} is not from the same run: it has no tensor of this checkpoint. Give "
+            "another step of this run."
+        )

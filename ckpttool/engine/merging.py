@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import layouts
 from ..errors import Unsupported, UsageError, argument
@@ -126,44 +126,121 @@ def open_merged(
         raise
 
 
+class _MergePlan(NamedTuple):
+    """What a merge changes."""
+
+    named: dict[str, str]  # {name of a weight in the base model: in its checkpoint}
+    chosen: dict[str, _Adapter]
+    changes: dict[str, lora.Change]
+    notes: list[str]
+    untied: list[str]  # tied weights of which one is changed and another one is not
+
+
+class _MergedFiles(NamedTuple):
+    """The index of a merge: the files of the base model, and those that are computed."""
+
+    tensors: dict[str, TensorEntry]
+    names: list[str]
+    sizes: list[int]
+    made: dict[str, tuple[int, Callable[[], memoryview]]]  # {computed file: (bytes, what computes it)}
+    untouched: dict[str, str]  # {tensor that stays as it is: its name in the base model}
+
+
 def _merge_states(
     base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest, config: str | None
 ) -> MergedCheckpoint:
+    """Merge an adapter into a base model; both may be the same checkpoint. Nothing is computed yet.
+
+    Raises:
+        Unsupported: it cannot be merged. Corrupt: the two do not fit.
+    """
+    given, old = theirs is not base, base.checkpoint
+    plan = _plan_merge(base, theirs, request, config)
+    merged = _index_merge(base, plan, upcast=given)
+    scaling: dict[str, dict[str, float]] = {a: {} for a in plan.chosen}
+    for update in (u for c in plan.changes.values() for u in c.updates):
+        scaling[update.adapter][update.module] = update.scaling
+    working = max(_estimate_working_bytes(old.tensors[plan.named[n]], c) for n, c in plan.changes.items())
+    ckpt = replace(
+        old,
+        files=merged.names,
+        sizes=merged.sizes,
+        tensors=merged.tensors,
+        values={n: v for n, v in old.values.items() if v.path[0] == "model"},
+        origin={},
+        trainer=None,
+        recorded={},
+        notes=[*old.notes, *plan.notes],
+        merged={
+            "adapter": os.path.basename(theirs.checkpoint.root) if given else None,
+            "names": [n for n in plan.chosen if n],
+            "scaling": scaling if len(plan.chosen) > 1 else next(iter(scaling.values())),
+            "untied": plan.untied,
+        },
+    )
+    changed = frozenset(plan.named[n] for n in plan.changes)
+    read = frozenset(found.stored[n] for found in plan.chosen.values() for n in found.tensors)
+    return MergedCheckpoint(
+        ckpt,
+        ComputedSource(base.source, merged.made, [theirs.source], _TORCH_BYTES + working),
+        base.layout,
+        base.folder,
+        True,
+        base.allow_equal_ranks,
+        base.allow_mixed_steps,
+        only=base.only,
+        left_behind=_list_left_behind(base, theirs, plan.named, read),
+        parts=((base, changed), (theirs, read)) if given else ((base, changed | read),),
+        kept=merged.untouched,
+    )
+
+
+def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest, config: str | None) -> _MergePlan:
+    """Decide what the adapters that were asked for change.
+
+    Raises:
+        Unsupported: one cannot be merged, or changes nothing. Corrupt: it does not fit the base model.
+    """
     given = theirs is not base
     named = _map_base_names(base, given)
     chosen = _choose_adapters(theirs, request, given)
-    shapes = {n: base.checkpoint.tensors[there].shape for n, there in named.items()}
-    plan = lora.plan_changes(
+    changes = lora.plan_changes(
         {a: {n: t.shape for n, t in found.tensors.items()} for a, found in chosen.items()},
         {a: found.config for a, found in chosen.items()},
-        shapes,
+        {n: base.checkpoint.tensors[there].shape for n, there in named.items()},
     )
-    if not plan:
+    if not changes:
         raise Unsupported("the adapter changes no tensor of the base model.")
-    tied = _find_tied_groups(base, named, plan, config)
-    plan = _add_tied_weights(named, tied, plan)
+    # weights that are one parameter change together
+    tied = _find_tied_groups(base, named, changes, config)
+    changes = _add_tied_weights(named, tied, changes)
     for names in tied:
-        if _is_one_copy([plan.get(n) for n in names], chosen):
-            plan |= {n: plan[names[0]] for n in names}
-    notes = _describe_merge(chosen, plan)
-    untied = next((names for names in tied if len({plan.get(n) for n in names}) > 1), [])
+        if _is_one_copy([changes.get(n) for n in names], chosen):
+            changes |= {n: changes[names[0]] for n in names}
+    notes = _describe_merge(chosen, changes)
+    untied = next((names for names in tied if len({changes.get(n) for n in names}) > 1), [])
     if untied:
         notes.append(
             f"{' and '.join(untied)} are no longer tied, since the adapter has a copy of its own (modules_to_save); "
             "config.json gets tie_word_embeddings=false, as PEFT does"
         )
+    return _MergePlan(named, chosen, changes, notes, untied)
 
+
+def _index_merge(base: OpenCheckpoint, plan: _MergePlan, upcast: bool) -> _MergedFiles:
+    """Make the index of a merge: each weight that changes is a file of its own, which is computed when it is read.
+
+    Raises:
+        Unsupported: a weight that changes is quantised.
+    """
     old = base.checkpoint
-    tensors: dict[str, TensorEntry] = {}
-    files, sizes = [*old.files], [*old.sizes]
-    made: dict[str, tuple[int, Callable[[], memoryview]]] = {}
-    untouched: dict[str, str] = {}
-    first: dict[lora.Change, dict[tuple[Any, ...], int]] = {}
-    for name, there in named.items():
-        entry, change = old.tensors[there], plan.get(name)
+    merged = _MergedFiles({}, [*old.files], [*old.sizes], {}, {})
+    first: dict[lora.Change, dict[tuple[Any, ...], int]] = {}  # tied weights share a file
+    for name, there in plan.named.items():
+        entry, change = old.tensors[there], plan.changes.get(name)
         if change is None:
-            tensors[f"model.{name}"] = replace(entry, path=("model", name))
-            untouched[f"model.{name}"] = there
+            merged.tensors[f"model.{name}"] = replace(entry, path=("model", name))
+            merged.untouched[f"model.{name}"] = there
             continue
         if entry.dtype not in _FLOATING:
             raise Unsupported(
@@ -173,49 +250,14 @@ def _merge_states(
         place = (entry.dtype, entry.shape, tuple(entry.chunks[:]))
         at = first.setdefault(change, {}).get(place)
         if at is None:
-            at = first[change][place] = len(files)
+            at = first[change][place] = len(merged.names)
             file = f"(merged) {name}"
-            files.append(file)
-            sizes.append(entry.nbytes)
-            made[file] = (entry.nbytes, _make_computation(base, there, change, chosen, upcast=given))
+            merged.names.append(file)
+            merged.sizes.append(entry.nbytes)
+            merged.made[file] = (entry.nbytes, _make_computation(base, there, change, plan.chosen, upcast=upcast))
         chunks = Chunks.whole(entry.shape, at, 0, entry.nbytes)
-        tensors[f"model.{name}"] = TensorEntry(entry.dtype, entry.shape, ("model", name), chunks)
-    scaling: dict[str, dict[str, float]] = {a: {} for a in chosen}
-    for update in (u for c in plan.values() for u in c.updates):
-        scaling[update.adapter][update.module] = update.scaling
-    working = _TORCH_BYTES + max(_estimate_working_bytes(old.tensors[named[n]], c) for n, c in plan.items())
-    ckpt = replace(
-        old,
-        files=files,
-        sizes=sizes,
-        tensors=tensors,
-        values={n: v for n, v in old.values.items() if v.component == "model"},
-        origin={},
-        trainer=None,
-        recorded={},
-        notes=[*old.notes, *notes],
-        merged={
-            "adapter": os.path.basename(theirs.checkpoint.root) if given else None,
-            "names": [n for n in chosen if n],
-            "scaling": scaling if len(chosen) > 1 else next(iter(scaling.values())),
-            "untied": untied,
-        },
-    )
-    changed = frozenset(named[n] for n in plan)
-    read = frozenset(found.stored[n] for found in chosen.values() for n in found.tensors)
-    return MergedCheckpoint(
-        ckpt,
-        ComputedSource(base.source, made, [theirs.source], working),
-        base.layout,
-        base.folder,
-        True,
-        base.allow_equal_ranks,
-        base.allow_mixed_steps,
-        only=base.only,
-        left_behind=_list_left_behind(base, theirs, named, read),
-        parts=((base, changed), (theirs, read)) if given else ((base, changed | read),),
-        kept=untouched,
-    )
+        merged.tensors[f"model.{name}"] = TensorEntry(entry.dtype, entry.shape, ("model", name), chunks)
+    return merged
 
 
 def _estimate_working_bytes(entry: TensorEntry, change: lora.Change) -> int:
@@ -255,8 +297,8 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
     ):
         raise Unsupported(
             f"{_show_path(theirs)} holds an adapter and weights that it is already merged into, as torchtune saves "
-            "them. Write the weights with ckpttool convert, or merge the adapter into the base model that training began "
-            f"with: ckpttool adapter merge BASE {_show_path(theirs)} DST."
+            "them. Write the weights with ckpttool convert, or merge the adapter into the base model that training "
+            f"began with: ckpttool adapter merge BASE {_show_path(theirs)} DST."
         )
     seen = lora.find_lora(own)
     if not given and seen is not None and seen.alone:

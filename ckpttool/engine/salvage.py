@@ -76,11 +76,9 @@ def find_problems(where: Place) -> list[Problem]:
             found = Problem(name, "damaged", str(e))
         if found is not None:
             out.append(found)
-    return (
-        out
-        if file is not None
-        else out + _find_missing_shards(source) + _find_missing_metadata(source) + _find_lost_save(source)
-    )
+    if file is None:
+        out += [*_find_missing_shards(source), *_find_missing_metadata(source), *_find_lost_save(source)]
+    return out
 
 
 def _find_missing_shards(source: Source) -> list[Problem]:

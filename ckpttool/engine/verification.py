@@ -196,37 +196,53 @@ def verify(
             return out
         found = _read_data(opened, path, options, workers, progress, out)
     if against is not None:
-        likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
-        with (
-            open_checkpoint(against, likewise) as other,
-            workers_for_reading(workers, against, other.checkpoint.nbytes) as crew,
-        ):
-            with reporting(progress):
-                second = other.locate()
-            digests = digest_with_workers(other, against, likewise, crew, progress, "read")
-            shared = _list_components(ckpt) & _list_components(second)
-            excused = {*_list_changed(opened), *_list_changed(other)}
-        mine, yours = (
-            {
-                n: d
-                for n, d in {**read, **digests_in_values(held.values), **recorded_values(held.values)}.items()
-                if n not in excused and _component_of(n) in shared
-            }
-            for held, read in ((ckpt, found), (second, digests))
-        )
-        name = show_path(against)
-        _refuse_differences(mine, yours, name)
-        if unequal := sorted(
-            n for n in excused if _component_of(n) in shared and n in {**ckpt.values, **second.values}
-        ):
-            out.notes.append(
-                f"not compared, since a conversion changed them, as ckpttool.json says: {len(unequal)} of the values, "
-                f"first {unequal[0]}"
-            )
-        if apart := sorted((_list_components(ckpt) ^ _list_components(second)) - shared):
-            out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
-        out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
+        _verify_against(opened, found, against, workers, progress, out)
     return out
+
+
+def _verify_against(
+    opened: OpenCheckpoint,
+    found: Mapping[str, str],
+    against: CheckpointPath,
+    workers: WorkersSpec,
+    progress: Progress,
+    out: VerifyResult,
+) -> None:
+    """Compare every tensor and value with another checkpoint, and say in `out` what came of it; `found` are the digests
+    of tensors.
+
+    Raises:
+        Differs: they are not equal.
+    """
+    ckpt = opened.checkpoint
+    likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
+    with (
+        open_checkpoint(against, likewise) as other,
+        workers_for_reading(workers, against, other.checkpoint.nbytes) as crew,
+    ):
+        with reporting(progress):
+            second = other.locate()
+        digests = digest_with_workers(other, against, likewise, crew, progress, "read")
+        shared = _list_components(ckpt) & _list_components(second)
+        excused = {*_list_changed(opened), *_list_changed(other)}
+    mine, yours = (
+        {
+            n: d
+            for n, d in {**read, **digests_in_values(held.values), **recorded_values(held.values)}.items()
+            if n not in excused and _component_of(n) in shared
+        }
+        for held, read in ((ckpt, found), (second, digests))
+    )
+    name = show_path(against)
+    _refuse_differences(mine, yours, name)
+    if unequal := sorted(n for n in excused if _component_of(n) in shared and n in {**ckpt.values, **second.values}):
+        out.notes.append(
+            f"not compared, since a conversion changed them, as ckpttool.json says: {len(unequal)} of the values, "
+            f"first {unequal[0]}"
+        )
+    if apart := sorted((_list_components(ckpt) ^ _list_components(second)) - shared):
+        out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
+    out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
 
 
 def _component_of(name: str) -> str:
