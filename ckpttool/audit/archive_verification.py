@@ -22,6 +22,7 @@ from ..engine.workers.coordinator import workers_for_reading
 from ..engine.workers.executors import Workers, WorkersSpec
 from ..errors import CkpttoolError, Corrupt, Differs, argument
 from ..layouts import Place, ReadOptions, find
+from ..printable import count_noun
 from ..storage.source import Source
 from . import archive_plan as plan
 from . import signing
@@ -66,7 +67,7 @@ class ArchiveVerdict:
     def describe_damage(self) -> str:
         """Describe the damage in a sentence or two."""
         n = len(self.findings) - 1
-        more = f" (and {n} more finding{'s' if n > 1 else ''})" if n else ""
+        more = f" (and {count_noun(n, 'more finding')})" if n else ""
         text = str(self.findings[0]).rstrip(". ")
         return f"{self.path} is damaged or altered: {text}{more}. Take another copy."
 

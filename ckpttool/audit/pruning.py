@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument
+from ..printable import count_noun
 from ..storage import remote, urls
 from ..storage.retries import Denied
 from ..storage.source import Source
@@ -81,9 +82,9 @@ def prune(
     names = archive_names(store)
     if names and history.lines is None and not no_ledger:
         raise Corrupt(
-            f"{urls.redact_url(store)} holds {_count(len(names), 'archive')} and no {ledger.FILE}. The ledger knows "
-            "which are under a legal hold; without it, one of those could be deleted. Restore the ledger, or pass "
-            f"{argument('no_ledger', True)} if there never was one."
+            f"{urls.redact_url(store)} holds {count_noun(len(names), 'archive')} and no {ledger.FILE}. The ledger "
+            "knows which are under a legal hold; without it, one of those could be deleted. Restore the ledger, or "
+            f"pass {argument('no_ledger', True)} if there never was one."
         )
     # sort the archives, the newest first, into what a policy keeps, what must not be deleted, and the rest
     seen = {name: read_archive_facts(store, name) for name in names}
@@ -169,13 +170,8 @@ def _describe_age(within: timedelta) -> str:
     """Return a duration for people: "90 days", "12 hours", "1 day"."""
     hours, rest = divmod(int(within.total_seconds()), 3600)
     if rest or not hours:
-        return _count(int(within.total_seconds()), "second")
-    return _count(hours // 24, "day") if hours % 24 == 0 else _count(hours, "hour")
-
-
-def _count(n: int, what: str) -> str:
-    """Return a number with its noun: "1 archive", "2 archives"."""
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+        return count_noun(int(within.total_seconds()), "second")
+    return count_noun(hours // 24, "day") if hours % 24 == 0 else count_noun(hours, "hour")
 
 
 def _why_unrecorded(row: ListingRow, no_ledger: bool) -> str:

@@ -35,7 +35,7 @@ from typing import Any
 from .. import bounded_json
 from ..errors import Corrupt, Differs, Unsupported, UsageError, argument, kind_of_failure
 from ..extras import missing
-from ..printable import printable
+from ..printable import list_first, printable
 
 __all__ = ["describe_signer", "sign", "verify"]
 
@@ -214,9 +214,7 @@ def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Diff
 
 
 def _names(names: list[str]) -> str:
-    """Return at most five names, for a message."""
-    shown = ", ".join(printable(n)[:200] for n in sorted(names)[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return list_first((printable(n)[:200] for n in sorted(names)), 5)
 
 
 def _reason(e: Exception) -> str:

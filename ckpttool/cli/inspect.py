@@ -10,6 +10,7 @@ import typer
 
 from ..errors import NotRecognised, UsageError, argument
 from ..options import OpenOptions
+from ..printable import count_noun
 from .help import READING, about
 from .shared_options import NameMap, add_shared_options
 from .terminal import (
@@ -79,12 +80,8 @@ def inspect(
         if name_map is not None or tensor is not None:
             from ..engine.copy.tensor_digests import reporting
 
-            meter = Meter(as_json)
-            try:
-                with reporting(meter):
-                    opened.locate()
-            finally:
-                meter.close()
+            with Meter(as_json) as meter, reporting(meter):
+                opened.locate()
         if name_map is not None:
             from ..engine.map_choice import apply_name_map, read_map_text
 
@@ -115,8 +112,8 @@ def inspect(
 
 def _describe_folder(found: Checkpoints) -> list[str]:
     """Describe the checkpoints below a folder, and say what to do with them."""
-    n, answer = len(found.checkpoints), found.newest
-    lines = [f"{found.path}: {'1 checkpoint' if n == 1 else f'{n} checkpoints'} below it", *str(found).split("\n")]
+    answer = found.newest
+    lines = [f"{found.path}: {count_noun(len(found.checkpoints), 'checkpoint')} below it", *str(found).split("\n")]
     if len(answer) == 1:
         lines.append(f"next: give the path of one, or --latest for {answer[0].path}")
     else:

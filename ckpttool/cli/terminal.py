@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 import typer
 
 from ..errors import UsageError
-from ..printable import printable, printable_json, printable_lines
+from ..printable import count_noun, printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -373,7 +373,7 @@ def print_left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose:
         reasons = list(dict.fromkeys(why for _, _, why in rows))
         why = reasons[0] if len(reasons) == 1 else f"{reasons[0]}; and {len(reasons) - 1} other reasons"
         more = "" if verbose else "; -v names them"
-        entries = "1 entry" if len(rows) == 1 else f"{len(rows)} entries"
+        entries = count_noun(len(rows), "entry", "entries")
         note(f"left behind: {entries}: {parts}: {why}{more}", quiet)
     for name, nbytes, why in rows if verbose else ():
         note(f"  {name}, {human(nbytes)}: {why}", quiet)

@@ -16,7 +16,7 @@ from ..errors import CkpttoolError, Interrupted, UsageError, argument, note_chan
 from ..index.checkpoint import TensorEntry
 from ..index.draft import Draft
 from ..options import ConvertKeywords, OpenOptions, RunOptions, WriteRequest, list_keywords, split_keywords
-from ..printable import Shown
+from ..printable import Shown, count_noun
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination_protocol import Destination
@@ -75,7 +75,7 @@ class ConvertResult(Shown):
 
     def lines(self) -> Iterator[str]:
         """Yield what was written where, notes, and the digests."""
-        ranks = f" for {self.world_size} rank{'s' if self.world_size != 1 else ''}" if self.world_size else ""
+        ranks = f" for {count_noun(self.world_size, 'rank')}" if self.world_size else ""
         equal = ", read back and equal" if self.verified else ", not read back"
         yield f"{self.source} -> {self.destination}"
         yield (

@@ -20,7 +20,7 @@ from ..index.composites import MARK, composites, describe_composites, describe_u
 from ..index.names import step_count
 from ..index.optimizers import describe_lost_slots, find_optimizers, find_per_rank_slots
 from ..options import Search, list_keywords
-from ..printable import printable
+from ..printable import count_noun, list_first, printable
 from ..storage import urls
 from ..storage.source import Source
 from .discover.next_steps import next_step
@@ -233,7 +233,7 @@ def _note_instances(ckpt: Checkpoint) -> list[str]:
         return []
     named = list(dict.fromkeys(str(cls) for classes in found.values() for cls in classes))
     count = f"{len(found)} value{'s hold' if len(found) > 1 else ' holds'} instances of classes, kept as data"
-    shown = ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
+    shown = list_first(named, 4)
     return [f"{count}: {shown}, first {next(iter(found))}"]
 
 
@@ -271,7 +271,7 @@ def _list_missing(ckpt: Checkpoint) -> list[str]:
         return out
     if odd := orphaned_optimizer_state(ckpt):
         out.append(
-            f"the optimizer has state for {len(odd)} parameter{'s' if len(odd) != 1 else ''} that the model does not "
+            f"the optimizer has state for {count_noun(len(odd), 'parameter')} that the model does not "
             f"have, first {odd[0]}"
         )
     found = find_optimizers(ckpt)
@@ -357,19 +357,19 @@ def draw_summary(s: Summary) -> RenderableType:
     facts = [
         s.trainer,
         None if s.step is None else f"step {s.step:,}",
-        s.ranks and f"{s.ranks} rank{'s'[: s.ranks > 1]}",
+        s.ranks and count_noun(s.ranks, "rank"),
     ]
     for fact in facts:
         if fact:
             head.append(f" · {printable(str(fact))}")
     head.append(f" · {s.tensors:,} tensors, {human(s.bytes)}")
-    head.append(f" · {s.files:,} file{'s' if s.files != 1 else ''}, {human(s.file_bytes)} on disk")
+    head.append(f" · {count_noun(s.files, 'file')}, {human(s.file_bytes)} on disk")
     parts: list[RenderableType] = [head]
     if s.adapter:
         a = s.adapter
         line = Text("adapter only: " if a["only"] else "base model and adapter: ", style="bold")
         line.append(
-            f"r={', '.join(map(str, a['ranks']))}, {a['modules']:,} module{'s' if a['modules'] != 1 else ''}",
+            f"r={', '.join(map(str, a['ranks']))}, {count_noun(a['modules'], 'module')}",
             style="default",
         )
         if len(a["names"]) > 1:
@@ -398,7 +398,7 @@ def draw_summary(s: Summary) -> RenderableType:
             f"{c['tensors']:,}" if c["tensors"] else "",
             _format_count(c["elements"]) if c["tensors"] else "",
             human(c["bytes"]) if c["tensors"] else "",
-            dtypes or f"{c['values']} value{'s' if c['values'] != 1 else ''}",
+            dtypes or count_noun(c["values"], "value"),
             f"[cyan]{bar}[/]",
         )
     parts.append(table)

@@ -30,6 +30,7 @@ from ..extras import need
 from ..huggingface import adapters, lora, model_files
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
+from ..printable import count_noun
 from ..storage.overlay import ComputedSource
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
@@ -455,7 +456,7 @@ def _describe_merge(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Chan
             ", DoRA" if update.magnitude else ""
         )
         by_factor[text] = by_factor.get(text, 0) + 1
-    out = [f"merged {n} module{'s' if n > 1 else ''} with {text}" for text, n in by_factor.items()]
+    out = [f"merged {count_noun(n, 'module')} with {text}" for text, n in by_factor.items()]
     if replaced := [n for n, c in plan.items() if c.start is not None]:
         many = "1 tensor is" if len(replaced) == 1 else f"{len(replaced)} tensors are"
         out.append(

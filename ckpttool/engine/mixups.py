@@ -37,6 +37,7 @@ from ..formats.stored_tensors import decode_number
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
+from ..printable import list_first
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .copy.stream import Reader, StreamJob, small
@@ -281,11 +282,10 @@ def explain_other_weights(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
     """Say what other weights mean."""
     names = list(dict.fromkeys(o.name for o in rows))
     ranks = sorted({o.rank for o in rows if o.name == names[0]})
-    more = f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else ""
     return (
         f"the ranks' copies of {len(names):,} of {len(ckpt.tensors):,} tensors differ, and only the lowest rank's "
         f'would be kept. The first is "{names[0]}", of which rank{"s" * (len(ranks) > 1)} '
-        f"{', '.join(map(str, ranks[:8]))}{more} {'have' if len(ranks) > 1 else 'has'} other numbers. Either the ranks "
+        f"{list_first(ranks, 8)} {'have' if len(ranks) > 1 else 'has'} other numbers. Either the ranks "
         "are stages of a pipeline that number their layers from 0, so that each file is another part of the model: "
         "save them under the names of the whole model. Or replicas diverged, or a file is of another step: fetch the "
         "files of one save"

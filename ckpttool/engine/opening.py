@@ -17,6 +17,7 @@ from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, ranks
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
 from ..options import MergeRequest, OpenOptions, Reading, list_keywords
+from ..printable import list_first
 from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
 from .copy.value_digests import equal_values, split_lists, value_digests
@@ -391,7 +392,7 @@ def _note_missing_random_states(ckpt: Checkpoint) -> list[str]:
     """Make the note on ranks that have no random states, where others have some."""
     if not (ranks := ranks_without_rng_state(ckpt)):
         return []
-    first = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
+    first = list_first(ranks, 8)
     return [
         f"rank{'s' * (len(ranks) > 1)} {first}: no random states, which other ranks have. A resumed job draws other "
         "random numbers there"

@@ -39,7 +39,7 @@ from ..index.param_groups import names_by_group, regroup
 from ..index.schedulers import complete_scheduler_state
 from ..index.vocabulary import vocabulary_of
 from ..options import OpenOptions, PlanKeywords, WriteRequest, list_keywords, split_keywords
-from ..printable import Shown
+from ..printable import Shown, count_noun
 from ..storage.source import Source
 from . import mixups
 from .conservation import Account
@@ -69,7 +69,7 @@ class Plan(Shown):
     def lines(self) -> Iterator[str]:
         """Yield what would be written, and what would be left behind."""
         draft, ckpt = self.draft, self.draft.checkpoint
-        ranks = f" for {ckpt.world_size} rank{'s' if ckpt.world_size != 1 else ''}" if ckpt.world_size else ""
+        ranks = f" for {count_noun(ckpt.world_size, 'rank')}" if ckpt.world_size else ""
         yield (
             f"{self.opened.layout.name} -> {self.target.name}{ranks}: {len(ckpt.tensors):,} tensors, "
             f"{unread_files.human(draft.nbytes)} in {len(draft.files):,} files"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported, argument
 from ..index.checkpoint import Checkpoint, joined
+from ..printable import count_noun
 from . import Config
 
 __all__ = [
@@ -120,7 +121,7 @@ class AdapterShape(NamedTuple):
         ranks = ", ".join(str(r) for r in sorted(self.ranks))
         called = [n for n in self.names if n]
         of = f", adapters {', '.join(called)}" if len(called) > 1 else ""
-        return f"r={ranks}, {self.modules} module{'s' if self.modules != 1 else ''}{of}"
+        return f"r={ranks}, {count_noun(self.modules, 'module')}{of}"
 
 
 def find_lora(ckpt: Checkpoint) -> AdapterShape | None:

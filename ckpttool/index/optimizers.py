@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ..printable import count_noun
 from .checkpoint import Checkpoint, TensorEntry, joined
 from .composites import composites
 from .paths import WRAPPED_SLOTS
@@ -222,7 +223,7 @@ def describe_lost_slots(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str
         else f", that of rank {next(iter(ranks), '?')}"
     )
     return (
-        f"the optimizer state of {len(found):,} parameter{'s' if len(found) != 1 else ''} was lost when it was saved: "
+        f"the optimizer state of {count_noun(len(found), 'parameter')} was lost when it was saved: "
         f"every rank had a part of its own under one name, and DCP has kept one of them{mixed} "
         f"({_describe_kept_ranks(ckpt, names)}). "
         f'"{names[0]}" is {list(t.shape)}, the parameter {list(whole)}. A job that resumes from it continues with '

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..printable import count_noun, list_first
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
 __all__ = ["Groups", "describe_group_differences", "names_by_group", "regroup"]
@@ -40,35 +41,27 @@ def names_by_group(ckpt: Checkpoint) -> Groups | None:
     return tuple(tuple(lists[i]) for i in sorted(lists)) or None
 
 
-def _list_names(names: Sequence[str]) -> str:
-    """List the first names, and how many more there are."""
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
-
-
 def describe_group_differences(here: Groups, there: Groups) -> list[str]:
     """Describe how the groups of a checkpoint (`here`) differ from those of a checkpoint of the job that shall load it
     (`there`): one sentence each."""
     out: list[str] = []
     sizes = [
-        f"{len(groups)} group{'s' * (len(groups) != 1)} of {', '.join(str(len(g)) for g in groups)}"
-        for groups in (here, there)
+        f"{count_noun(len(groups), 'group')} of {', '.join(str(len(g)) for g in groups)}" for groups in (here, there)
     ]
     if [len(g) for g in here] != [len(g) for g in there]:
         out.append(f"the optimizer has {sizes[0]} parameters, that of the job {sizes[1]}")
     mine = {n: i for i, g in enumerate(here) for n in g}
     yours = {n: i for i, g in enumerate(there) for n in g}
     if extra := [n for n in mine if n not in yours]:
-        out.append(f"{len(extra):,} parameters are only here, not in the job: {_list_names(extra)}")
+        out.append(f"{len(extra):,} parameters are only here, not in the job: {list_first(extra, _NAMED)}")
     if new := [n for n in yours if n not in mine]:
-        out.append(f"{len(new):,} parameters are only in the job, not here: {_list_names(new)}")
+        out.append(f"{len(new):,} parameters are only in the job, not here: {list_first(new, _NAMED)}")
     moved = [n for n in mine if n in yours and mine[n] != yours[n]]
     if moved:
         first = moved[0]
         out.append(
-            f"{len(moved):,} parameters are in another group: {_list_names(moved)}; the first is in group "
-            f"{mine[first]} here "
-            f"and in group {yours[first]} there"
+            f"{len(moved):,} parameters are in another group: {list_first(moved, _NAMED)}; the first is in group "
+            f"{mine[first]} here and in group {yours[first]} there"
         )
     for i, (a, b) in enumerate(zip(here, there, strict=False)):
         ours, theirs = [n for n in a if n in b], [n for n in b if n in a]
@@ -107,7 +100,7 @@ def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], li
             notes.append(f"no parameter of group {i} is here; it has the hyperparameters of group {best} and no state")
     if new := [n for g in groups for n in g if n not in place]:
         notes.append(
-            f"{len(new):,} parameters of the job are not in this optimizer and have no state: {_list_names(new)}"
+            f"{len(new):,} parameters of the job are not in this optimizer and have no state: {list_first(new, _NAMED)}"
         )
 
     gone = [n for n in place if n not in kept]

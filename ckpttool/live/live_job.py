@@ -26,6 +26,7 @@ from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
 from ..index.fqns import strip_wrappers
 from ..index.trees import nest
+from ..printable import list_first
 from . import job_optimizers
 from .collectives import broadcast_bytes, rank_and_world, run_together
 from .live_values import Keys, first_difference, fit_to_live, is_hollow, iterate_leaves, set_at
@@ -623,4 +624,4 @@ def _differing_options(options: Mapping[str, Any], every: Mapping[int, Mapping[s
 
 def _list_names(names: Sequence[str]) -> str:
     """List the first names, and how many more there are."""
-    return ", ".join(f'"{n}"' for n in names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return list_first((f'"{n}"' for n in names), 6)

@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from ..printable import count_noun as plural
+from ..printable import list_first as format_list
 from ..printable import printable
 
 __all__ = [
@@ -70,20 +72,9 @@ def format_number(x: float | None, digits: int = 3) -> str:
     return f"{x:.{digits}g}"
 
 
-def format_list(names: Iterable[str], most: int = 3) -> str:
-    """Join the first `most` names: format_list(["a", "b", "c", "d"]) == "a, b, c and 1 more"."""
-    every = list(names)
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
-
-
 def describe_changes(found: Mapping[str, tuple[Any, Any]], show: Callable[[Any], str] = repr) -> list[str]:
     """Say what changed, from {what: (expected, found)}: {"lr": (0.1, 0.2)} gives ["lr is 0.2 and was 0.1"]."""
     return [f"{n} is {show(b)} and was {show(a)}" for n, (a, b) in found.items()]
-
-
-def plural(n: int, what: str) -> str:
-    """Count things: plural(1, "tensor") == "1 tensor", plural(2, "tensor") == "2 tensors"."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 # ----------------------------------------------------------------------------------------------------- names of tensors

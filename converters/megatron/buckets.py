@@ -29,6 +29,7 @@ from ckpttool.engine.copy.tensor_digests import proof_digests
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.printable import list_first
 from ckpttool.storage.source import Source
 
 from .keys import BUCKETS
@@ -356,7 +357,7 @@ def _ambiguous(gap: list[tuple[Segment, Bucket]]) -> Unsupported:
     """Make the error for segments of which nothing tells the parameters; it names the first."""
     segment, b = gap[0]
     names = list(dict.fromkeys(x.weight for x in segment.candidates))
-    shown = ", ".join(f'"{n}"' for n in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    shown = list_first((f'"{n}"' for n in names), 4)
     return Unsupported(
         f'The optimizer\'s segment at element {segment.first} of "{b.name}" has no name in this format '
         "(dp_reshardable), "

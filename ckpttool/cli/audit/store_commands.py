@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...errors import Differs
-from ...printable import printable
+from ...printable import count_noun, printable
 from ..help import about
 from ..terminal import (
     Json,
@@ -141,7 +141,7 @@ def prune(
     for name, reason in done.refused.items():
         say(f"{'refused':13s}{name}: {reason}")
     note(
-        f"{len(done.deleted)} archive{'s' * (len(done.deleted) != 1)}, {human(done.freed)}"
+        f"{count_noun(len(done.deleted), 'archive')}, {human(done.freed)}"
         + (" would be freed; nothing was touched" if dry_run else " freed")
     )
 

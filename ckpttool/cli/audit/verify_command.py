@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...errors import Corrupt, UsageError
+from ...printable import count_noun
 from ..help import READING, about
 from ..shared_options import Workers
 from ..terminal import (
@@ -101,10 +102,9 @@ def verify(
 def _print(found: ArchiveVerdict, seconds: float, quiet: bool) -> None:
     """Print the result of a verification; raises Corrupt if the archive is damaged."""
     if found.workers is not None:
-        count = found.workers["parts"]
         note(
-            f"{found.workers['name']} read {count} part{'s'[: count != 1]}; {found.workers['again']} were submitted "
-            "again",
+            f"{found.workers['name']} read {count_noun(found.workers['parts'], 'part')}; {found.workers['again']} were "
+            "submitted again",
             quiet,
         )
     for text in found.warnings:

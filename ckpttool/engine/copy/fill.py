@@ -34,6 +34,7 @@ from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Record, TensorEntry, joined
 from ...index.draft import Draft, EarlierFile, Sink, Written
 from ...options import Progress, silent
+from ...printable import count_noun
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.destination_protocol import Altered, Destination, DestinationFile
 from ...storage.local_file import WriterPool
@@ -147,7 +148,7 @@ def lost_notes(lost: Mapping[str, Mapping[str, Any]]) -> list[str]:
             if counts:
                 numbers, tensors = sum(counts.values()), len(counts)
                 out.append(
-                    f"{numbers:,} number{'s' * (numbers > 1)} of {tensors:,} tensor{'s' * (tensors > 1)} "
+                    f"{count_noun(numbers, 'number')} of {count_noun(tensors, 'tensor')} "
                     f"{became.format(dtype)}, first in {next(iter(counts))}"
                 )
     return out

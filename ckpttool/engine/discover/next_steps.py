@@ -13,6 +13,7 @@ from collections.abc import Callable
 from ...huggingface import hub_names, lora
 from ...index.checkpoint import Checkpoint, MixupNote, joined, unnamed_optimizer_state
 from ...index.names import describe_weights_elsewhere
+from ...printable import count_noun
 
 __all__ = ["next_step"]
 
@@ -74,7 +75,7 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
         return f"resumes in DeepSpeed with load_universal; without it: {out} --to zero3 -n RANKS"
     if ckpt.layout == "hf" and (changed := _sparse(ckpt)):
         return (
-            f"an update of {changed} weight{'s'[: changed > 1]} (.values at .indices) and no model: apply it to the "
+            f"an update of {count_noun(changed, 'weight')} (.values at .indices) and no model: apply it to the "
             "weights that it was made from, with the program that made it, and give those"
         )
     if ckpt.layout == "hf" and (odd := _contradicted(ckpt)) is not None:
@@ -120,7 +121,7 @@ def _for_hf(ckpt: Checkpoint, out: str, more: str = "") -> str:
 def _ranks(ckpt: Checkpoint) -> str:
     if ckpt.world_size is None:
         return "the world size that wrote it"
-    return "1 rank" if ckpt.world_size == 1 else f"{ckpt.world_size} ranks"
+    return count_noun(ckpt.world_size, "rank")
 
 
 def _directory(name: str, trainer: str) -> Callable[[Checkpoint, str, bool], str]:

@@ -21,6 +21,7 @@ from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry,
 from ...index.expressions import evaluate_size
 from ...index.map_groups import Key, ResolvedGroup, TensorGroup, find_ignored, group_names, make_views, resolve_group
 from ...index.name_maps import NameMap
+from ...printable import list_first
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource
 from ...storage.source import Source
 from ..copy.stream import small
@@ -144,12 +145,11 @@ class _Mapping:
         forward = sum(len(unknown[c, True]) for c in names) <= sum(len(unknown[c, False]) for c in names)
         unmatched = [f"model.{n}" for n in unknown["model", forward]]
         unmatched += [f"optim.state.{n}" for n in unknown["optim", forward]]
-        more = f" and {len(unmatched) - _SHOWN:,} more" if len(unmatched) > _SHOWN else ""
-        shown = ", ".join(f'"{n}"' for n in unmatched[:_SHOWN])
+        shown = list_first((f'"{n}"' for n in unmatched), _SHOWN)
         total = sum(map(len, names.values()))
         raise Unsupported(
             f"the map {self.map.name} is between {self.map.sides[0]} and {self.map.sides[1]}, and {len(unmatched):,} "
-            f"of {total:,} names are not names of {self.map.sides[not forward]}: {shown}{more}. "
+            f"of {total:,} names are not names of {self.map.sides[not forward]}: {shown}. "
             + (
                 f"Write a map with lines for them; `ckpttool maps {self.map.name}` prints this one to start from."
                 if self.map.name in maps.names()

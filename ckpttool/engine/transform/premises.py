@@ -17,6 +17,7 @@ from ...index.checkpoint import Checkpoint
 from ...index.expressions import evaluate, keys_of
 from ...index.name_maps import NameMap, Premise
 from ...index.trees import nest
+from ...printable import list_first
 from ...storage.source import Source
 
 __all__ = ["check_premises", "read_job_arguments"]
@@ -101,7 +102,7 @@ def check_premises(found: NameMap, job: tuple[Config, str], config: Config, give
         missing = [k for k in found.arguments if evaluate(k, arguments) is None]
     if not missing:
         return []
-    shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+    shown = list_first(missing, _SHOWN)
     has = "the checkpoint has no arguments of the job" if not arguments else f"{where} does not say all"
     return [f"{has}, so it is not known whether the premises of the map {found.name} hold: {shown}"]
 

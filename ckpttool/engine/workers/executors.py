@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 
 from ...errors import UsageError, argument
+from ...printable import count_noun
 from . import clusters
 from .clusters import Workers
 from .cores import usable_cores, usable_memory
@@ -86,7 +87,7 @@ def _local_workers(count: int) -> Iterator[Workers]:
 
 
 def _count_processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
+    return count_noun(count, "process", "processes")
 
 
 def default_count(nbytes: int) -> int:

@@ -22,6 +22,7 @@ from contextlib import suppress
 
 from ... import errors
 from ...errors import CkpttoolError, Interrupted, RankLost
+from ...printable import count_noun
 from ..job.watchdog import Beat, Watch, beat_from_json, read_later_stage
 from ..request import RunSettings, Status, write_settings
 from ..trace.model import Trace, read_trace
@@ -46,7 +47,7 @@ def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) ->
         number += 1
         os.mkdir(inner)
         write_settings(os.path.join(inner, "runs.json"), [s for _, s in together])
-        status(f"starting {world} rank{'s' if world > 1 else ''}: {', '.join(label for label, _ in together)}")
+        status(f"starting {count_noun(world, 'rank')}: {', '.join(label for label, _ in together)}")
         run_ranks(inner, world, together[0][1], status)
         for i, (label, _) in enumerate(together):
             trace = os.path.join(inner, f"trace-{i}.json")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from ...printable import count_noun
 from ..compare.differences import relative_deviation
 from ..compare.misfit import describe_misfit
 from ..compare.verdict import Check, Report
@@ -66,7 +67,7 @@ def verdict_sentence(report: Report) -> str:
             "Training goes on as the reference does, but" if report.reference is not None else "The run is sound, but"
         )
         return (
-            f"{goes_on} {_plural(len(failed), 'threshold was', 'thresholds were')} not met. "
+            f"{goes_on} {count_noun(len(failed), 'threshold was', 'thresholds were')} not met. "
             f"{_as_sentence(failed[0].text, capital=True)}"
         )
     if report.word == "no reference":
@@ -82,10 +83,6 @@ def _as_sentence(text: str, capital: bool = False) -> str:
 
 def _count_passed(report: Report) -> str:
     return f"{count_checks(report, 'pass')} of {len(report.checks)} checks passed."
-
-
-def _plural(n: int, one: str, many: str) -> str:
-    return f"{n} {one if n == 1 else many}"
 
 
 def count_checks(report: Report, verdict: str) -> int:

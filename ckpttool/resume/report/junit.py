@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from ...printable import list_first
 from ..compare.verdict import Check, Report
 from ..text import escape_unprintable, format_number
 from .facts import count_checks, format_bound, list_facts, list_speed, verdict_sentence
@@ -83,7 +84,6 @@ def _explain_failure(report: Report, check: Check) -> Iterator[str]:
         yield f"likely cause: {escape_unprintable(cause.text)}"
         yield from (f"  - {escape_unprintable(line)}" for line in cause.evidence)
         if cause.tensors:
-            more = f" and {len(cause.tensors) - 10} more" if len(cause.tensors) > 10 else ""
-            yield "  tensors: " + ", ".join(escape_unprintable(n) for n in cause.tensors[:10]) + more
+            yield f"  tensors: {list_first(map(escape_unprintable, cause.tensors), 10)}"
         if cause.place:
             yield f"  place: {escape_unprintable(cause.place)}"

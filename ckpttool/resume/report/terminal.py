@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ...printable import list_first
 from ..compare.verdict import Check, Report
 from ..text import escape_unprintable, format_number, shorten_middle
 from .facts import ComparedStep, compared_rows, format_bound, list_facts, list_speed, verdict_sentence
@@ -229,9 +230,8 @@ class _Screen:
             for line in cause.evidence[:8]:
                 table.add_row("", Text(f"- {escape_unprintable(line, width - 20)}"))
             if cause.tensors:
-                names = ", ".join(shorten_middle(escape_unprintable(n), 60) for n in cause.tensors[:3])
-                more = f" and {len(cause.tensors) - 3:,} more" if len(cause.tensors) > 3 else ""
-                table.add_row("", Text(f"tensors: {names}{more}"))
+                names = list_first(shorten_middle(escape_unprintable(n), 60) for n in cause.tensors)
+                table.add_row("", Text(f"tensors: {names}"))
             if cause.place:
                 table.add_row("", Text(f"place: {escape_unprintable(cause.place, width - 20)}"))
         yield table
