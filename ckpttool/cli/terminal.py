@@ -231,45 +231,9 @@ class OutputLost(Exception):
         self.error = error
 
 
-class Stdout:
-    """Standard output; its failures raise OutputLost, unlike those of the files that a command works on.
-
-    Whatever is written has escapes for what does not print, but for line ends; `write_raw` is for controls of the
-    terminal, by rich.
-    """
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        """Write a text, with escapes for what does not print.
-
-        Raises:
-            OutputLost: it failed.
-        """
-        return self.write_raw(printable_lines(text))
-
-    def write_raw(self, text: str) -> int:
-        """Write a text as it is."""
-        try:
-            return self._file.write(text)
-        except OSError as e:
-            raise OutputLost(e) from None
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        try:
-            self._file.flush()
-        except OSError as e:
-            raise OutputLost(e) from None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
-class Stderr:
-    """Standard error, whose failures are ignored: a full log or a closed terminal must not end a conversion. Otherwise
-    as `Stdout`."""
+class _Stream:
+    """A standard stream. Whatever is written has escapes for what does not print, but for line ends; `write_raw` is for
+    controls of the terminal, by rich."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -279,7 +243,44 @@ class Stderr:
         return self.write_raw(printable_lines(text))
 
     def write_raw(self, text: str) -> int:
-        """`write` of a text as it is."""
+        """Write a text as it is."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class Stdout(_Stream):
+    """Standard output; its failures raise OutputLost, unlike those of the files that a command works on."""
+
+    def write_raw(self, text: str) -> int:
+        """Write a text as it is.
+
+        Raises:
+            OutputLost: it failed.
+        """
+        try:
+            return self._file.write(text)
+        except OSError as e:
+            raise OutputLost(e) from None
+
+    def flush(self) -> None:
+        """Flush the stream.
+
+        Raises:
+            OutputLost: it failed.
+        """
+        try:
+            self._file.flush()
+        except OSError as e:
+            raise OutputLost(e) from None
+
+
+class Stderr(_Stream):
+    """Standard error, whose failures are ignored: a full log or a closed terminal must not end a conversion."""
+
+    def write_raw(self, text: str) -> int:
+        """Write a text as it is."""
         with suppress(OSError):
             return self._file.write(text)
         return len(text)
@@ -288,9 +289,6 @@ class Stderr:
         """Flush the stream."""
         with suppress(OSError):
             self._file.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 class _RawStream:

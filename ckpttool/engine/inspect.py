@@ -431,21 +431,22 @@ def draw_tree(ckpt: Checkpoint) -> RenderableType:
     root = Tree(f"[bold]{ckpt.layout}[/] {human(ckpt.nbytes)}")
     top: dict[str, Any] = {}
     for t in ckpt.tensors.values():
-        at = top
-        keys = [k for p in t.path for k in (str(p).split(".") if isinstance(p, str) else [str(p)])]
-        for k in keys[:-1]:
-            inner = at.setdefault(k, {})
-            at = inner if isinstance(inner, dict) else at.setdefault(k + ".", {})
-        at[keys[-1]] = t
+        keys = [k for p in t.path for k in (p.split(".") if isinstance(p, str) else [str(p)])]
+        _branch_of(top, keys)[keys[-1]] = t
     for v in ckpt.values.values():
-        at = top
         keys = [str(p) for p in v.path]
-        for k in keys[:-1]:
-            inner = at.setdefault(k, {})
-            at = inner if isinstance(inner, dict) else at.setdefault(k + ".", {})
-        at.setdefault(keys[-1], _name_branches(readable(v.data)))
+        _branch_of(top, keys).setdefault(keys[-1], _name_branches(readable(v.data)))
     _grow_branch(root, top)
     return root
+
+
+def _branch_of(top: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    """Find the branch that the last of some keys belongs on; it is made where it is not there yet."""
+    at = top
+    for k in keys[:-1]:
+        inner = at.setdefault(k, {})
+        at = inner if isinstance(inner, dict) else at.setdefault(k + ".", {})
+    return at
 
 
 def _name_branches(x: Any) -> Any:

@@ -314,9 +314,18 @@ def open_checkpoint(
     check_hints: bool = True,
     needed: Callable[[str], bool] = lambda component: True,
 ) -> OpenCheckpoint:
-    """`open`; `model` is what `model_of(options)` gives, where it is known. With `check_hints=False` the caller refuses
-    hints that nobody uses (`refuse_unused`), since the reader is not the only one who may use them. An entry that
-    cannot be read is refused if its component is `needed`, and otherwise left out, with a note."""
+    """Read the index of a checkpoint and prove it sound, as `open` does.
+
+    Args:
+        model: what `model_of(options)` gives, where it is known.
+        check_hints: whether to refuse hints that the reader does not use; a caller who may use them does so itself
+        (`refuse_unused`).
+        needed: tells of a component whether an entry of it that cannot be read is an error; others are left out, with a
+        note.
+
+    Raises:
+        CkpttoolError: as `open`; its files are closed then.
+    """
     only = None if options.only is None else tuple(options.only)
     model = model or model_of(options)
     raise_file_limit()
@@ -333,6 +342,7 @@ def open_checkpoint(
                 f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run "
                 "it again, or remove what is there."
             )
+        # its layout
         found = layouts.find(options.source_layout) if options.source_layout else detection.detect(where)
         unused = refuse_unused(options, found.name, found.reader_uses) if check_hints else []
         given, where = where, found.mount(where)
@@ -340,6 +350,7 @@ def open_checkpoint(
             raise Unsupported(
                 f"{given.source.root}: {found.name} is checked by its own commands; try `ckpttool audit verify`."
             )
+        # its index, as the layout reads it, and as ckpttool.json corrects that
         ckpt = found.read(
             where,
             layouts.ReadOptions(
@@ -358,34 +369,52 @@ def open_checkpoint(
             from . import salvage
 
             ckpt = salvage.leave_out_lost(ckpt, patched, damaged)
-        opened = OpenCheckpoint(
-            ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only
-        )
-        _undo_values_of_layout(opened)
+        record = read_record(where.source) if folder else None
+        ckpt, of_layout = _undo_values_of_layout(ckpt, record)
+        # what it does not include
         if where == given or where.source.sibling_names:  # an archive holds nothing besides
-            saves = found.saves
-            if found.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
-                saves = None  # a trainer's directory without DeepSpeed inside
-            beside = unread_files.unread(where.source, where.file, ckpt, saves)
-            known = {r.name for r in ckpt.unread}
-            known |= set() if patched is None else patched.patches.keys()
-            ckpt.unread += [r for r in beside if r.name not in known]
-            ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
+            ckpt = _note_unread_files(ckpt, where, found)
+        notes: list[str] = []
         if ckpt.others:
             from .mixups import describe_left_out
 
-            ckpt.notes = [*ckpt.notes, describe_left_out(ckpt)]
+            notes.append(describe_left_out(ckpt))
         if only is None or "rng" in only:
-            ckpt.notes = [*ckpt.notes, *_note_missing_random_states(ckpt)]
-        ckpt.notes += unused
+            notes += _note_missing_random_states(ckpt)
+        ckpt = replace(ckpt, notes=[*ckpt.notes, *notes, *unused])
+        # the part that was asked for, as far as it can be read
         if only is not None:
-            opened.checkpoint = _keep_components(ckpt, only)
-        opened.left_behind += _leave_unreadable(opened.checkpoint, needed)
-        check(opened.checkpoint)
+            ckpt = _keep_components(ckpt, only)
+        ckpt, unreadable = _leave_unreadable(ckpt, needed)
+        check(ckpt)
     except BaseException:
         where.source.close()
         raise
-    return opened
+    return OpenCheckpoint(
+        checkpoint=ckpt,
+        source=where.source,
+        layout=found,
+        folder=folder,
+        allow_equal_ranks=options.allow_equal_ranks,
+        allow_mixed_steps=options.allow_mixed_steps,
+        only=only,
+        left_behind=unreadable,
+        of_layout=of_layout,
+        _record=[record],
+    )
+
+
+def _note_unread_files(ckpt: Checkpoint, where: layouts.Place, layout: layouts.Layout) -> Checkpoint:
+    """List the files beside a checkpoint that its layout does not read, with a note."""
+    saves = layout.saves
+    if layout.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
+        saves = None  # a trainer's directory without DeepSpeed inside
+    known = {r.name for r in ckpt.unread}
+    if where.source.patched is not None:
+        known |= where.source.patched.patches.keys()
+    beside = unread_files.unread(where.source, where.file, ckpt, saves)
+    unread = [*ckpt.unread, *(r for r in beside if r.name not in known)]
+    return replace(ckpt, unread=unread, notes=[*ckpt.notes, *unread_files.note(unread)])
 
 
 def _note_missing_random_states(ckpt: Checkpoint) -> list[str]:
@@ -399,14 +428,14 @@ def _note_missing_random_states(ckpt: Checkpoint) -> list[str]:
     ]
 
 
-def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> list[Dropped]:
-    """Take out the entries that the reader could not read, with a note on the first; return those that were taken out.
+def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> tuple[Checkpoint, list[Dropped]]:
+    """Leave out the entries that the reader could not read, with a note on the first; also return those.
 
     Raises:
         Unsupported: with the first whose component is needed.
     """
     out: list[Dropped] = []
-    for name, v in list(ckpt.values.items()):
+    for name, v in ckpt.values.items():
         if (why := _find_unreadable(v.data)) is None:
             continue
         component = str(v.path[0])
@@ -415,11 +444,13 @@ def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> list[D
             way = f" {argument('only', others)} leaves it out." if others else ""
             raise Unsupported(f'"{name}" cannot be read: {why}{way}')
         out.append(Dropped(name, 0, f"it cannot be read: {why}"))
-        del ckpt.values[name]
-    if out:
-        more = f" ({len(out) - 1} more cannot be read)" if len(out) > 1 else ""
-        ckpt.notes.append(f'"{out[0].name}" was left out: {out[0].why.rstrip(".")}{more}')
-    return out
+    if not out:
+        return ckpt, []
+    gone = {d.name for d in out}
+    more = f" ({len(out) - 1} more cannot be read)" if len(out) > 1 else ""
+    note = f'"{out[0].name}" was left out: {out[0].why.rstrip(".")}{more}'
+    values = {n: v for n, v in ckpt.values.items() if n not in gone}
+    return replace(ckpt, values=values, notes=[*ckpt.notes, note]), out
 
 
 def _find_unreadable(data: Any) -> str | None:
@@ -477,32 +508,35 @@ def drop_other_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptions
     return options if fits else replace(options, source_layout=None)
 
 
-def _undo_values_of_layout(opened: OpenCheckpoint) -> None:
+def _undo_values_of_layout(ckpt: Checkpoint, record: Recorded | None) -> tuple[Checkpoint, set[str]]:
     """Remove the values that ckpttool had to add for the layout, put together those that the layout holds in pieces,
-    and take apart lists that lost elements, as ckpttool.json says, where the files still have what was written."""
-    ckpt, found = opened.checkpoint, opened.recorded()
-    if found is not None:
-        for name, data in found.made.items():
-            if name in ckpt.values and equal_values(Value((), ckpt.values[name].data), Value((), data)):
-                del ckpt.values[name]
-                opened.of_layout.add(name)
-        for name, value in found.whole.items():
+    and take apart lists that lost elements, as ckpttool.json says, where the files still have what was written.
+
+    Returns:
+        The index, and the names of the values that were removed.
+    """
+    values, added = dict(ckpt.values), set[str]()
+    if record is not None:
+        for name, data in record.made.items():
+            if name in values and equal_values(Value((), values[name].data), Value((), data)):
+                del values[name]
+                added.add(name)
+        for name, value in record.whole.items():
             pieces = _split_as_dcp(value)
-            held = _split_as_dcp(ckpt.values[name]) if name in ckpt.values else ckpt.values
+            held = _split_as_dcp(values[name]) if name in values else values
             if all(n in held and equal_values(held[n], piece) for n, piece in pieces.items()):
-                ckpt.values = {n: v for n, v in ckpt.values.items() if n not in pieces} | {name: value}
-    if known := ckpt.recorded_values or (found and found.values):  # whole values have no elements that could be missing
-        _name_left_elements(ckpt, known)
+                values = {n: v for n, v in values.items() if n not in pieces} | {name: value}
+    if known := ckpt.recorded_values or (record and record.values):  # whole values have no elements that could be gone
+        values = _name_left_elements(values, known)
+    return replace(ckpt, values=values), added
 
 
-def _name_left_elements(ckpt: Checkpoint, known: Mapping[str, str]) -> None:
+def _name_left_elements(values: dict[str, Value], known: Mapping[str, str]) -> dict[str, Value]:
     """Name the elements of lists as the record of all values does, and leave out None in the place of an element that
     was dropped."""
-    if lost := known.keys() - ckpt.values.keys():
-        ckpt.values = split_lists(ckpt.values, lost)
-    empty = [n for n, v in ckpt.values.items() if v.data is None and type(v.path[-1]) is int and n not in known]
-    for n in empty:
-        del ckpt.values[n]
+    if lost := known.keys() - values.keys():
+        values = split_lists(values, lost)
+    return {n: v for n, v in values.items() if v.data is not None or type(v.path[-1]) is not int or n in known}
 
 
 def _split_as_dcp(value: Value) -> dict[str, Value]:
