@@ -144,6 +144,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
     if name in _WHERE:
         from importlib import import_module
 

@@ -55,7 +55,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """A Progress that says nothing."""
+    """Say nothing: a `Progress`."""
 
 
 def option(

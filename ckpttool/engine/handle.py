@@ -14,16 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Unsupported, UsageError
 from ..extras import need
 from ..index import boxes
 from ..index.check import check_chunk
-from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, Record, TensorEntry
-from ..layouts import Layout
+from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
 from ..storage.buffers import IOBudget
-from ..storage.source import Source
 from .copy.dtypes import numbers, numpy_dtype
 from .copy.stream import Reader, StreamJob
 from .discover.unread_files import human
@@ -31,6 +29,8 @@ from .discover.unread_files import human
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from .opening import OpenCheckpoint
 
 __all__ = ["TensorHandle", "UnknownTensor", "cut_chunks", "make_handle"]
 
@@ -49,20 +49,7 @@ class UnknownTensor(UsageError, KeyError):
         return str(self.args[0])
 
 
-class _Opened(Protocol):
-    """What a handle needs of an OpenCheckpoint."""
-
-    @property
-    def checkpoint(self) -> Checkpoint: ...
-    @property
-    def source(self) -> Source: ...
-    @property
-    def layout(self) -> Layout: ...
-    def locate(self) -> Checkpoint: ...
-    def records_in(self, files: Iterable[int]) -> list[Record]: ...
-
-
-def make_handle(opened: _Opened, name: str) -> TensorHandle:
+def make_handle(opened: OpenCheckpoint, name: str) -> TensorHandle:
     """Make the handle of a tensor.
 
     Raises:
@@ -107,7 +94,7 @@ class TensorHandle:
     `ckpttool.verify` with `read_data=True` does that.
     """
 
-    def __init__(self, opened: _Opened, name: str) -> None:
+    def __init__(self, opened: OpenCheckpoint, name: str) -> None:
         self._opened = opened
         self._entry = opened.checkpoint.tensors[name]
         #: The canonical name.

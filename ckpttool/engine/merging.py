@@ -494,6 +494,7 @@ def _make_computation(
     """Make the function that computes one merged tensor: its bytes, row-major."""
 
     def of_adapter(adapter: str, tensor: str) -> torch.Tensor:
+        """Read a tensor of an adapter; in fp32, where it is to be taken to that first."""
         import torch
 
         found = chosen[adapter]
@@ -502,6 +503,7 @@ def _make_computation(
         return out.float() if upcast and low else out
 
     def make() -> memoryview:
+        """Compute the merged tensor."""
         import torch
 
         with torch.no_grad():

@@ -174,6 +174,7 @@ def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | 
         starts[file] = [r.extent.offset for r in records]
 
     def find(t: TensorEntry, row: int) -> Sum | None:
+        """Find the record that a chunk lies in."""
         c = t.chunks
         if (zstd := c.zstd.get(row)) is not None:
             return None if zstd[1] is None else (prod(c.shape_of(row)) * ITEMSIZE[t.dtype], zstd[1], 0)
