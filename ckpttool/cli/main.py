@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -150,7 +151,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _stopped = 0  # how many signals have asked us to end
 
 
-def _interrupt(signum: int, frame: Any) -> None:
+def _interrupt(signum: int, frame: FrameType | None) -> None:
     """Handle a signal: raise KeyboardInterrupt, or a moment later, where it would be lost."""
     global _stopped
     _stopped += 1
@@ -236,7 +237,7 @@ def _explain_interrupt() -> str:
     return "interrupted; nothing was changed."
 
 
-def _handle_unraisable(what: Any) -> None:
+def _handle_unraisable(what: sys.UnraisableHookArgs) -> None:
     """Let an interrupt in a finalizer, where Python can raise nothing, come again a moment later; show anything else as
     usual."""
     if what.exc_type is KeyboardInterrupt:
@@ -297,7 +298,7 @@ def _run_program(program: Any) -> int:
 def _exit(status: int) -> NoReturn:
     """End with a status; a signal from here on ends us with it at once."""
 
-    def end(signum: int, frame: Any) -> None:
+    def end(signum: int, frame: FrameType | None) -> None:
         os._exit(status)
 
     for number in _SIGNALS:

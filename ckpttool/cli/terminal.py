@@ -19,6 +19,7 @@ from ..printable import count_noun, printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, TaskID
     from rich.segment import Segment
 
 __all__ = [
@@ -152,8 +153,8 @@ class Meter:
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
-        self.bar: Any = None
-        self.task: Any = None
+        self.bar: Progress | None = None
+        self.task: TaskID | None = None
         self.what, self.began, self.said = "", 0.0, 0.0
         self.created, self.seconds = time.monotonic(), 0.0
 
@@ -178,7 +179,7 @@ class Meter:
             self.what, self.began, self.said = what, now, now
             if sys.stderr.isatty():
                 self._start_bar(what, total)
-        if self.bar is not None:
+        if self.bar is not None and self.task is not None:
             if now - self.said > 0.1 or done == total:
                 self.bar.update(self.task, completed=done, total=max(1, total), memory=describe_memory())
                 self.said = now

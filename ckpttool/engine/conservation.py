@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import Differs
 from ..formats.pickles import short
@@ -26,9 +26,13 @@ from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..index.draft import Draft, Dropped
 from .copy.value_digests import data_digest, equal_values, split_lists, taken_apart, value_digest
 
+if TYPE_CHECKING:
+    import numpy as np
+
 __all__ = ["Account", "find_other_values", "list_changed_values", "list_written_values"]
 
 _SHOWN = 3
+_Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 @dataclass
@@ -178,7 +182,7 @@ class _ByteRanges:
 
     def __init__(self, tensors: Iterable[TensorEntry]) -> None:
         self._tensors: Iterable[TensorEntry] | None = tensors
-        self._merged: dict[int, tuple[Any, Any]] = {}
+        self._merged: dict[int, tuple[_Numbers, _Numbers]] = {}
 
     def hold(self, t: TensorEntry) -> bool:
         """Tell whether all bytes of a tensor are in the ranges."""
@@ -211,7 +215,7 @@ class _ByteRanges:
             self._merged[int(file)] = starts[apart], ends[np.append(apart[1:] - 1, len(ends) - 1)]
 
 
-def _list_chunks(tensors: Iterable[TensorEntry]) -> tuple[Any, Any, Any]:
+def _list_chunks(tensors: Iterable[TensorEntry]) -> tuple[_Numbers, _Numbers, _Numbers]:
     """List (file, first byte, end) of every chunk that has bytes, as three arrays."""
     import numpy as np
 

@@ -224,7 +224,7 @@ def _shape_in_numbers(t: TensorEntry) -> tuple[int, ...]:
     return (*t.shape[:-1], t.shape[-1] * PACKED.get(t.dtype, 1)) if t.shape else ()
 
 
-def _format_value(x: Any) -> str:
+def _format_value(x: object) -> str:
     """Write a value in a line."""
     text = repr(x)
     return text if len(text) <= 60 else text[:57] + "..."

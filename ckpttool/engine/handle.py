@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import Unsupported, UsageError
 from ..extras import need
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorHandle", "UnknownTensor", "cut_chunks", "make_handle"]
 
+_Array: TypeAlias = "np.ndarray[Any, Any]"
 _Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, shape
 
@@ -144,7 +145,7 @@ class TensorHandle:
         out = self._make_array(self._read(start, shape), shape)
         return out if not rest else out[rest].copy() if any(map(_has_step, rest)) else out[rest]
 
-    def numpy(self) -> np.ndarray[Any, Any]:
+    def numpy(self) -> _Array:
         """Read the whole tensor as a numpy array.
 
         bfloat16, float8 and float4 have the dtypes of ml_dtypes. A pair of float4_e2m1fn_x2 becomes a last dimension of
@@ -156,7 +157,7 @@ class TensorHandle:
         """
         return self._make_array(self._read((0,) * self.ndim, self.shape), self.shape)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> _Array:
         if copy is False:
             raise ValueError(f'"{self.name}" is in a file, so that every array of it is a copy.')
         found = self.numpy()
@@ -200,11 +201,11 @@ class TensorHandle:
                 "copies their bytes only."
             )
 
-    def _make_array(self, raw: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def _make_array(self, raw: _Array, shape: tuple[int, ...]) -> _Array:
         """Make a numpy array of row-major bytes."""
         self._refuse_opaque_dtype()
         if self.dtype == "float4_e2m1fn_x2":
-            fours: np.ndarray[Any, Any] = numbers(raw, self.dtype).reshape(*shape, 2)
+            fours: _Array = numbers(raw, self.dtype).reshape(*shape, 2)
             return fours
         try:
             dtype = numpy_dtype(self.dtype)
@@ -213,10 +214,10 @@ class TensorHandle:
                 f'"{self.name}" is {self.dtype}, which neither numpy nor this ml_dtypes has. Update ml_dtypes, or use '
                 "torch()."
             ) from None
-        found: np.ndarray[Any, Any] = raw.view(dtype).reshape(shape)
+        found: _Array = raw.view(dtype).reshape(shape)
         return found
 
-    def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> _Array:
         """Read the bytes of a box of the tensor, row-major."""
         import numpy as np
 
@@ -235,7 +236,7 @@ class TensorHandle:
             at += len(block.data)
         return out
 
-    def _read_compressed(self, reader: Reader, entry: TensorEntry, box: _Box, out: np.ndarray[Any, Any]) -> None:
+    def _read_compressed(self, reader: Reader, entry: TensorEntry, box: _Box, out: _Array) -> None:
         """Read the same from chunks of which some are compressed: one after the other, up to the last slab that is
         needed."""
         import numpy as np
@@ -327,7 +328,7 @@ def _has_step(i: int | slice) -> bool:
 
 def _parse_index(
     index: _Index, shape: tuple[int, ...], name: str
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]:
     """Parse an index: (start, shape, index of the box) of the smallest box that holds what it selects; the last is ()
     for all of it."""
     given = index if isinstance(index, tuple) else (index,)

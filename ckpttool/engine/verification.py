@@ -357,10 +357,10 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         out.notes.append(f"digests were not compared: {RECORD} describes other files than {ckpt.files[0]}")
         return
     else:
-        expected: dict[str, Any] = {**record.expected(ckpt, opened.only)}
+        expected: dict[str, object] = {**record.expected(ckpt, opened.only)}
         if not expected and record.salvage:
             return  # all of it was rebuilt
-        mine: dict[str, Any] = {
+        mine: dict[str, object] = {
             n: (ckpt.tensors[n].dtype, ckpt.tensors[n].shape, d)
             for n, d in found.items()
             if n not in record.added and not record.salvage.get(n, "").startswith("rebuilt")
@@ -372,7 +372,7 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
     out.recorded = "equal"
 
 
-def _refuse_differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
+def _refuse_differences(mine: Mapping[str, object], theirs: Mapping[str, object], what: str) -> None:
     """Refuse digests of tensors and values that are not those of `what`."""
     wrong = sorted(n for n in mine if n in theirs and mine[n] != theirs[n])
     missing, extra = sorted(set(theirs) - set(mine)), sorted(set(mine) - set(theirs))
