@@ -26,6 +26,7 @@ from .terminal import (
 
 if TYPE_CHECKING:
     from ..engine.discover.detection import Checkpoints
+    from ..index.checkpoint import Checkpoint
 
 __all__ = ["inspect"]
 
@@ -54,8 +55,6 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint contains and what it lacks; reads only headers."""
-    import fnmatch
-
     from ..engine import inspect as look
     from ..engine.discover.detection import Checkpoints
     from ..engine.opening import open_checkpoint
@@ -83,24 +82,11 @@ def inspect(
             with Meter(as_json) as meter, reporting(meter):
                 opened.locate()
         if name_map is not None:
-            from ..engine.map_choice import apply_name_map, read_map_text
+            from ..engine.map_choice import rename_opened
 
-            mapped = apply_name_map(opened.checkpoint, opened.source, read_map_text(name_map), reading.config)
-            opened.checkpoint, opened.source = mapped
+            opened = rename_opened(opened, name_map, reading.config)
         if tensor is not None:
-            ckpt = opened.checkpoint
-            names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
-            if not names:
-                raise UsageError(_explain_no_match(tensor, ckpt.tensors))
-            rows = look.describe_chunks(ckpt, names)
-            if as_json:
-                print_json(rows)
-                return
-            for r in rows:
-                say(f"{r['name']}  {r['dtype']} {r['shape']}  {look.human(r['bytes'])}, {r['chunks']} chunks")
-                for c in r["where"]:
-                    spans = ", ".join(f"{a}:{a + n}" for a, n in zip(c["start"], c["shape"], strict=True))
-                    say(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")
+            _print_chunks(opened.checkpoint, tensor, as_json)
             return
         s = look.summarise(opened.checkpoint, path, opened.source, opened.only)
         if as_json:
@@ -108,6 +94,30 @@ def inspect(
             print_json({**s.to_json(), **({} if listed is None else {"names": listed})})
             return
         draw(look.draw_summary(s), *([look.draw_tree(opened.checkpoint)] if show_tree else []))
+
+
+def _print_chunks(ckpt: Checkpoint, pattern: str, as_json: bool) -> None:
+    """Print where the chunks of the tensors lie whose names match.
+
+    Raises:
+        UsageError: none does.
+    """
+    import fnmatch
+
+    from ..engine.inspect import describe_chunks, human
+
+    names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, pattern)]
+    if not names:
+        raise UsageError(_explain_no_match(pattern, ckpt.tensors))
+    rows = describe_chunks(ckpt, names)
+    if as_json:
+        print_json(rows)
+        return
+    for r in rows:
+        say(f"{r['name']}  {r['dtype']} {r['shape']}  {human(r['bytes'])}, {r['chunks']} chunks")
+        for c in r["where"]:
+            spans = ", ".join(f"{a}:{a + n}" for a, n in zip(c["start"], c["shape"], strict=True))
+            say(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")
 
 
 def _describe_folder(found: Checkpoints) -> list[str]:

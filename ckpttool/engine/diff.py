@@ -23,7 +23,7 @@ from .copy.fill import Progress, silent
 from .copy.stream import Block, Reader, StreamJob, side_by_side
 from .copy.tensor_digests import reporting
 from .copy.value_digests import equal_values
-from .map_choice import apply_name_map, read_map_text
+from .map_choice import rename_opened
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, drop_other_layout, open_checkpoint, refuse_unused
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
@@ -151,8 +151,8 @@ def diff(
         with reporting(progress):
             left, right = x.locate(), y.locate()
         if map is not None:
-            left, x.source = apply_name_map(left, x.source, read_map_text(os.fspath(map)), options.config)
-            x.checkpoint = left
+            x = rename_opened(x, map, options.config)
+            left = x.checkpoint
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
         out = Difference(
             tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1]

@@ -23,11 +23,11 @@ from ..index.name_maps import NameMap
 from ..storage.source import Source
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
-from .opening import OpenOptions, open_checkpoint
+from .opening import OpenCheckpoint, OpenOptions, open_checkpoint
 from .transform.mapping import apply_map
 from .transform.premises import check_premises, read_job_arguments
 
-__all__ = ["NO_MAP", "apply_name_map", "read_map_text"]
+__all__ = ["NO_MAP", "apply_name_map", "read_map_text", "rename_opened"]
 
 NO_MAP = "none"
 
@@ -88,6 +88,16 @@ def apply_name_map(
     check(out)
     out.notes += notes
     return out, files
+
+
+def rename_opened(opened: OpenCheckpoint, asked: str | os.PathLike[str], config: str | None) -> OpenCheckpoint:
+    """Put an open checkpoint under the names of another program; to close the one that is given closes both.
+
+    Raises:
+        UsageError, Unsupported: as `apply_name_map`.
+    """
+    ckpt, source = apply_name_map(opened.checkpoint, opened.source, read_map_text(os.fspath(asked)), config)
+    return replace(opened, checkpoint=ckpt, source=source)
 
 
 def _choose_trainer_map(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
