@@ -287,7 +287,7 @@ class RunSettings:
 
 
 def parse_mesh(text: str | None, world_size: int) -> dict[str, int]:
-    """--mesh dp_replicate=2,dp_shard=4,tp=2, or one dimension of all ranks.
+    """Parse --mesh dp_replicate=2,dp_shard=4,tp=2 into {dimension: ranks}; None is one dimension of all ranks.
 
     Raises:
         UsageError: another dimension, a number below 1, or a product that is not the world size.
@@ -313,7 +313,7 @@ def parse_mesh(text: str | None, world_size: int) -> dict[str, int]:
 
 
 def write_settings(path: str, runs: list[RunSettings]) -> None:
-    """Write them for the workers, which call `read_settings`."""
+    """Write the settings of runs for the workers, which call `read_settings`."""
     with open(path, "w", encoding="utf-8") as f:
         json.dump([asdict(r) for r in runs], f)
 

@@ -168,12 +168,12 @@ class Bound(NamedTuple):
     chaotic: bool = False
 
     def at(self, reference: float, step: int = 1) -> float:
-        """The largest relative deviation from a number, in the `step`-th step after loading, that passes."""
+        """Return the largest relative deviation from `reference` that passes in the `step`-th step after loading."""
         grown = max(1.0, step / 10)
         return (self.relative + (self.absolute / abs(reference) if reference else 0.0)) * grown
 
     def obstacle(self) -> str | None:
-        """Why staying within it would prove nothing, or None."""
+        """Say why staying within the bound would prove nothing; None if it proves something."""
         if not self.chaotic:
             return None
         return (
@@ -184,9 +184,8 @@ class Bound(NamedTuple):
 
 
 def compute_precision(reference: Trace | None, got: Trace) -> str:
-    """ "fp32" or "bf16": the dtype of the computation. A side that did not record it is taken to be like the other; if
-    both did not, bf16. fp16 is more precise than bf16 and uses its bounds.
-    """
+    """Return the dtype of the computation, "fp32" or "bf16". A side that did not record it is taken to be like the
+    other; if both did not, bf16. fp16 is more precise than bf16 and uses its bounds."""
     words = [t.dtype for t in (got, reference) if t is not None and t.dtype]
     if has_16bit_parameters(got):
         return "bf16"
@@ -194,12 +193,13 @@ def compute_precision(reference: Trace | None, got: Trace) -> str:
 
 
 def has_16bit_parameters(trace: Trace) -> bool:
-    """Whether the parameters themselves have 16 bits, and so the gradients that accumulate over forward passes."""
+    """Tell whether the parameters themselves have 16 bits, and so the gradients that accumulate over forward passes."""
     return any(d in ("bfloat16", "float16") for n, (d, _, _) in trace.state.items() if n.startswith("model."))
 
 
 def same_micro_batch_shape(reference: Trace, got: Trace) -> bool:
-    """Whether every forward pass is known to have had the same shape on both sides, and gradients the same rounding.
+    """Tell whether every forward pass is known to have had the same shape on both sides, and gradients the same
+    rounding.
 
     The runner divides the loss of a micro-batch by the tokens of the global batch before the backward pass; a loop with
     a recorder by those of the micro-batch, and the rest afterwards. In bfloat16 the digits of the gradients are the
@@ -220,7 +220,7 @@ def same_micro_batch_shape(reference: Trace, got: Trace) -> bool:
 
 
 def choose_column(profile: str, reference: Trace, got: Trace) -> str:
-    """The column of the table that applies.
+    """Choose the column of `COLUMNS` that applies to these two runs.
 
     Raises:
         UsageError: there is no such profile.
@@ -240,7 +240,7 @@ def choose_column(profile: str, reference: Trace, got: Trace) -> str:
 def choose_bounds(
     profile: str, reference: Trace, got: Trace, noise: Mapping[str, float] | None = None
 ) -> dict[str, Bound]:
-    """{name of a check: Bound} for "probe.logits", "step1.<signal>" and "steps.<signal>".
+    """Choose the bounds, {name of a check: Bound} for "probe.logits", "step1.<signal>" and "steps.<signal>".
 
     `noise` {name of a check: deviation between two runs of the same job} widens a bound to five times what was found;
     it never narrows one. A bound that is beyond `CHAOTIC` because of that is marked. A recorded job is another program,
@@ -274,4 +274,5 @@ def choose_bounds(
 
 
 def _uses_muon(trace: Trace) -> bool:
+    """Tell whether an optimizer of the run is Muon, whose groups have `ns_steps`."""
     return any("ns_steps" in group for group in trace.groups)

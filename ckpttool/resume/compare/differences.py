@@ -118,8 +118,8 @@ MISSING = _Missing()
 
 
 def relative_deviation(got: float, expected: float) -> float:
-    """|got - expected| / |expected|; 0 if they are equal, NaN if one is NaN, infinite if `expected` is 0 or one is
-    infinite."""
+    """Compute |got - expected| / |expected|; 0 if they are equal, NaN if one is NaN, infinite if `expected` is 0 or one
+    is infinite."""
     if got == expected:
         return 0.0
     if math.isnan(got) or math.isnan(expected):
@@ -130,7 +130,7 @@ def relative_deviation(got: float, expected: float) -> float:
 
 
 def are_alike(a: Any, b: Any) -> bool:
-    """Whether two plain values are equal. A tuple can equal a list, True never equals 1, and NaN equals NaN."""
+    """Tell whether two plain values are equal. A tuple can equal a list, True never equals 1, and NaN equals NaN."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(are_alike, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -144,7 +144,7 @@ def are_alike(a: Any, b: Any) -> bool:
 
 
 def state_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Why the states cannot be compared, or None."""
+    """Say why the states of two traces cannot be compared; None if they can."""
     if reference.failed is not None:
         return "the reference could not be loaded"
     if not reference.state and not reference.scalars:
@@ -157,12 +157,12 @@ def state_obstacle(reference: Trace, got: Trace) -> str | None:
 
 
 def must_be_equal(name: str) -> bool:
-    """Whether a tensor must be equal; random states and data readers belong to a rank and need not be."""
+    """Tell whether a tensor must be equal; random states and data readers belong to a rank and need not be."""
     return name.partition(".")[0] not in ("rng", "dataloader")
 
 
 def _names_if_tied(name: str, tied: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Canonical names of the same parameter, or of the same slot of its optimizer state."""
+    """Yield the other canonical names of the same parameter, or of the same slot of its optimizer state."""
     for group in tied:
         for fqn in group:
             for before in ("model.", "optim.state.", ""):
@@ -172,7 +172,8 @@ def _names_if_tied(name: str, tied: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str]]:
-    """Tensors that only one side has, under any name of a tied parameter."""
+    """Find (tensors that only the reference has, tensors that only this side has), under any name of a tied
+    parameter."""
     tied = [*reference.tied, *got.tied]
 
     def gone(have: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -186,20 +187,19 @@ def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str
 
 
 def tensors_with_unequal_copies(got: Trace) -> list[str]:
-    """Tensors whose copies on several ranks differ."""
+    """List the tensors whose copies on several ranks differ."""
     return [str(n) for n in got.environment.get("copies_differ") or []]
 
 
 def tensors_not_as_stored(got: Trace) -> list[str]:
-    """Tensors whose fingerprint in the job is not that of the files, if these were read a second time."""
+    """List the tensors whose fingerprint in the job is not that of the files, if these were read a second time."""
     return [n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)]
 
 
 def in_stored_dtypes(reference: Trace, got: Trace) -> tuple[Trace, Trace]:
-    """Both traces as a comparison sees them that allows rounding: a tensor that the files of `got` have in another
-    dtype than the reference is on both sides what it is in that dtype, and those that the reference has no rounded
-    fingerprint of have none. `environment["as_stored"]` and `["not_rounded"]` of the second list them.
-    """
+    """Return both traces as a comparison sees them that allows rounding: a tensor that the files of `got` have in
+    another dtype than the reference is on both sides what it is in that dtype, and those that the reference has no
+    rounded fingerprint of have none. `environment["as_stored"]` and `["not_rounded"]` of the second list them."""
     theirs, ours, files = dict(reference.state), dict(got.state), dict(got.stored)
     as_stored: list[str] = []
     unknown: list[str] = []
@@ -224,7 +224,7 @@ def in_stored_dtypes(reference: Trace, got: Trace) -> tuple[Trace, Trace]:
 def shape_differences(
     reference: Trace, got: Trace
 ) -> tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...]]], dict[str, tuple[str, str]]]:
-    """({name: (expected, found)} of differing shapes, and of differing dtypes at the same shape)."""
+    """Find ({name: (expected, found)} of differing shapes, the same of differing dtypes at the same shape)."""
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
     for n, (dtype, shape, _) in reference.state.items():
@@ -239,7 +239,7 @@ def shape_differences(
 
 
 def differing_tensors(reference: Trace, got: Trace) -> list[str]:
-    """Tensors with the same dtype and shape but other elements, in the order of the reference."""
+    """List the tensors with the same dtype and shape but other elements, in the order of the reference."""
     out = []
     for n, (dtype, shape, mark) in reference.state.items():
         other = got.state.get(n)
@@ -252,7 +252,7 @@ def differing_tensors(reference: Trace, got: Trace) -> list[str]:
 
 
 def optimizer_steps(trace: Trace) -> dict[str, float]:
-    """{FQN: step} of the optimizer's state."""
+    """Return {FQN: step} of the optimizer's state."""
     return {fqn_of(n): float(v) for n, v in trace.scalars.items() if is_step(n)}
 
 
@@ -260,7 +260,7 @@ def optimizer_steps(trace: Trace) -> dict[str, float]:
 
 
 def options_by_parameter(trace: Trace) -> dict[str, dict[str, Any]]:
-    """{FQN: options of its param group}, without those that only say how the optimizer computes."""
+    """Return {FQN: options of its param group}, without those that only say how the optimizer computes."""
     out: dict[str, dict[str, Any]] = {}
     for group in trace.groups:
         chosen = {k: v for k, v in group.items() if k not in _HOW}
@@ -272,7 +272,8 @@ def options_by_parameter(trace: Trace) -> dict[str, dict[str, Any]]:
 def option_differences(
     reference: Trace, got: Trace
 ) -> tuple[dict[str, dict[str, tuple[Any, Any]]], list[str], list[str]]:
-    """({option: {FQN: (expected, found)}}, FQNs only in the reference's optimizer, FQNs only in this one).
+    """Compare param groups: ({option: {FQN: (expected, found)}}, FQNs only in the reference's optimizer, FQNs only in
+    this one).
 
     An option that one side lacks is MISSING there; of those that torch itself writes, only if both ran the same torch.
     """
@@ -292,7 +293,8 @@ def option_differences(
 
 
 def ignored_options(reference: Trace, got: Trace) -> list[str]:
-    """Options of torch's optimizers that one side lacks and that were not compared, since it ran another torch."""
+    """List the options of torch's optimizers that one side lacks and that were not compared, since it ran another
+    torch."""
     if _same_version(reference, got, "torch"):
         return []
     theirs, ours = options_by_parameter(reference), options_by_parameter(got)
@@ -301,11 +303,12 @@ def ignored_options(reference: Trace, got: Trace) -> list[str]:
 
 
 def _same_version(reference: Trace, got: Trace, package: str) -> bool:
+    """Tell whether both sides ran the same version of a package."""
     return reference.environment.get(package) == got.environment.get(package)
 
 
 def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{key: (expected, found)} of two configurations of a model, with dots where they are nested.
+    """Compare two configurations of a model: {key: (expected, found)}, with dots in keys that are nested.
 
     Keys that do not affect the computation are left out. A key that one side lacks is MISSING there, unless its value
     is None, False or empty, or `ignored_config_keys` has it. rope_theta is the same at the top and in rope_parameters,
@@ -320,8 +323,8 @@ def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> 
 
 
 def ignored_config_keys(reference: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """Keys that one side lacks and that are not compared: versions of transformers differ in which defaults they
-    write."""
+    """List the keys that one side lacks and that are not compared: versions of transformers differ in which defaults
+    they write."""
     if reference.get("transformers_version") == got.get("transformers_version"):
         return []
     a, b = _flatten_config(reference), _flatten_config(got)
@@ -329,6 +332,7 @@ def ignored_config_keys(reference: Mapping[str, Any], got: Mapping[str, Any]) ->
 
 
 def _flatten_config(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Flatten the compared keys of a configuration, those of nested ones behind a dot; `at` is what they begin with."""
     out: dict[str, Any] = {}
     for key, value in config.items():
         if key in _SILENT or "drop" in key:  # the runner sets dropout to 0; whether it is active is in the trace
@@ -344,7 +348,7 @@ def _flatten_config(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def tied_groups(trace: Trace) -> set[frozenset[str]]:
-    """The names of each parameter that has more than one."""
+    """Return the set of names of each parameter that has more than one."""
     return {frozenset(group) for group in trace.tied if len(group) > 1}
 
 
@@ -352,7 +356,7 @@ def tied_groups(trace: Trace) -> set[frozenset[str]]:
 
 
 def job_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Why run and reference would differ even with the same state, or None."""
+    """Say why run and reference would differ even with the same state; None if they should not."""
     if got.failed is not None:
         return "the checkpoint could not be loaded"
     if reference.failed is not None:
@@ -366,6 +370,7 @@ def job_obstacle(reference: Trace, got: Trace) -> str | None:
 
 
 def _short_dtype(name: str | None) -> str | None:
+    """Return the short name of a dtype, "bf16" of "torch.bfloat16"; None if it is not known."""
     if not name:
         return None
     short = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -374,20 +379,21 @@ def _short_dtype(name: str | None) -> str | None:
 
 
 def common_steps(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:
-    """(expected, found) of the steps that both have."""
+    """Pair the steps that both traces have: (expected, found)."""
     theirs = {s.step: s for s in reference.steps}
     return [(theirs[s.step], s) for s in got.steps if s.step in theirs]
 
 
 def first_common_step(reference: Trace, got: Trace) -> tuple[Step, Step] | None:
-    """(expected, found) of the first step after loading, if both have it."""
+    """Pair the first step after loading with the reference's: (expected, found); None if that does not have it."""
     return next(((a, b) for a, b in common_steps(reference, got) if b is got.steps[0]), None)
 
 
 def tensor_deviations(
     reference: Trace, got: Trace, expected: Step, found: Step, updates: bool, floor: float
 ) -> tuple[dict[str, tuple[float, float, float]], int]:
-    """({FQN: (deviation, expected, found)}, number left out) of the gradients or updates of single tensors.
+    """Measure how gradients or updates of single tensors deviate: ({FQN: (deviation, expected, found)}, number left
+    out).
 
     Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all, if that is
     larger; of updates to some quanta of the parameter (`bounds.QUANTA`), if that is. Gradients below that on both sides
@@ -426,13 +432,14 @@ def tensor_deviations(
 
 
 def _norm_of(name: str, norms: Mapping[str, float], tied: Sequence[Sequence[str]]) -> float | None:
+    """Look up the norm of a tensor under any of its tied names; None if there is none."""
     if name in norms:
         return norms[name]
     return next((norms[a] for a in _names_if_tied(name, tied) if a in norms), None)
 
 
 def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple[str, float, float]]:
-    """(group, expected, found) of the learning rates of a step.
+    """Pair the learning rates of a step by param group: (group, expected, found).
 
     Groups are matched by their parameters if both sides list them, since their order may differ; else by position.
     Lists of different lengths are compared as sets of values: a missing value is NaN.
@@ -454,7 +461,7 @@ def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple
 
 
 def non_finite_values(step: Step) -> Iterator[tuple[str, float]]:
-    """What is NaN or infinite in a step, with its value: loss, norms, gradients, updates, in this order."""
+    """Yield what is NaN or infinite in a step, with its value: loss, norms, gradients, updates, in this order."""
     for what, value in (("loss", step.loss), ("grad_norm", step.grad_norm), ("update_norm", step.update_norm)):
         if value is not None and not math.isfinite(value):
             yield what, value

@@ -61,8 +61,8 @@ class _Worst:
 
 
 def _data_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Why the batches are not expected to be the same, or None. If the first batches are equal, file names do not
-    matter."""
+    """Say why the batches are not expected to be the same; None if they are. If the first batches are equal, file names
+    do not matter."""
     both = common_steps(reference, got)
     if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
         return None
@@ -78,7 +78,7 @@ def _data_obstacle(reference: Trace, got: Trace) -> str | None:
 
 
 def _randomness_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Why random numbers differ, or None."""
+    """Say why the random numbers of the two runs differ; None if they do not."""
     dropout, drawn = reference.dropout or got.dropout, got.environment.get("random")
     if not dropout and not drawn:
         return None
@@ -117,7 +117,7 @@ class StepComparison:
         self.floor = table.NOISE_FLOOR["fp32" if tight else loose]
 
     def _part(self, stage: str) -> list[tuple[int, Step, Step]]:
-        """(how many steps after loading, expected, found)"""
+        """List the steps of a stage, "step1" or "steps": (how many steps after loading, expected, found)."""
         if not self.got.steps:
             return []
         first = self.got.steps[0].step
@@ -125,7 +125,7 @@ class StepComparison:
         return [p for p in part if (p[0] == 1) == (stage == "step1")]
 
     def _unmatched(self, stage: str) -> str | None:
-        """Why run and reference have no step of this stage in common, or None."""
+        """Say why run and reference have no step of this stage in common; None if they have one."""
         if self.got.failed is not None:
             return "the checkpoint could not be loaded"
         if self.reference.failed is not None:
@@ -147,7 +147,7 @@ class StepComparison:
         return None
 
     def _obstacle(self, stage: str) -> str | None:
-        """Why numbers of steps cannot be compared, or None."""
+        """Say why the numbers of a stage cannot be compared; None if they can."""
         if why := self._unmatched(stage) or job_obstacle(self.reference, self.got):
             return why
         a, b = self.reference, self.got
@@ -156,7 +156,7 @@ class StepComparison:
         return _data_obstacle(a, b) or _randomness_obstacle(a, b)
 
     def found(self, stage: str, signal: str) -> list[_Worst]:
-        """The deviations of a signal in every step in which both sides have it."""
+        """Measure the deviations of a signal in every step of a stage in which both sides have it."""
         if self._obstacle(stage):
             return []
         out = []
@@ -176,7 +176,7 @@ class StepComparison:
         return out
 
     def checks(self) -> list[Check]:
-        """Those of stages "step 1" and "steps"."""
+        """Make the checks of the stages "step 1" and "steps"."""
         out = []
         for stage in ("step1", "steps"):
             out += [self._batch(stage), self._rates(stage)]
@@ -184,7 +184,8 @@ class StepComparison:
         return out
 
     def envelope(self) -> dict[str, list[float]]:
-        """The bounds of the common steps; empty if they are not compared."""
+        """Return the bounds of the common steps, {"loss": [...], "grad_norm": [...], "update_norm": [...]}; lists are
+        empty if the steps are not compared."""
         out: dict[str, list[float]] = {}
         for signal in ("loss", "grad_norm", "update_norm"):
             out[signal] = []
@@ -199,6 +200,7 @@ class StepComparison:
         return out
 
     def _signal(self, stage: str, signal: str) -> Check:
+        """Check one signal in one stage: the step counts that uses most of its bound."""
         name = f"{stage}.{signal}"
         bound = self.limits[name]
         if why := self._obstacle(stage):
@@ -226,7 +228,7 @@ class StepComparison:
         return Check.of(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
 
     def _lacking(self, stage: str, signal: str) -> str:
-        """Which side lacks a signal, and how to record it."""
+        """Say which side lacks a signal, and how to record it."""
         attribute = {"worst_grad": "grads", "worst_update": "updates"}.get(signal, signal)
         bare = [a for _, a, _ in self._part(stage) if getattr(a, attribute) in (None, {}, [])]
         who = "the reference" if bare else "the run"
@@ -234,6 +236,7 @@ class StepComparison:
         return f"{who} does not have {_WORDS[signal]}{hint}"
 
     def _batch(self, stage: str) -> Check:
+        """Check that both sides had the same batches."""
         name = f"{stage}.batch"
         if why := self._unmatched(stage) or _data_obstacle(self.reference, self.got):
             return Check.unknown(name, why)
@@ -249,6 +252,7 @@ class StepComparison:
         return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
 
     def _rates(self, stage: str) -> Check:
+        """Check that both sides had the same learning rates."""
         name = f"{stage}.learning_rates"
         if why := self._unmatched(stage):
             return Check.unknown(name, why)
@@ -273,7 +277,7 @@ def count_marks(step: Step) -> Counter[str]:
 
 
 def count_common_rows(expected: Step, got: Step) -> tuple[int, int] | None:
-    """(how many rows of a step are the reference's, how many it has), or None if they were not recorded."""
+    """Count (rows of a step that are the reference's, its rows); None if rows were not recorded."""
     if not expected.rows or not got.rows:
         return None
     ours = count_marks(got)

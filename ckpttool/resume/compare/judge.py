@@ -81,9 +81,9 @@ class Judgement(NamedTuple):
 
     @property
     def unsure(self) -> bool:
-        """Whether nothing fails but numbers of later steps or the first update, as they also do in a job that amplifies
-        every rounding: Muon orthogonalises its updates in bf16, and Adagrad makes full-size updates of rounding noise.
-        """
+        """Tell whether nothing fails but numbers of later steps or the first update, as they also do in a job that
+        amplifies every rounding: Muon orthogonalises its updates in bf16, and Adagrad makes full-size updates of
+        rounding noise."""
         failed = self.failed
         numbers = (c.source in ("measured", "given") and (c.stage == "steps" or c.name in _UPDATES) for c in failed)
         return self.noise is None and bool(failed) and not self.random and all(numbers)
@@ -140,7 +140,8 @@ def judge(
 
 
 def measure_noise(a: Trace, b: Trace) -> dict[str, float]:
-    """{name of a check: deviation} between two runs of one job; what both have not is left out, NaN is infinite."""
+    """Measure {name of a check: deviation} between two runs of one job; what both have not is left out, NaN is
+    infinite."""
     every: dict[str, list[float]] = {}
     found = run_checks.compare_logits(a, b)
     if not isinstance(found, str):

@@ -49,7 +49,7 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 
 
 def peak_flops(device: str | None) -> float | None:
-    """Peak of dense bf16 of a device, by its CUDA device name; None if it is not in the list."""
+    """Look up the peak of a device in dense bf16, in FLOP/s, by its CUDA device name; None if it is not in the list."""
     for pattern, flops, _ in PEAKS:
         if device and re.search(pattern, device):
             return flops
@@ -57,7 +57,7 @@ def peak_flops(device: str | None) -> float | None:
 
 
 def compute_metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str, float]:
-    """Speed and memory of a run, as far as known.
+    """Compute speed and memory of a run, as far as known; each key of the result ends in its unit.
 
     step_seconds is the median without the first step, which warms up. Memory is that of the rank that took most;
     headroom_gib is what is left on the fullest device.
@@ -95,7 +95,7 @@ def compute_metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str,
 
 
 def _tokens_per_step(trace: Trace) -> float | None:
-    """Tokens of one step, over all ranks."""
+    """Return the tokens of one step, over all ranks; None if that is not known."""
     if trace.global_batch and trace.sequence:
         return float(trace.global_batch * trace.sequence)
     known = [s.tokens for s in trace.steps if s.tokens]
@@ -103,12 +103,13 @@ def _tokens_per_step(trace: Trace) -> float | None:
 
 
 def _device_name(trace: Trace) -> str | None:
-    """The CUDA name of the device."""
+    """Return the CUDA name of the device; without one the kind of device, None if nothing is known."""
     name = trace.environment.get("gpu") or trace.device
     return str(name) if name else None
 
 
 def _peak_flops_of_run(trace: Trace) -> float | None:
+    """Look up the peak of the run's device; None for fp32, which has another peak, as has TF32."""
     if trace.dtype is None or compute_precision(None, trace) != "bf16":
         return None  # fp32 has another peak, TF32 yet another
     return peak_flops(_device_name(trace))
@@ -123,7 +124,7 @@ def check_gates(
     max_step_seconds: float | None = None,
     max_load_seconds: float | None = None,
 ) -> list[Check]:
-    """A check for each limit that is not None. If its number is not known, the gate fails."""
+    """Check each limit that is not None. If its number is not known, the gate fails."""
     out = []
     for name, key, limit, unit in (
         ("min_mfu", "mfu", min_mfu, ""),
@@ -155,7 +156,7 @@ _WHAT = {
 
 
 def _explain_unknown(trace: Trace, key: str) -> str:
-    """Why a number is not known, and which option would help."""
+    """Say why a number is not known, and which option would help."""
     if key == "reserved_gib":
         return "no rank reported the memory of a device; run on GPUs"
     if key == "load_seconds":

@@ -26,8 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def compare_names(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> MisfitRecord:
-    """How the model's names in a checkpoint and in a job differ: {"missing", "surplus", "shapes", "prefix",
-    "job_prefix", "rows"}.
+    """Compare the names and shapes of the model in a checkpoint with those in a job.
 
     Args:
         stored, live: {FQN: shape} of the checkpoint's model and of the job's.
@@ -53,7 +52,7 @@ def compare_names(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -
 
 
 def _common_prefixes(names: Iterable[str]) -> list[str]:
-    """The modules that all names begin with: ["a.b.", "a."]"""
+    """List the modules that all names begin with, the longest first: ["a.b.", "a."]"""
     parts: list[str] | None = None
     for n in names:
         mine = n.split(".")[:-1]
@@ -70,10 +69,12 @@ def _common_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _strip_prefix(names: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Take a prefix off all names."""
     return {n.removeprefix(prefix): shape for n, shape in names.items()}
 
 
 def _fits(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> bool:
+    """Tell whether names and shapes of a checkpoint are those of a job, where tied parameters need one name only."""
     others = {n: set(group) for group in tied for n in group}
     return all(live.get(n) == shape for n, shape in stored.items()) and all(
         n in stored or any(m in stored for m in others.get(n, ())) for n in live
@@ -81,7 +82,7 @@ def _fits(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> bool:
 
 
 def does_not_fit(reference: Trace | None, got: Trace) -> bool:
-    """Whether loading failed because checkpoint and job are of different models, and nothing of the reference was
+    """Tell whether loading failed because checkpoint and job are of different models, and nothing of the reference was
     lost."""
     if got.failed is None or got.misfit is None:
         return False
@@ -97,7 +98,7 @@ def does_not_fit(reference: Trace | None, got: Trace) -> bool:
 
 
 def describe_misfit(got: Trace) -> str:
-    """What does not fit, and what would make it fit."""
+    """Say what does not fit, and what would make it fit."""
     how: MisfitRecord = got.misfit or {"missing": [], "surplus": [], "shapes": {}}
     if adapter := how.get("adapter"):
         return (

@@ -31,7 +31,7 @@ _BESIDE = {
 
 
 def list_not_verified(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> list[str]:
-    """Short sentences, what matters most first.
+    """List in short sentences what the run did not verify, what matters most first.
 
     Args:
         reference, got, checks: as `judge` had and gave them.
@@ -52,6 +52,7 @@ def list_not_verified(reference: Trace | None, got: Trace, checks: Sequence[Chec
 
 
 def _same_job(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """Say what faults both runs would share."""
     if reference is None:
         yield "whether training goes on as before: there is no reference"
     elif not is_recording(reference):
@@ -66,6 +67,7 @@ def _same_job(reference: Trace | None, got: Trace) -> Iterator[str]:
 
 
 def _switched_off(got: Trace) -> Iterator[str]:
+    """Say which randomness of the forward pass did not take part."""
     if got.dropout_off:
         yield f"dropout (probability up to {got.dropout_off:g}): it was switched off"
     if got.environment.get("random") == "seeded":
@@ -75,6 +77,7 @@ def _switched_off(got: Trace) -> Iterator[str]:
 
 
 def _copies_not_saved(got: Trace) -> Iterator[str]:
+    """Say which tensors' copies the round trip cannot vouch for."""
     if apart := got.roundtrip.get("apart"):
         yield (
             f"whether a save keeps every rank's own copy of {plural(len(apart), 'tensor')}, first "
@@ -83,6 +86,7 @@ def _copies_not_saved(got: Trace) -> Iterator[str]:
 
 
 def _idle_scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """Say that the scheduler was not seen at work, and where the rates come from."""
     waits = bool(got.environment.get("scheduler_waits"))
     if waits or (
         got.scheduler is None and any(side_state_of(t, "scheduler") for t in (got, reference) if t is not None)
@@ -96,7 +100,7 @@ def _idle_scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
 
 
 def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> Iterator[str]:
-    """What the checkpoint holds none of, where a recording does not tell whether the checkpoint of its job did."""
+    """Say what the checkpoint holds none of, where a recording does not tell whether the checkpoint of its job did."""
     if reference is None or not is_recording(reference):
         return
     if reference.generators and not side_state_of(got, "rng"):
@@ -111,7 +115,7 @@ def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) 
 
 
 def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """What the checkpoint holds and this job does not use, so that at most the stored values were compared."""
+    """Say what the checkpoint holds and this job does not use, so that at most the stored values were compared."""
     held = {c: what for c, what in _BESIDE.items() if side_state_of(got, c)}
     if got.environment.get("rng_restored"):
         held.pop("rng", None)
@@ -133,6 +137,7 @@ def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
 
 
 def _unread_files(got: Trace) -> Iterator[str]:
+    """Say which files beside the checkpoint were not read."""
     if got.unread:
         yield (
             "files beside the checkpoint that were not read: "
@@ -141,6 +146,7 @@ def _unread_files(got: Trace) -> Iterator[str]:
 
 
 def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """Say which tensors, keys of the configuration and options of param groups were left out of comparisons."""
     if got.stored:
         tied = {n for group in got.tied for n in group}
         rest = [n for n in got.state if n not in got.stored and fqn_of(n) not in tied]
@@ -163,7 +169,7 @@ def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
 
 
 def _checks_not_judged(checks: Sequence[Check]) -> Iterator[str]:
-    """The checks that could not be judged, those with one reason together."""
+    """Name the checks that could not be judged, those with one reason together."""
     by: dict[str, list[str]] = {}
     for c in checks:
         if c.verdict == "not comparable":
@@ -173,4 +179,5 @@ def _checks_not_judged(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def _one_line(names: str, why: str) -> str:
+    """Put names and a reason into one printable line."""
     return f"{escape_unprintable(names)}: {escape_unprintable(why, 80)}"

@@ -37,8 +37,8 @@ SPIKE = 10.0
 
 
 def compare_logits(reference: Trace, got: Trace) -> tuple[float, float | None, float | None] | str:
-    """(relative L2, largest absolute difference, mean KL divergence), or why the logits cannot be compared. Of a
-    recorded sketch, only the first is known, and the others are None."""
+    """Compare the probes' logits: (relative L2, largest absolute difference, mean KL divergence), or why they cannot be
+    compared. Of a recorded sketch, only the first is known, and the others are None."""
     import numpy as np
 
     if reference.probe.get("sketch"):
@@ -77,6 +77,8 @@ def compare_logits(reference: Trace, got: Trace) -> tuple[float, float | None, f
 
 
 def _compare_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] | str:
+    """Compare the sketch of a run's logits with a recorded one: (relative L2, None, None), or why that cannot be
+    done."""
     ours = got.probe.get("recorded") or {"skipped": "the run did not compute the logits of the recorded rows"}
     if "skipped" in ours:
         return f"this job could not compute the logits of the recorded rows: {ours['skipped']}"
@@ -100,6 +102,7 @@ def _compare_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] 
 
 
 def _log_softmax(x: Any) -> Any:
+    """Compute the logarithm of the softmax of each row."""
     import numpy as np
 
     x = x - x.max(axis=1, keepdims=True)
@@ -107,7 +110,7 @@ def _log_softmax(x: Any) -> Any:
 
 
 def check_probe(reference: Trace, got: Trace, bound: Bound) -> Check:
-    """The logits of the probe, compared with the reference's."""
+    """Check the logits of the probe against the reference's."""
     name = "probe.logits"
     found = compare_logits(reference, got)
     if isinstance(found, str):
@@ -126,7 +129,7 @@ def check_probe(reference: Trace, got: Trace, bound: Bound) -> Check:
 
 
 def check_probe_ranks(got: Trace) -> Check:
-    """Whether all ranks computed the same logits."""
+    """Check that all ranks computed the same logits."""
     name, agree = "probe.ranks", got.probe.get("agree")
     if agree is None:
         return Check.unknown(name, "the ranks did not compare their logits")
@@ -138,7 +141,7 @@ def check_probe_ranks(got: Trace) -> Check:
 
 
 def check_ranks(got: Trace) -> Check:
-    """Whether all ranks report the same loss in every step."""
+    """Check that all ranks report the same loss in every step."""
     name = "run.ranks"
     known = [s for s in got.steps if s.losses]
     if not known:
@@ -154,6 +157,7 @@ def check_ranks(got: Trace) -> Check:
 
 
 def _losses_by_value(losses: Sequence[float]) -> str:
+    """Say which ranks report which loss."""
     ranks: dict[str, list[int]] = {}
     for rank, x in enumerate(losses):
         ranks.setdefault(repr(x), []).append(rank)
@@ -161,7 +165,7 @@ def _losses_by_value(losses: Sequence[float]) -> str:
 
 
 def check_finite(got: Trace) -> Check:
-    """Whether losses and norms are finite."""
+    """Check that losses and norms are finite."""
     name = "run.finite"
     if not got.steps:
         return Check.unknown(name, "no step was run")
@@ -177,7 +181,8 @@ def check_finite(got: Trace) -> Check:
 
 
 def check_spike(reference: Trace | None, got: Trace) -> Check:
-    """The largest grad norm relative to the reference's in the same step, or else to the median of the steps before."""
+    """Check the largest grad norm relative to the reference's in the same step, or else to the median of the steps
+    before."""
     name = "run.spike"
     theirs = {s.step: s.grad_norm for s in reference.steps} if reference is not None else {}
     before: list[float] = []
@@ -201,7 +206,7 @@ def check_spike(reference: Trace | None, got: Trace) -> Check:
 
 
 def check_dead(reference: Trace | None, got: Trace) -> Check:
-    """Whether there is a gradient in every step, or in every step in which the reference has one."""
+    """Check that there is a gradient in every step, or in every step in which the reference has one."""
     name = "run.dead"
     known = [s for s in got.steps if s.grad_norm is not None]
     if not known:
@@ -215,7 +220,7 @@ def check_dead(reference: Trace | None, got: Trace) -> Check:
 
 
 def check_round_trip(got: Trace) -> Check:
-    """Whether the job holds the same state after a save and a load."""
+    """Check that the job holds the same state after a save and a load."""
     name = "roundtrip.state"
     if "differing" not in got.roundtrip:
         return Check.unknown(name, f"no save and load: {got.roundtrip.get('skipped', 'it was not requested')}")

@@ -26,7 +26,7 @@ _CUTS = "extra.ds_config.zero_optimization."
 
 
 def is_comparable(value: Any) -> bool:
-    """Whether a value is plain data that can be compared; "<module.Class>" stands for an object that is not."""
+    """Tell whether a value is plain data that can be compared; "<module.Class>" stands for an object that is not."""
     if isinstance(value, (list, tuple)):
         return all(map(is_comparable, value))
     return not (isinstance(value, str) and value.startswith("<"))
@@ -37,7 +37,7 @@ class SideStateDiff:
     """The differences of one component beside model and optimizer: values, and marks of arrays and tensors.
 
     `found` {name: (expected, found)}, `missing` names only in the reference, `extra` names only here, `unknown` names
-    whose objects cannot be compared, `compared` how many names were.
+    whose objects cannot be compared, `compared` how many names were. `held` is whether this side has any of it.
     """
 
     found: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -45,19 +45,26 @@ class SideStateDiff:
     extra: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     compared: int = 0
+    held: bool = True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the reference has the component and this side has nothing of it."""
+        return bool(self.missing) and not self.held
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, by name; the missing ones last."""
+        """List what is wrong, by name; the missing ones last."""
         return [*self.changes, *(f"{n} is missing" for n in self.missing)]
 
     @property
     def changes(self) -> list[str]:
-        """How the found ones differ, by name."""
+        """Say how the found ones differ, by name."""
         return [_describe_change(n, *two) for n, two in self.found.items()]
 
 
 def _describe_change(name: str, expected: Any, found: Any) -> str:
+    """Say how a value differs; of long lists only the first difference is shown."""
     if type(expected) is type(found) is list and max(len(expected), len(found)) > _FEW:
         if len(expected) != len(found):
             return f"{name} has {len(found)} values and had {len(expected)}"
@@ -83,7 +90,7 @@ class Marked(NamedTuple):
 
 
 def side_state_of(trace: Trace, component: str) -> dict[str, Any]:
-    """{name: value, or Marked} of a component beside model and optimizer."""
+    """Return {name: value, or Marked} of a component beside model and optimizer, without what means nothing later."""
     out: dict[str, Any] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
     out.update((n, Marked(*m)) for n, m in trace.others.items() if n.partition(".")[0] == component)
     if out.get(component) in ([], (), {}):
@@ -93,13 +100,13 @@ def side_state_of(trace: Trace, component: str) -> dict[str, Any]:
 
 
 def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStateDiff:
-    """What differs in a component beside model and optimizer.
+    """Compare a component beside model and optimizer, such as "scheduler" or "rng".
 
     Nothing is compared if a recording has none of it, or has it of another step. Random states are compared with those
     of the recorded ranks, under whatever names the checkpoint has them, unless the recording has them by name.
     """
     theirs, ours = side_state_of(reference, component), side_state_of(got, component)
-    out = SideStateDiff()
+    out = SideStateDiff(held=bool(ours))
     if is_recording(reference) and (not theirs or reference.start != got.start):
         return (
             _compare_random_states(reference, ours, got.layout in _EVERY_RANK)
@@ -124,20 +131,20 @@ def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStat
 
 
 def _variants_of_ranks(reference: Trace, name: str) -> list[Any]:
-    """What ranks of a recorded job held under one name, if they did not agree; a checkpoint has what one of them
+    """Return what ranks of a recorded job held under one name, if they did not agree; a checkpoint has what one of them
     saved."""
     found = reference.variants.get(name, [])
     return [Marked(*x) for x in found] if name in reference.others else found
 
 
 def _compare_random_states(reference: Trace, ours: dict[str, Any], every: bool) -> SideStateDiff:
-    """The random states of a checkpoint against those of the recorded ranks.
+    """Compare the random states of a checkpoint with those of the recorded ranks.
 
     A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's.
     More than the recorded generators (one of the data, say) may be there. `every`: the trainer saves those of all
     ranks, so one that is there alone is what was left.
     """
-    out = SideStateDiff()
+    out = SideStateDiff(held=bool(ours))
     for kind in ("torch", "cuda", "numpy", "python"):
         ranks = [Marked(str(g[kind][0]), tuple(g[kind][1]), str(g[kind][2])) for g in reference.generators if kind in g]
         if not ranks or len(ranks) != len(reference.generators):
@@ -164,23 +171,24 @@ def _compare_random_states(reference: Trace, ours: dict[str, Any], every: bool) 
 
 
 def _rank_in(name: str, kind: str) -> int | None:
-    """The first number in a name, but for the place of an array within the tuple that is a state of numpy's or
-    Python's."""
+    """Find the rank in a name: its first number, but for the place of an array within the tuple that is a state of
+    numpy's or Python's. None if there is none."""
     numbers = re.findall(r"\d+", name.removesuffix(".1") if kind in ("numpy", "python") else name)
     return int(numbers[0]) if numbers else None
 
 
 def is_recording(trace: Trace) -> bool:
-    """Whether a trace comes from a Recorder, and not from a run of ours on a checkpoint."""
+    """Tell whether a trace comes from a Recorder, and not from a run of ours on a checkpoint."""
     return trace.layout is None
 
 
 def _digest(x: Any) -> str | None:
+    """Return the digest of a mark; None of a plain value."""
     return x.digest if isinstance(x, Marked) else None
 
 
 def _is_same_number(a: Any, b: Any) -> bool:
-    """Whether one is a number and the other a tensor of that number alone, as which some layouts keep it."""
+    """Tell whether one is a number and the other a tensor of that number alone, as which some layouts keep it."""
     number, marked = (b, a) if isinstance(a, Marked) else (a, b)
     if not isinstance(marked, Marked) or isinstance(number, Marked) or marked.shape not in ((), (1,)):
         return False

@@ -34,7 +34,7 @@ __all__ = ["check_configuration", "check_loaded", "check_own_tying", "check_plau
 
 
 def check_loaded(got: Trace, profile: str) -> Check:
-    """Whether the job holds what the files contain."""
+    """Check that the job holds what the files contain."""
     name = "state.loaded"
     if got.failed is not None:
         return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
@@ -56,8 +56,8 @@ def check_loaded(got: Trace, profile: str) -> Check:
 
 
 def check_plausible(got: Trace, reference: Trace | None = None) -> Check:
-    """Faults that a state shows by itself. What the reference holds as well, at the same step, is none: parts of a
-    module may have been frozen for some steps."""
+    """Check for faults that a state shows by itself. What the reference holds as well, at the same step, is none: parts
+    of a module may have been frozen for some steps."""
     name = "state.plausible"
     if got.failed is not None or (not got.state and not got.scalars):
         return Check.unknown(name, "the run did not record what the job held")
@@ -71,8 +71,8 @@ def check_plausible(got: Trace, reference: Trace | None = None) -> Check:
 
 
 def _implausible_facts(got: Trace) -> list[str]:
-    """What no training produces. Parameters that never got a gradient have no optimizer state, and those that got fewer
-    gradients have smaller steps."""
+    """List what no training produces. Parameters that never got a gradient have no optimizer state, and those that got
+    fewer gradients have smaller steps."""
     problems = [f"{n} is {v}" for n, v in got.scalars.items() if n.startswith("optim.") and not math.isfinite(v)]
     trained = _steps_trained(got)
     steps = {n: v for n, v in optimizer_steps(got).items() if math.isfinite(v)}
@@ -102,13 +102,13 @@ def _implausible_facts(got: Trace) -> list[str]:
 
 
 def _steps_trained(trace: Trace) -> int:
-    """How many steps the training had done when the checkpoint was saved, as far as the trace knows."""
+    """Return how many steps the training had done when the checkpoint was saved, as far as the trace knows."""
     count = step_count(trace.values.get)
     return trace.start if count is None else count
 
 
 def _steps_by_module(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Optimizer steps, grouped by module within a layer (layers.1.self_attn), whose parameters train together.
+    """Group optimizer steps by module within a layer (layers.1.self_attn), whose parameters train together.
 
     Whole layers are not grouped, nor are lists of experts: an expert without tokens gets no gradient.
     """
@@ -126,7 +126,7 @@ def _steps_by_module(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
-    """Names, shapes, fingerprints and scalars, compared with the reference."""
+    """Check names, shapes, fingerprints and scalars against the reference."""
     names = ("state.names", "state.shapes", "state.digests", "state.scalars")
     why = state_obstacle(reference, got)
     if why is not None:
@@ -190,7 +190,7 @@ def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
 
 
 def check_configuration(reference: Trace, got: Trace) -> list[Check]:
-    """Param groups, scheduler, other values, ties and the model's configuration, compared with the reference."""
+    """Check param groups, scheduler, other values, ties and the model's configuration against the reference."""
     if got.failed is not None:
         names = ("groups", "scheduler", *_WORDS, "values", "tied", "model")
         return [Check.unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
@@ -204,6 +204,7 @@ _WORDS = {"rng": "random states", "dataloader": "the dataloader's state", "scale
 
 
 def _check_param_groups(reference: Trace, got: Trace) -> Check:
+    """Check the options of each parameter's group, and who is in the optimizer."""
     name = "config.groups"
     theirs, ours = options_by_parameter(reference), options_by_parameter(got)
     if not theirs or not ours:
@@ -228,9 +229,10 @@ def _check_param_groups(reference: Trace, got: Trace) -> Check:
 
 
 def _check_scheduler(reference: Trace, got: Trace) -> Check:
+    """Check the scheduler's stored state."""
     name = "config.scheduler"
     found = compare_side_state(reference, got, "scheduler")
-    if found.missing and not side_state_of(got, "scheduler"):
+    if found.is_lost:
         return Check.of(name, False, "the checkpoint has no scheduler state, but the reference has", 1, 0, "exact")
     if not found.compared and not found.missing:
         return Check.unknown(name, _explain_absent(reference, got, "scheduler", "a scheduler's state"))
@@ -244,9 +246,10 @@ def _check_scheduler(reference: Trace, got: Trace) -> Check:
 
 
 def _check_component(reference: Trace, got: Trace, component: str) -> Check:
+    """Check a component that has a check of its own: rng, dataloader, scaler."""
     name, what = f"config.{component}", _WORDS[component]
     found = compare_side_state(reference, got, component)
-    if found.missing and not side_state_of(got, component):
+    if found.is_lost:
         if files := [n for n, what in got.unread if what == component]:
             return Check.unknown(name, f"{what} may be in {format_list(files)}, which was not read")
         text = f"the checkpoint has lost {what}: {format_list(found.missing)}"
@@ -258,7 +261,7 @@ def _check_component(reference: Trace, got: Trace, component: str) -> Check:
 
 
 def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> str:
-    """Why nothing of a component was compared."""
+    """Say why nothing of a component was compared."""
     if is_recording(reference):
         if reference.start != got.start:
             return f"the reference recorded {what} at step {reference.start}"
@@ -276,12 +279,14 @@ def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> 
 
 
 def _mention_extra(check: Check, found: SideStateDiff) -> Check:
+    """Add to a check's text what only this side has."""
     if found.extra:
         check.text += f"; only here: {format_list(found.extra)}"
     return check
 
 
 def _check_values(reference: Trace, got: Trace) -> Check:
+    """Check counters, other values and tensors outside the job, and gradient clipping."""
     name = "config.values"
     problems, extra, compared = list[str](), list[str](), 0
     for component in ("trainer", "extra", "model", "optim"):
@@ -301,7 +306,7 @@ def _check_values(reference: Trace, got: Trace) -> Check:
 
 
 def check_own_tying(got: Trace) -> Check | None:
-    """Whether the head is tied if the model's configuration says so; None if it does not, or if there is no head."""
+    """Check that the head is tied if the model's configuration says so; None if it does not, or if there is no head."""
     heads = [n for n in got.state if n.startswith("model.") and n.endswith("lm_head.weight")]
     if got.config is None or got.config.get("tie_word_embeddings") is not True or not heads:
         return None
@@ -312,6 +317,7 @@ def check_own_tying(got: Trace) -> Check | None:
 
 
 def _check_tied(reference: Trace, got: Trace) -> Check:
+    """Check that the same parameters are tied on both sides."""
     name = "config.tied"
     own = check_own_tying(got)
     if own is not None and own.verdict == "fail":
@@ -328,6 +334,7 @@ def _check_tied(reference: Trace, got: Trace) -> Check:
 
 
 def _check_model_config(reference: Trace, got: Trace) -> Check:
+    """Check the model's configuration."""
     name = "config.model"
     if reference.config is None or got.config is None:
         who = "the reference" if reference.config is None else "the run"

@@ -60,14 +60,14 @@ class Check:
         source: str = "",
         where: str | None = None,
     ) -> Check:
-        """A check whose stage follows from its name. Numbers that are not finite appear only in the text."""
+        """Make a check whose stage follows from its name. Numbers that are not finite appear only in the text."""
         word: Word = ("pass" if verdict else "fail") if isinstance(verdict, bool) else verdict
         number, bound = (None if x is None or not math.isfinite(x) else x for x in (number, bound))
         return cls(_STAGES[name.partition(".")[0]], name, word, text, number, bound, source, where)
 
     @classmethod
     def exact(cls, name: str, problems: Sequence[str], good: str, bad: str) -> Check:
-        """A check that fails on any problem: problems are names, or names and what is wrong about them."""
+        """Make a check that fails on any problem: problems are names, or names and what is wrong about them."""
         if not problems:
             return cls.of(name, True, good, 0, 0, "exact")
         first = problems[0].split(" ")[0]
@@ -76,7 +76,7 @@ class Check:
 
     @classmethod
     def unknown(cls, name: str, why: str) -> Check:
-        """A check that could not be judged, and why."""
+        """Make a check that could not be judged, and say why."""
         return cls.of(name, "not comparable", why)
 
 

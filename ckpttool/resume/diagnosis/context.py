@@ -39,7 +39,7 @@ class Context:
         return self.reference
 
     def passed(self, name: str) -> bool:
-        """Whether a check was run and passed."""
+        """Tell whether a check was run and passed."""
         return name in self.checks and self.checks[name].verdict == "pass"
 
     def seen(self, *names: str) -> list[str]:

@@ -56,8 +56,8 @@ class FaultyFiles:
 
 
 def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Inspected]:
-    """How these tensors differ in the files: the first of every slot, then the first ones, then as many as are soon
-    read."""
+    """Read how these tensors differ in the files: the first of every slot, then the first ones, then as many as are
+    soon read."""
     left, right = (o.locate() for o in opened)
 
     def readable(n: str, m: str) -> bool:
@@ -107,8 +107,8 @@ def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequen
 def find_faulty_files(
     opened: tuple[OpenCheckpoint, OpenCheckpoint], looked: Mapping[str, Inspected], wrong: Sequence[str]
 ) -> FaultyFiles | None:
-    """The one or two files that have every difference, if most of what they hold differs and nothing of any other file
-    does.
+    """Find the one or two files that have every difference, if most of what they hold differs and nothing of any other
+    file does; None otherwise.
 
     `looked` is what `inspect_tensors` gave, and `wrong` are all tensors that differ.
     """
@@ -134,7 +134,7 @@ def find_faulty_files(
 
 
 def _read_array(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
-    """A tensor of the files as an array."""
+    """Read a tensor of the files into an array."""
     import numpy as np
 
     entry = ckpt.tensors[name]
@@ -147,13 +147,13 @@ def _read_array(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
 
 
 def file_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
-    """The file with an element of a tensor; `flat` is its row-major index."""
+    """Find the file with an element of a tensor; `flat` is its row-major index. None if no chunk contains it."""
     chunk, _ = _find_chunk(ckpt, name, flat)
     return None if chunk is None else ckpt.files[chunk.extent.file]
 
 
 def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
-    """Where an element of a tensor is: file, bytes of its chunk, and the rank of the shard if file names tell it.
+    """Say where an element of a tensor is: file, bytes of its chunk, and the rank of the shard if file names tell it.
 
     `flat` is its row-major index; None if no chunk contains it.
     """
@@ -174,7 +174,7 @@ def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
 
 
 def _find_chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, list[int]]:
-    """The chunk with an element, and the element's index in each dimension."""
+    """Find the chunk with an element, None if there is none, and the element's index in each dimension."""
     at: list[int] = []
     entry = ckpt.tensors.get(name)
     if entry is None or not entry.numel:
@@ -189,7 +189,7 @@ def _find_chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, l
 
 
 def _rank_of_file(file: str) -> int | None:
-    """The rank that wrote a file, from the file names of DCP, ZeRO and FSDP1."""
+    """Find the rank that wrote a file, from the file names of DCP, ZeRO and FSDP1; None if its name does not tell."""
     name = file.rpartition("/")[2]
     for pattern in (
         r"^__(\d+)_\d+\.distcp$",

@@ -28,7 +28,7 @@ Read = Callable[[str], Any]
 
 
 def find_related(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
-    """What a tensor holds, if it follows from others of the reference; None if it does not.
+    """Find what a tensor holds, if it follows from other tensors of the reference; None if it does not.
 
     Args:
         ckpt, read: the reference, and what reads one of its tensors, None if that is too large.
@@ -41,6 +41,7 @@ def find_related(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got
 
 
 def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+    """Find another moment of the same parameter whose values a moment holds."""
     for other in ckpt.tensors:
         if other != name and slot_of(other) != "weights" and fqn_of(other) == fqn_of(name):
             text = _describe_if_same(read(other), got, f"the values of {slot_of(other)}")
@@ -50,13 +51,15 @@ def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDif
 
 
 def side_tensors_of(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]:
-    """(name, what is before the FQN in it) of the tensors outside model and optimizer that belong to a parameter."""
+    """Yield (name, what is before the FQN in it) of the tensors outside model and optimizer that belong to a
+    parameter."""
     for n in names:
         if n.endswith("." + fqn) and n.partition(".")[0] not in ("model", "optim", "rng", "dataloader"):
             yield n, n[: -len(fqn) - 1]
 
 
 def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+    """Find a tensor outside model and optimizer, such as an average, whose values a weight holds."""
     for other, at in side_tensors_of(ckpt.tensors, fqn_of(name)):
         text = _describe_if_same(read(other), got, f"the values that the reference has in {at}")
         if text is not None:
@@ -65,7 +68,7 @@ def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
 
 
 def _describe_if_same(other: Any, got: Any, whose: str) -> str | None:
-    """What `got` holds of another tensor, if that is all it holds."""
+    """Say what `got` holds of another tensor, if that is all it holds; None otherwise."""
     if other is None or other.shape != got.shape:
         return None
     found = compare_tensors(other, got)
@@ -75,7 +78,7 @@ def _describe_if_same(other: Any, got: Any, whose: str) -> str | None:
 
 
 def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
-    """The reference plus a multiple of the product of its adapter's two factors."""
+    """Find whether a weight is the reference plus a multiple of the product of its adapter's two factors."""
     import numpy as np
 
     for names, words in _lora_factors(ckpt, name) if got.ndim == 2 and is_floating(got) else ():
@@ -103,7 +106,7 @@ def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
 
 
 def _lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], str]]:
-    """((name of the factor that is applied first, of the other), their product in words) of the adapters of a
+    """Yield ((name of the factor that is applied first, of the other), their product in words) of the adapters of a
     weight."""
     of = fqn_of(name).removesuffix(".weight").removesuffix(".base_layer").removesuffix(".base") + "."
     for one in ckpt.tensors:
@@ -118,7 +121,7 @@ def _lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str]
 
 
 def _factor_products(down: Any, up: Any, shape: tuple[int, ...]) -> Iterator[Any]:
-    """The product of two factors in every orientation that has this shape."""
+    """Yield the product of two factors in every orientation that has this shape."""
     for x, y in ((up, down), (down, up)):
         if x.shape[1] == y.shape[0]:
             if (x.shape[0], y.shape[1]) == shape:

@@ -23,7 +23,8 @@ __all__ = ["describe_row_mismatch"]
 def describe_row_mismatch(
     reference: Trace, got: Trace, pairs: Sequence[tuple[Step, Step]]
 ) -> tuple[CauseKind, str] | None:
-    """Return (kind of cause, sentence) for steps (expected, found) with other batches, or None if rows say nothing."""
+    """Say what happened to the rows of steps (expected, found) with other batches: (kind of cause, sentence); None if
+    rows say nothing."""
     known = [(a, b) for a, b in pairs if a.rows and b.rows]
     if not known:
         return None
@@ -50,7 +51,7 @@ def describe_row_mismatch(
 
 
 def _describe_doubled_rows(expected: Step, got: Step) -> str | None:
-    """Which ranks have the rows of others, if the reference did not have them several times."""
+    """Say which ranks have the rows of others, if the reference did not have them several times; None if none has."""
     ours = [sorted(rows) for rows in split_marks(got.rows)]
     again = count_marks(got) - count_marks(expected)
     copies: dict[int, list[int]] = {}
@@ -70,7 +71,7 @@ def _describe_doubled_rows(expected: Step, got: Step) -> str | None:
 
 
 def _steps_by_row(steps: Sequence[Step]) -> dict[str, list[int]]:
-    """{row: the steps that have it}"""
+    """Return {mark of a row: the steps that have it}."""
     out: dict[str, list[int]] = {}
     for step in steps:
         for row in count_marks(step):
@@ -79,7 +80,7 @@ def _steps_by_row(steps: Sequence[Step]) -> dict[str, list[int]]:
 
 
 def _find_shift(batches: Sequence[tuple[Step, int]], others: Sequence[Step]) -> int | None:
-    """By how many samples these batches, of (step, the step that the other side calls it), run ahead of the other
+    """Find by how many samples these batches, of (step, the step that the other side calls it), run ahead of the other
     side's steps; None if their rows are not those of one step or of two in turn, by the same number in every batch that
     is all there."""
     steps = _steps_by_row(others)

@@ -47,7 +47,7 @@ __all__ = [
 
 
 def explain_tied(context: Context) -> None:
-    """Parameters that share their data on one side alone."""
+    """Explain parameters that share their data on one side alone."""
     check = context.failed.get("config.tied")
     if check is not None:
         names = [check.where] if check.where else []
@@ -60,7 +60,7 @@ def explain_tied(context: Context) -> None:
 
 
 def explain_model_config(context: Context) -> None:
-    """The model's own configuration."""
+    """Explain by the model's own configuration."""
     reference = context.expected
     if "config.model" not in context.failed or reference.config is None or context.got.config is None:
         return
@@ -70,7 +70,7 @@ def explain_model_config(context: Context) -> None:
 
 
 def explain_param_groups(context: Context) -> None:
-    """Options of param groups, and who is in one."""
+    """Explain by options of param groups, and by who is in one."""
     reference = context.expected
     if "config.groups" not in context.failed:
         return
@@ -115,7 +115,7 @@ def explain_groups_and_scheduler(context: Context) -> None:
 
 
 def explain_lost_scheduler(context: Context) -> None:
-    """The load failed since a scheduler has nothing to begin from, and the reference has that."""
+    """Explain a load that failed since a scheduler has nothing to begin from, where the reference has that."""
     reference = context.expected
     if (
         "scheduler" in (context.got.failed or "")
@@ -130,13 +130,13 @@ def explain_lost_scheduler(context: Context) -> None:
 
 
 def explain_scheduler(context: Context) -> None:
-    """Its state, or what the learning rates show of it."""
+    """Explain by the scheduler's state, or by what the learning rates show of it."""
     reference = context.expected
     evidence = context.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
     if "config.scheduler" in context.failed:
         apart = compare_side_state(reference, context.got, "scheduler")
         found, missing = apart.found, apart.missing
-        if missing and not side_state_of(context.got, "scheduler"):
+        if apart.is_lost:
             context.add(
                 CauseKind.SCHEDULER_MISSING,
                 "the checkpoint has no scheduler state",
@@ -169,7 +169,7 @@ def explain_scheduler(context: Context) -> None:
 
 
 def explain_side_state(context: Context) -> None:
-    """Clipping, counters, random states, dataloader, scaler and other values."""
+    """Explain by clipping, counters, random states, dataloader, scaler and other values."""
     reference = context.expected
     seen = context.seen("config.values")
     if (why := reference.unrecorded.get("clip")) and context.got.clip is None and context.seen(*_TRAINED):
@@ -191,7 +191,7 @@ def explain_side_state(context: Context) -> None:
         found = compare_side_state(reference, context.got, component)
         if check not in context.failed or not found.problems:
             continue
-        if found.missing and not found.found and not side_state_of(context.got, component):
+        if found.is_lost:
             text = f"the checkpoint has lost {what}: {format_list(found.missing)}"
         else:
             text = f"{what} differ{'s' if what.endswith(' state') else ''}: {format_list(found.problems)}"
@@ -199,6 +199,7 @@ def explain_side_state(context: Context) -> None:
 
 
 def _is_usually_undecayed(name: str) -> bool:
+    """Tell whether a parameter is, by its name, a norm or a bias, which usually has no weight decay."""
     return bool(re.search(r"norm|ln_|\.bias$|^bias$|layernorm", name))
 
 
@@ -236,7 +237,7 @@ def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[CauseKind, st
 
 
 def explain_data(context: Context) -> None:
-    """Other batches, or the same ones in other steps."""
+    """Explain by other batches, or by the same ones in other steps."""
     reference = context.expected
     if "step1.batch" not in context.failed and "steps.batch" not in context.failed:
         return

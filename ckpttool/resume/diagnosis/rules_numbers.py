@@ -42,7 +42,7 @@ _ALIKE = 10.0
 
 
 def explain_implausible(context: Context) -> None:
-    """What no training leaves."""
+    """Explain a state that no training leaves."""
     if "state.plausible" not in context.failed or "optimizer" in context.explained:
         return
     got, text = context.got, context.failed["state.plausible"].text
@@ -58,7 +58,7 @@ def explain_implausible(context: Context) -> None:
 
 
 def explain_not_finite(context: Context) -> None:
-    """The first NaN or infinity."""
+    """Explain the first NaN or infinity of the steps."""
     if "run.finite" not in context.failed:
         return
     step, found = next((s, found) for s in context.got.steps if (found := list(non_finite_values(s))))
@@ -81,7 +81,7 @@ def explain_not_finite(context: Context) -> None:
 
 
 def explain_gradient_scale(context: Context) -> None:
-    """The grad norm is a whole multiple, or part, while the loss is the same."""
+    """Explain a grad norm that is a whole multiple, or part, of the reference's while the loss is the same."""
     reference = context.expected
     first = first_common_step(reference, context.got)
     if "step1.grad_norm" not in context.failed or not context.passed("step1.loss") or first is None:
@@ -111,7 +111,7 @@ def explain_gradient_scale(context: Context) -> None:
 
 
 def explain_steps(context: Context) -> None:
-    """From numbers alone, where nothing exact has explained them."""
+    """Explain from numbers of steps alone, where nothing exact has explained them."""
     reference = context.expected
     first = first_common_step(reference, context.got)
     weights, data = "weights" in context.explained, "data" in context.explained
@@ -186,7 +186,7 @@ def explain_steps(context: Context) -> None:
 
 
 def _small_logit_deviation(context: Context) -> float | None:
-    """By how much the logits deviate if they pass and the loss deviates about as much; None if not."""
+    """Return by how much the logits deviate if they pass and the loss deviates about as much; None if not."""
     logits, loss = context.checks.get("probe.logits"), context.failed["step1.loss"].number
     if logits is None or logits.verdict != "pass" or not logits.number or loss is None:
         return None
@@ -194,7 +194,8 @@ def _small_logit_deviation(context: Context) -> float | None:
 
 
 def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
-    """Dropout or its random numbers, where it is on in one of the runs; differing random states were named before."""
+    """Explain by dropout or its random numbers, where it is on in one of the runs; differing random states were named
+    before."""
     a, b = (t.environment.get("dropout_probabilities") for t in (reference, context.got))
     if reference.dropout != context.got.dropout:
         now, was = ("on", "off") if context.got.dropout else ("off", "on")
@@ -212,6 +213,7 @@ def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) ->
 
 
 def _environment_changes(context: Context, reference: Trace) -> list[str]:
+    """Say which versions and devices differ."""
     a, b = reference.environment, context.got.environment
     return [
         f"{k} is {b[k]} and was {a[k]}"
@@ -221,6 +223,7 @@ def _environment_changes(context: Context, reference: Trace) -> list[str]:
 
 
 def _explain_frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    """Explain parameters that are not updated in the first step, though they were in the reference."""
     if not (a.updates and b.updates) or not {"step1.worst_update", "step1.update_norm"} & context.failed.keys():
         return
     still = [n for n, v in a.updates.items() if v > 0 and b.updates.get(n) == 0]
@@ -247,6 +250,7 @@ def _explain_frozen(context: Context, reference: Trace, a: Step, b: Step) -> Non
 
 
 def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    """Explain gradients that differ though the loss is equal."""
     evidence = context.seen("step1.grad_norm", "step1.worst_grad")
     found = _deviating_tensors(context, reference, a, b, updates=False)
     if not found:
@@ -269,6 +273,7 @@ def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> 
 
 
 def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    """Explain updates that differ though gradients are equal."""
     evidence = context.seen("step1.update_norm", "step1.worst_update")
     if a.update_norm and b.update_norm:
         evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
@@ -304,7 +309,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
 
 
 def _deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
-    """Tensors whose norm deviates by more than the check's bound, the farthest first."""
+    """List the tensors whose norm deviates by more than the check's bound, the farthest first."""
     check = context.checks.get("step1.worst_update" if updates else "step1.worst_grad")
     bound = check.bound if check is not None and check.bound is not None else 0.0
     every, _ = tensor_deviations(reference, context.got, a, b, updates, 1e-6)
@@ -313,7 +318,7 @@ def _deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, upd
 
 
 def explain_probe_ranks(context: Context) -> None:
-    """Ranks that compute other logits, from which all other numbers follow."""
+    """Explain ranks that compute other logits, from which all other numbers follow."""
     if "probe.ranks" in context.failed and "weights" not in context.explained:
         odd = context.got.probe.get("odd") or []
         who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {format_list(map(str, odd), 8)} compute"
@@ -323,7 +328,7 @@ def explain_probe_ranks(context: Context) -> None:
 
 
 def explain_loss_ranks(context: Context) -> None:
-    """Ranks that do not agree on the loss."""
+    """Explain ranks that do not agree on the loss."""
     if "run.ranks" in context.failed:
         step = next(s for s in context.got.steps if s.losses and any(x != s.losses[0] for x in s.losses))
         losses = [repr(x) for x in step.losses or []]
@@ -338,7 +343,7 @@ def explain_loss_ranks(context: Context) -> None:
 
 
 def explain_run(context: Context) -> None:
-    """A run that learns nothing, or leaps, where nothing else is wrong."""
+    """Explain a run that learns nothing, or leaps, where nothing else is wrong."""
     if "run.dead" in context.failed and not context.out:
         context.add(
             CauseKind.NO_GRADIENT,
@@ -350,7 +355,7 @@ def explain_run(context: Context) -> None:
 
 
 def explain_round_trip(context: Context) -> None:
-    """Saving and loading again."""
+    """Explain what changed when the job was saved and loaded again."""
     if "roundtrip.state" in context.failed:
         names = [str(n) for n in context.got.roundtrip.get("differing", [])]
         text = f"saving and loading again changes {format_list([readable_name(n) for n in names], 1)}"

@@ -49,7 +49,7 @@ __all__ = ["explain_absent", "explain_load", "explain_shapes", "explain_tensors"
 
 
 def explain_load(context: Context) -> None:
-    """It failed, or what the job holds is not what the files say."""
+    """Explain a load that failed, or after which the job does not hold what the files say."""
     got = context.got
     if got.failed is not None:
         context.add(CauseKind.LOAD_FAILED, f"the checkpoint could not be loaded: {got.failed}")
@@ -89,7 +89,7 @@ def explain_load(context: Context) -> None:
 
 
 def explain_absent(context: Context) -> None:
-    """Tensors that one side has and the other has not."""
+    """Explain tensors that one side has and the other has not."""
     reference = context.expected
     if not reference.state or (not context.got.state and context.got.failed is None):
         return
@@ -142,7 +142,7 @@ def explain_absent(context: Context) -> None:
 
 
 def explain_shapes(context: Context) -> None:
-    """Other shapes, or dtypes where the profile does not allow that."""
+    """Explain other shapes, and other dtypes where the profile does not allow them."""
     reference = context.expected
     common = [n for n in reference.state if n in context.got.state and must_be_equal(n)]
     other_shapes, other_dtypes = shape_differences(reference, context.got)
@@ -162,7 +162,7 @@ def explain_shapes(context: Context) -> None:
 
 
 def _group_by_change(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], list[str]]:
-    """{(expected, found): names}"""
+    """Group names by their change: {(expected, found): names}."""
     out: dict[tuple[Any, Any], list[str]] = {}
     for n, two in found.items():
         out.setdefault(two, []).append(n)
@@ -170,7 +170,7 @@ def _group_by_change(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, An
 
 
 def explain_tensors(context: Context) -> None:
-    """Tensors of one name, shape and dtype that have different bytes."""
+    """Explain tensors of one name, shape and dtype that have different bytes."""
     reference = context.expected
     if context.got.failed is not None:
         return
@@ -189,7 +189,7 @@ def explain_tensors(context: Context) -> None:
 
 
 def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
-    """Tensors that hold the bytes of others; the ones that do not are given back."""
+    """Explain tensors that hold the bytes of others; return those that do not."""
     holders: dict[str, list[str]] = {}
     for n, (_, shape, mark) in reference.state.items():
         if prod(shape) > 1 and mark:
@@ -233,8 +233,8 @@ def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list
 
 
 def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
-    """Weights that hold what the checkpoint has outside model and optimizer, such as averages; the others are given
-    back."""
+    """Explain weights that hold what the checkpoint has outside model and optimizer, such as averages; return the
+    others."""
     holders: dict[str, dict[str, None]] = {}
     for trace in (reference, context.got):
         for n, (_, shape, mark) in trace.others.items():
@@ -255,7 +255,7 @@ def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) 
 
 
 def _explain_slots(context: Context, left: dict[str, str]) -> None:
-    """Moments under each other's names."""
+    """Explain moments under each other's names, and take them out of `left`, {tensor: whose bytes it holds}."""
     pairs_ = {a: b for a, b in left.items() if fqn_of(a) == fqn_of(b) and slot_of(a) != slot_of(b)}
     for two in sorted({tuple(sorted((slot_of(a), slot_of(b)))) for a, b in pairs_.items()}):
         names = [a for a, b in pairs_.items() if tuple(sorted((slot_of(a), slot_of(b)))) == two]
@@ -275,7 +275,8 @@ def _explain_slots(context: Context, left: dict[str, str]) -> None:
 
 
 def _explain_layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
-    """Layers in another order: the same names but for the number, of at least half of the layer's tensors."""
+    """Explain layers in another order: the same names but for the number, of at least half of the layer's tensors. They
+    are taken out of `left`."""
     by: dict[tuple[int, int], list[str]] = {}
     for a, b in left.items():
         i, j = layer_of(a), layer_of(b)
@@ -309,7 +310,8 @@ def _explain_layers(context: Context, reference: Trace, left: dict[str, str]) ->
 
 
 def _explain_leaves(context: Context, left: dict[str, str]) -> None:
-    """Two parameters of one module under each other's names: q and k, gate and up."""
+    """Explain two parameters of one module under each other's names: q and k, gate and up. They are taken out of
+    `left`."""
     by: dict[tuple[str, str], list[str]] = {}
     for a, b in left.items():
         if slot_of(a) != slot_of(b) or layer_of(a) != layer_of(b):
@@ -330,7 +332,8 @@ def _explain_leaves(context: Context, left: dict[str, str]) -> None:
 
 
 def _explain_parts(context: Context, left: dict[str, str]) -> None:
-    """A part of a layer in others: the same names but for the number, of at least two tensors for each layer."""
+    """Explain a part of a layer in others: the same names but for the number, of at least two tensors for each layer.
+    They are taken out of `left`."""
     by: dict[tuple[int, int], list[str]] = {}
     for a, b in left.items():
         i, j = layer_of(a), layer_of(b)
@@ -354,7 +357,8 @@ def _explain_parts(context: Context, left: dict[str, str]) -> None:
 def _explain_steps(
     context: Context, reference: Trace, steps: Mapping[str, tuple[float, float]], rest: list[str]
 ) -> list[str]:
-    """The optimizer's step, and state of another step; tensors that this does not explain are given back."""
+    """Explain differing steps of the optimizer, and state of another step; return the tensors that this does not
+    explain."""
     if not steps:
         return rest
     names = [f"optim.state.{n}.step" for n in steps]

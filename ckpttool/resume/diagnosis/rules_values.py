@@ -32,7 +32,7 @@ _VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}
 
 
 def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[str]) -> bool:
-    """Whether one file has every difference, or two that are exchanged; then that is a cause."""
+    """Explain by one file that has every difference, or two that are exchanged; tell whether there is one."""
     if context.opened is None or (found := find_faulty_files(context.opened, looked, wrong)) is None:
         return False
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
@@ -71,7 +71,7 @@ def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: S
 def _source_files(
     context: Context, found: FaultyFiles, names: Sequence[str], seen: Mapping[str, TensorDiff]
 ) -> set[str | None]:
-    """The files that have the rows that tensors hold twice."""
+    """Find the files that have the rows that tensors hold twice."""
     assert context.opened is not None
     ckpt = context.opened[0 if found.theirs else 1].locate()
     rows = {n: ckpt.tensors[n].numel // ckpt.tensors[n].shape[0] for n in names}
@@ -79,7 +79,7 @@ def _source_files(
 
 
 def explain_differing(context: Context, reference: Trace, rest: Sequence[str], looked: Mapping[str, Inspected]) -> None:
-    """What differs and is not the bytes of another tensor; looked into where both checkpoints are open."""
+    """Explain what differs and is not the bytes of another tensor; looked into where both checkpoints are open."""
     looked = {n: looked[n] for n in rest if n in looked}
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
     left = [n for n in rest if n not in looked]
@@ -156,7 +156,7 @@ def _describe_tensors(
     more: list[str],
     seen: Mapping[str, TensorDiff],
 ) -> str:
-    """Which tensors differ, and how."""
+    """Say which tensors differ, and how."""
     found = names + more
     slots = {slot_of(n) for n in names}
     every = [n for n in reference.state if slot_of(n) in slots]
@@ -179,6 +179,7 @@ def _describe_tensors(
 
 
 def _plural(description: str) -> str:
+    """Put a description into the plural: "holds its ..." becomes "hold their ..."."""
     verb, _, rest = description.partition(" ")
     return f"{_VERBS.get(verb, verb)} {rest}".replace(" its ", " their ")
 
@@ -194,7 +195,8 @@ def _describe_in_general(kind: TensorKind, text: str) -> str:
 def _describe_factors(
     context: Context, reference: Trace, names: Sequence[str], seen: Mapping[str, TensorDiff]
 ) -> str | None:
-    """The factor of each slot, and what leaves such factors; None of weights, or if factors have nothing in common."""
+    """Say the factor of each slot, and what leaves such factors; None of weights, or if factors have nothing in
+    common."""
     of = {n: float(seen[n].detail["factor"]) for n in names if "factor" in seen[n].detail}
     if len(of) < len(names) or any(slot_of(n) == "weights" for n in names):
         return None
@@ -212,11 +214,13 @@ def _describe_factors(
 
 
 def _are_close(x: float, y: float) -> bool:
+    """Tell whether two factors are equal but for rounding."""
     return math.isclose(x, y, rel_tol=_CLOSE)
 
 
 def _explain_bias_correction(reference: Trace, of: Mapping[str, float]) -> str | None:
-    """Whether each moment is divided by 1 - beta^step of its own param group and step."""
+    """Say that moments were bias-corrected, if each is divided by 1 - beta^step of its own param group and step; None
+    if not."""
     known, steps = options_by_parameter(reference), optimizer_steps(reference)
     for n, factor in of.items():
         fqn, which = fqn_of(n), {"exp_avg": 0, "exp_avg_sq": 1}.get(slot_of(n))
@@ -230,7 +234,8 @@ def _explain_bias_correction(reference: Trace, of: Mapping[str, float]) -> str |
 
 
 def _explain_gradient_factor(context: Context, reference: Trace, by: Mapping[str, float]) -> str | None:
-    """What gradients were multiplied by, if the first moment has that factor and the second one its square."""
+    """Say what gradients were multiplied by, if the first moment has that factor and the second one its square; None if
+    not."""
     squares = [s for s in by if s.endswith("_sq")]
     plain = [s for s in by if not s.endswith("_sq")]
     if len({round(math.log(abs(by[s])), 3) for s in plain}) != 1 or by[plain[0]] <= 0:

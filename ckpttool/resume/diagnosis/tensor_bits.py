@@ -58,13 +58,13 @@ class ArrayPair:
 
 
 def as_integers(x: Any) -> Any:
-    """The elements as integers, or as raw bytes if there is no integer of that size."""
+    """View elements as integers, or as raw bytes if there is no integer of that size."""
     size = x.dtype.itemsize
     return x.view(f"u{size}") if size in (1, 2, 4, 8) else x.view(f"V{size}")
 
 
 def unequal_mask(a: Any, b: Any) -> Any:
-    """Where elements differ: by their bits, or by value if the dtypes differ."""
+    """Mark where elements differ: by their bits, or by value if the dtypes differ."""
     import numpy as np
 
     if a.dtype == b.dtype:
@@ -75,30 +75,30 @@ def unequal_mask(a: Any, b: Any) -> Any:
 
 
 def are_same_bits(a: Any, b: Any) -> bool:
-    """Whether two arrays have one shape and no differing element."""
+    """Tell whether two arrays have one shape and no differing element."""
     return a.shape == b.shape and not unequal_mask(a, b).any()
 
 
 def as_float64(x: Any) -> Any:
-    """As float64, or complex128."""
+    """Convert to float64; complex numbers to complex128."""
     import numpy as np
 
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
 def block_slices(n: int) -> Iterator[slice]:
-    """Slices of at most 2^20 that cover range(n)."""
+    """Yield slices of at most 2^20 that cover range(n)."""
     for k in range(0, n, _BLOCK):
         yield slice(k, min(n, k + _BLOCK))
 
 
 def is_floating(x: Any) -> bool:
-    """Whether elements are floating-point or complex, ml_dtypes' included."""
+    """Tell whether elements are floating-point or complex, ml_dtypes' included."""
     return x.dtype.kind in "fc" or (x.dtype.kind == "V" and "float" in x.dtype.name)
 
 
 def dtype_epsilon(x: Any) -> float:
-    """The relative distance of neighbouring numbers of the dtype; 0 for integers."""
+    """Return the relative distance of neighbouring numbers of the dtype; 0 for integers."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(x.dtype).eps) if is_floating(x) else 0.0  # type: ignore[no-untyped-call]

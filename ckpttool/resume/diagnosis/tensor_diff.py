@@ -61,7 +61,7 @@ class TensorDiff:
 
 
 def compare_tensors(reference: Any, got: Any) -> TensorDiff | None:
-    """How `got` differs from `reference`, arrays of one shape; None if they are equal.
+    """Find how `got` differs from `reference`, arrays of one shape; None if they are equal.
 
     Raises:
         ValueError: the shapes are not the same.
@@ -88,16 +88,18 @@ def compare_tensors(reference: Any, got: Any) -> TensorDiff | None:
 
 
 def differs_in(a: Any, b: Any, box: tuple[slice, ...]) -> bool:
-    """Whether two arrays of one shape differ in a box of them, dtypes aside."""
+    """Tell whether two arrays of one shape differ in a box of them, dtypes aside."""
     x, y = a[box], b[box]
     return bool(unequal_mask(_cast_quietly(x, y.dtype) if _is_real_float(x) and _is_real_float(y) else x, y).any())
 
 
 def _is_real_float(x: Any) -> bool:
+    """Tell whether elements are floating-point numbers, and not complex."""
     return is_floating(x) and x.dtype.kind != "c"
 
 
 def _cast_quietly(x: Any, dtype: Any) -> Any:
+    """Convert to another dtype; numbers that overflow become infinite without a warning."""
     import numpy as np
 
     with np.errstate(all="ignore"):
@@ -105,7 +107,7 @@ def _cast_quietly(x: Any, dtype: Any) -> Any:
 
 
 def _describe_diff(a: Any, b: Any, extent: tuple[int, int, int], note: str = "") -> TensorDiff:
-    """How they differ, once it is known where."""
+    """Describe how two arrays differ, once it is known where: `extent` is what `_find_extent` found."""
     import numpy as np
 
     first, last, count = extent
@@ -153,13 +155,14 @@ _PLACED = _ROWS | {
 
 
 def _contiguous(x: Any) -> Any:
+    """Make an array contiguous; a 0-dim one stays 0-dim."""
     import numpy as np
 
     return np.ascontiguousarray(x).reshape(np.shape(x))  # a 0-dim array stays one
 
 
 def _find_extent(a: Any, b: Any) -> tuple[int, int, int] | None:
-    """(first, last, count) of differing elements, or None."""
+    """Find (first, last, count) of differing elements, as flat indices; None if there are none."""
     import numpy as np
 
     x, y = a.reshape(-1), b.reshape(-1)
@@ -175,6 +178,7 @@ def _find_extent(a: Any, b: Any) -> tuple[int, int, int] | None:
 
 
 def _find_kind(pair: ArrayPair) -> Found:
+    """Find the most specific kind that is true of every differing element."""
     for rule in (_find_rounded, _find_zeros, _find_constant):
         if found := rule(pair):
             return found
@@ -193,6 +197,7 @@ def _find_kind(pair: ArrayPair) -> Found:
 
 
 def _half_dtypes() -> dict[str, Any]:
+    """Return {name: numpy dtype} of the floating dtypes with 16 bits."""
     import ml_dtypes
     import numpy as np
 
@@ -200,6 +205,7 @@ def _half_dtypes() -> dict[str, Any]:
 
 
 def _find_rounded(pair: ArrayPair) -> Found | None:
+    """Find whether values are the reference's rounded to a narrower dtype."""
     x, y = pair.x, pair.y
     if not _is_real_float(x) or not _is_real_float(y) or x.dtype.itemsize < y.dtype.itemsize:
         return None
@@ -214,7 +220,8 @@ def _find_rounded(pair: ArrayPair) -> Found | None:
 
 
 def _find_bfloat16_steps(x: Any, y: Any) -> Found | None:
-    """Each value is one of the two bfloat16 numbers next to the reference's."""
+    """Find whether each value is one of the two bfloat16 numbers next to the reference's: cut off, or rounded at
+    random."""
     import numpy as np
 
     if x.dtype != np.float32 or y.dtype not in (x.dtype, _half_dtypes()["bfloat16"]):
@@ -236,7 +243,8 @@ def _find_bfloat16_steps(x: Any, y: Any) -> Found | None:
 
 
 def find_rounded_dtype(a: Any, b: Any) -> Any:
-    """The narrower dtype that all values of `b` have been rounded to, and those of `a` have not; or None."""
+    """Find the narrower dtype that all values of `b` have been rounded to, and those of `a` have not; None if there is
+    none."""
     if not _is_real_float(a) or not _is_real_float(b):
         return None
     x, y = a.reshape(-1), b.reshape(-1)
@@ -252,6 +260,7 @@ def find_rounded_dtype(a: Any, b: Any) -> Any:
 
 
 def _find_zeros(pair: ArrayPair) -> Found | None:
+    """Find whether the differing elements are zeros: all, whole rows, or a range."""
     import numpy as np
 
     a, b, first, last = pair.a, pair.b, pair.first, pair.last
@@ -283,6 +292,7 @@ def _find_zeros(pair: ArrayPair) -> Found | None:
 
 
 def _find_constant(pair: ArrayPair) -> Found | None:
+    """Find whether one value stands in every differing element, where the reference has several."""
     x, y = pair.x, pair.y
     if len(y) < 2 or pair.count < 2 or unequal_mask(y[1:], y[:-1]).any() or not unequal_mask(x[1:], x[:-1]).any():
         return None
@@ -291,7 +301,7 @@ def _find_constant(pair: ArrayPair) -> Found | None:
 
 
 def _list_elements(pair: ArrayPair) -> Found:
-    """A few elements, each with its index, both values and the differing bits."""
+    """List a few elements, each with its index, both values and the differing bit."""
     import numpy as np
 
     a = pair.a
@@ -323,7 +333,7 @@ _FORMATS = {
 
 
 def _name_flipped_bit(x: Any, y: Any) -> str:
-    """Which bit differs, if it is a single one: "the sign bit", "exponent bit 7", "mantissa bit 0"."""
+    """Name the bit that differs, if it is a single one: "the sign bit flipped"; "" if it is not."""
     if x.dtype != y.dtype or x.dtype.itemsize > 8:
         return ""
     apart = int(as_integers(x)[0]) ^ int(as_integers(y)[0])
@@ -339,6 +349,7 @@ def _name_flipped_bit(x: Any, y: Any) -> str:
 
 
 def _find_byte_order(pair: ArrayPair) -> Found | None:
+    """Find whether the bytes of every element are in reverse order."""
     x, y = pair.x, pair.y
     if x.dtype != y.dtype or x.dtype.itemsize not in (2, 4, 8) or x.dtype.kind == "c":
         return None

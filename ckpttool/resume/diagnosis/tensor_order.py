@@ -45,7 +45,8 @@ _MOST = 1 << 22
 
 
 def _find_transposed(pair: ArrayPair) -> Found | None:
-    """The last two dimensions exchanged; also in the shape of the reference, where only the elements tell."""
+    """Find whether the last two dimensions are exchanged; also in the shape of the reference, where only the elements
+    tell."""
     a, b = pair.a, pair.b
     if pair.sampled or a.ndim < 2 or min(a.shape[-2:]) < 2 or a.dtype != b.dtype:
         return None
@@ -57,7 +58,7 @@ def _find_transposed(pair: ArrayPair) -> Found | None:
 
 
 def _find_shifted(pair: ArrayPair) -> Found | None:
-    """got[i] == reference[i - k] over the differing range, except its first k elements."""
+    """Find a shift k with got[i] == reference[i - k] over the differing range, except its first k elements."""
     a, b, first, last, count = pair.a, pair.b, pair.first, pair.last, pair.count
     if a.dtype != b.dtype:
         return None
@@ -90,7 +91,7 @@ def _find_shifted(pair: ArrayPair) -> Found | None:
 
 
 def _hash_slices(x: Any, axis: int) -> list[bytes | int]:
-    """A hash of each row, or of what has one index of another dimension; what has the same hash counts as equal."""
+    """Hash each row, or what has one index of another dimension; what has the same hash counts as equal."""
     import numpy as np
     from blake3 import blake3
 
@@ -112,12 +113,12 @@ def _hash_slices(x: Any, axis: int) -> list[bytes | int]:
 
 
 def _find_moved_rows(pair: ArrayPair) -> Found | None:
-    """Rows of the reference in another order, or some of them twice."""
+    """Find whether rows of the reference are in another order, or some of them twice."""
     return _find_moved_slices(pair, 0) if pair.a.ndim else None
 
 
 def _find_moved_columns(pair: ArrayPair) -> Found | None:
-    """The same of columns, or of the indices of another dimension."""
+    """Find whether columns, or the indices of another dimension, are in another order, or some of them twice."""
     for axis in range(1, pair.a.ndim):
         if found := _find_moved_slices(pair, axis):
             return found
@@ -125,6 +126,7 @@ def _find_moved_columns(pair: ArrayPair) -> Found | None:
 
 
 def _find_moved_slices(pair: ArrayPair, axis: int) -> Found | None:
+    """Find whether the slices along an axis are the reference's in another order, or some of them twice."""
     import numpy as np
 
     a, b = pair.a, pair.b
@@ -159,7 +161,7 @@ def _find_moved_slices(pair: ArrayPair, axis: int) -> Found | None:
 def _describe_order(
     order: list[int], wrong: list[int], what: str, kinds: _OrderKinds, again: bool, unique: bool
 ) -> Found | None:
-    """What an order of rows is: row k is the reference's row order[k], and `wrong` are those that are not in their
+    """Describe an order of rows: row k is the reference's row order[k], and `wrong` are those that are not in their
     place.
 
     `again` says that every row of the reference is still there, and `unique` that no two of them are equal, too.
@@ -201,7 +203,7 @@ def _describe_order(
 
 
 def _moved_block_size(order: list[int]) -> int:
-    """The size of blocks, such as heads, that are in another order as a whole; 0 if single rows are."""
+    """Return the size of blocks, such as heads, that are in another order as a whole; 0 if single rows are."""
     n = len(order)
     for size in (k for k in range(n // 2, 1, -1) if n % k == 0):
         if all(
@@ -213,7 +215,7 @@ def _moved_block_size(order: list[int]) -> int:
 
 
 def _consecutive_runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:
-    """(first, end, first in the reference, end there) of consecutive rows that are consecutive in the reference,
+    """List (first, end, first in the reference, end there) of consecutive rows that are consecutive in the reference,
     too."""
     out: list[list[int]] = []
     for i in wrong:
@@ -226,7 +228,8 @@ def _consecutive_runs(wrong: list[int], order: list[int]) -> list[tuple[int, int
 
 
 def _match_rope(order: list[int]) -> tuple[int, int, int, str] | None:
-    """(size of a head, first row, end, direction) if rows are reordered from halves to pairs, or back, within heads.
+    """Return (size of a head, first row, end, direction) if rows are reordered from halves to pairs, or back, within
+    heads; None if not.
 
     Heads may be left as they are, such as those of v in a fused weight of q, k and v.
     """
@@ -248,7 +251,8 @@ def _match_rope(order: list[int]) -> tuple[int, int, int, str] | None:
 
 
 def _match_interleaved(order: list[int]) -> tuple[list[int], int, bool] | None:
-    """(rows of each part, pieces, whether the parts are cut here) if 2 to 4 parts are cut into pieces on one side.
+    """Return (rows of each part, pieces, whether the parts are cut here) if 2 to 4 parts are cut into pieces on one
+    side; None if not.
 
     [q, k, v] of two tensor-parallel shards, one after the other, are q0 k0 v0 q1 k1 v1; part by part they are q0 q1 k0
     k1 v0 v1.

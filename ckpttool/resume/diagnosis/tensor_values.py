@@ -21,7 +21,7 @@ _EIGHT, _MANY = 256, 1024
 
 
 def find_not_finite(pair: ArrayPair) -> Found | None:
-    """NaN or infinity where the reference has numbers."""
+    """Find NaN or infinity where the reference has numbers."""
     import numpy as np
 
     x, y = pair.x, pair.y
@@ -41,7 +41,7 @@ def find_not_finite(pair: ArrayPair) -> Found | None:
 
 
 def find_sign_change(pair: ArrayPair) -> Found | None:
-    """The opposite signs, or none."""
+    """Find whether values are the reference's with the opposite signs, or without signs."""
     x, y = pair.x, pair.y
     if x.dtype != y.dtype or x.dtype.kind in "ub" or x.dtype.kind == "c":
         return None
@@ -65,6 +65,7 @@ class _Sums:
 
 
 def _sum_pair(pair: ArrayPair) -> _Sums:
+    """Sum up the squares, products and differences of two arrays, over the elements that are finite on both sides."""
     import numpy as np
 
     sum_x = sum_y = sum_xy = apart = largest = 0.0
@@ -85,7 +86,7 @@ def _sum_pair(pair: ArrayPair) -> _Sums:
 def _holds_everywhere(
     pair: ArrayPair, formula: Callable[[Any], Any], fine: float, apart: Callable[[Any], Any] = abs
 ) -> bool:
-    """Whether formula(reference) is found in every element, up to `fine` times the size of what is rounded."""
+    """Tell whether formula(reference) is found in every element, up to `fine` times the size of what is rounded."""
     import numpy as np
 
     tiny = float(np.finfo(np.float32).tiny)  # of smaller numbers a few bits are left
@@ -97,13 +98,14 @@ def _holds_everywhere(
 
 
 def _rounding_tolerance(pair: ArrayPair) -> float:
-    """How far rounding takes a product from itself, in the coarser dtype of the two."""
+    """Return how far rounding takes a product from itself, relatively, in the coarser dtype of the two."""
     size, name = min((x.dtype.itemsize, x.dtype.name) for x in (pair.x, pair.y))
     return {1: 0.15, 2: 1e-2 if name == "bfloat16" else 2e-3, 4: 1e-5}.get(size, 1e-12)
 
 
 def find_formula(pair: ArrayPair) -> Found | None:
-    """What the values follow from, if a formula is true of every element."""
+    """Find what the values follow from, if a formula is true of every element: a factor, an offset, a power, a
+    quantisation."""
     import numpy as np
 
     u, v = as_float64(pair.x[:_SAMPLE]), as_float64(pair.y[:_SAMPLE])
@@ -116,6 +118,7 @@ def find_formula(pair: ArrayPair) -> Found | None:
 
 
 def _find_factor(pair: ArrayPair, u: Any, v: Any) -> Found | None:
+    """Find whether values are the reference's times a factor."""
     import numpy as np
 
     sums, fine = _sum_pair(pair), _rounding_tolerance(pair)
@@ -137,6 +140,7 @@ def _find_factor(pair: ArrayPair, u: Any, v: Any) -> Found | None:
 
 
 def _find_offset(pair: ArrayPair, u: Any, v: Any) -> Found | None:
+    """Find whether values are the reference's plus a number, such as 1 between two kinds of norms."""
     import numpy as np
 
     x, y = pair.x, pair.y
@@ -168,7 +172,7 @@ def _find_offset(pair: ArrayPair, u: Any, v: Any) -> Found | None:
 
 
 def _find_power(pair: ArrayPair, u: Any, v: Any) -> Found | None:
-    """The square root of the reference, or its square."""
+    """Find whether values are the square root of the reference's, or their square."""
     import numpy as np
 
     if not is_floating(pair.x) or (v < 0).any() or len(np.unique(u)) < _LEAST_PLAIN:
@@ -187,8 +191,8 @@ def _find_power(pair: ArrayPair, u: Any, v: Any) -> Found | None:
 
 
 def _find_quantisation(pair: ArrayPair, u: Any, v: Any) -> Found | None:
-    """Relative to the largest of each block: whole parts of it (linear quantisation), or few different values (any
-    other)."""
+    """Detect block-wise quantisation: whole multiples of the block's largest value / 127 or / 7 (linear), or at most
+    256 distinct levels (any other code)."""
     u, v = (as_float64(t.reshape(-1)[:_SAMPLE]) for t in (pair.a, pair.b))  # blocks begin where the tensor does
     if not is_floating(pair.x) or not 0 < float(((v - u) ** 2).sum()) <= 0.25 * float((u * u).sum()):
         return None
@@ -208,7 +212,7 @@ def _find_quantisation(pair: ArrayPair, u: Any, v: Any) -> Found | None:
 
 
 def _relative_to_block_max(x: Any, block: int) -> Any:
-    """Every size relative to the largest of its block; the last block may be shorter."""
+    """Divide every size by the largest of its block; the last block may be shorter."""
     import numpy as np
 
     rows = abs(np.pad(x, (0, -len(x) % block))).reshape(-1, block)
@@ -217,7 +221,7 @@ def _relative_to_block_max(x: Any, block: int) -> Any:
 
 
 def _are_whole_parts(x: Any, most: int) -> bool:
-    """Whether these are whole numbers of parts, 1 being `most` of them; two that are neither 0 nor 1 are needed."""
+    """Tell whether these are whole multiples of 1 / `most`; two that are neither 0 nor 1 are needed."""
     import numpy as np
 
     inner = x[(x > 0) & (x < 1)] * most
@@ -225,7 +229,7 @@ def _are_whole_parts(x: Any, most: int) -> bool:
 
 
 def _count_different(x: Any) -> int:
-    """How many different values there are, up to rounding."""
+    """Count the different values, up to rounding."""
     import numpy as np
 
     found = np.sort(x)
@@ -233,7 +237,7 @@ def _count_different(x: Any) -> int:
 
 
 def measure_distance(pair: ArrayPair) -> Found:
-    """How far apart the values are, where no formula fits."""
+    """Measure how far apart the values are, where no formula fits."""
     sums = _sum_pair(pair)
     if not sums.count:
         return Found(TensorKind.UNRELATED, "has values that are not numbers")

@@ -66,7 +66,7 @@ class Job:
 
     @property
     def scheduler_waits(self) -> bool:
-        """Whether the scheduler's step() needs more than this runner has: a metric, as ReduceLROnPlateau, or an
+        """Tell whether the scheduler's step() needs more than this runner has: a metric, as ReduceLROnPlateau, or an
         epoch."""
         needed = () if self.scheduler is None else inspect.signature(self.scheduler.step).parameters.values()
         return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
@@ -87,7 +87,7 @@ class OptimizerList(list[Any]):
         return {p: state for optimizer in self for p, state in optimizer.state.items()}
 
     def step(self) -> None:
-        """A step of each."""
+        """Let each optimizer take a step."""
         for optimizer in self:
             optimizer.step()
 
@@ -98,7 +98,7 @@ class OptimizerList(list[Any]):
 
 
 def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
-    """The job that the settings describe, on this rank, before anything is loaded. A collective.
+    """Build the job that the settings describe, on this rank, before anything is loaded. A collective.
 
     Raises:
         UsageError: --config or --job do not give a job. Unsupported: the job needs what only --job can say.
@@ -177,7 +177,7 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
 
 
 def _nest_under_prefix(model: Any, settings: RunSettings) -> Any:
-    """The model with names that begin with `module_prefix`: it becomes the module of that name in empty ones.
+    """Give the model names that begin with `module_prefix`: it becomes the module of that name in empty ones.
 
     Raises:
         Unsupported: with tensor parallelism, whose plan has the model's own names.
@@ -220,6 +220,7 @@ _ILL = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, Runtim
 
 
 def _explain_build_error(folder: str, e: Exception) -> str:
+    """Say that transformers cannot build the model of a folder."""
     return (
         f"{argument('config', folder)}: transformers cannot build the model that it describes ({type(e).__name__}: "
         f"{e})."
@@ -227,7 +228,8 @@ def _explain_build_error(folder: str, e: Exception) -> str:
 
 
 def _model_from_config(settings: RunSettings) -> tuple[Any, float]:
-    """(the model, the largest probability of a dropout that was switched off)"""
+    """Build the model of `--config` on the meta device: (the model, the largest probability of a dropout that was
+    switched off)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -316,13 +318,14 @@ def _match_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
 
 
 def _is_sharded(model: Any) -> bool:
+    """Tell whether a model is sharded or replicated already."""
     from torch.nn.parallel import DistributedDataParallel
 
     return isinstance(model, DistributedDataParallel) or any(hasattr(p, "_local_tensor") for p in model.parameters())
 
 
 def _repeated_blocks(model: Any) -> list[Any]:
-    """The repeated modules, which are sharded one by one."""
+    """List the repeated modules, which are sharded one by one."""
     from torch import nn
 
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -337,6 +340,7 @@ def _repeated_blocks(model: Any) -> list[Any]:
 
 
 def _shard_model(model: Any, mesh: Any, settings: RunSettings) -> None:
+    """Shard the blocks and the root with FSDP2, after tensor parallelism, activation checkpointing and compilation."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -361,6 +365,7 @@ def _shard_model(model: Any, mesh: Any, settings: RunSettings) -> None:
 
 
 def _checkpoint_activations(model: Any, blocks: list[Any]) -> None:
+    """Recompute the activations of blocks in the backward pass."""
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
@@ -441,7 +446,8 @@ def _materialise(model: Any, settings: RunSettings) -> None:
 
 
 def _sum_gradients(model: Any, world: int) -> float:
-    """Make FSDP2 sum gradients instead of averaging them; the factor for the loss if that is not possible."""
+    """Make FSDP2 sum gradients instead of averaging them; return the factor for the loss if that is not possible, else
+    1."""
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
@@ -460,7 +466,7 @@ def _sum_gradients(model: Any, world: int) -> float:
 
 
 def _stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
-    """Param groups of a checkpoint: options, and FQNs."""
+    """Read the param groups of a checkpoint: options, and FQNs under "params"."""
     found: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
         if v.is_param_group and len(v.path) == 4:
@@ -470,6 +476,7 @@ def _stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _build_optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
+    """Build the optimizer whose slots and options the checkpoint has."""
     import torch
 
     groups = _stored_param_groups(ckpt)
@@ -518,6 +525,8 @@ def _replace_parameters(optimizer: Any, names: Mapping[int, str], new: Mapping[s
 
 
 def _loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]:
+    """Return the loss of a job: that of build() (`given`), or the mean of next-token cross-entropy as (sum, tokens,
+    logits). `causal`: the model is transformers' own."""
     import torch
     import torch.nn.functional as F
 

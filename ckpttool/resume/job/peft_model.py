@@ -42,7 +42,7 @@ _FIELDS = (
 
 
 def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -> Any:
-    """The model with the LoRA layers of the checkpoint; as it is where that holds none.
+    """Add the LoRA layers of the checkpoint to a model; it is returned as it is where the checkpoint holds none.
 
     adapter_config.json is looked for in the folder of `settings.config`, and where ckpttool looks for that of any
     checkpoint (`model_files.find_adapter_files`).
@@ -94,7 +94,7 @@ def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -
 
 
 def _find_adapter_config(settings: RunSettings, opened: OpenCheckpoint, name: str) -> dict[str, Any] | None:
-    """adapter_config.json, parsed."""
+    """Find adapter_config.json, and parse it; None if there is none."""
     found = None
     if settings.config is not None and os.path.isdir(settings.config):
         with Source(settings.config) as folder:

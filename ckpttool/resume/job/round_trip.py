@@ -28,7 +28,7 @@ __all__ = ["round_trip"]
 
 
 def round_trip(job: Job, settings: RunSettings, out: Trace, status: Status) -> None:
-    """Save, overwrite with garbage, load, and compare. A collective."""
+    """Save the job, overwrite it with garbage, load it, and compare; the result is `out.roundtrip`. A collective."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -93,7 +93,7 @@ def round_trip(job: Job, settings: RunSettings, out: Trace, status: Status) -> N
 
 
 def _choose_folder(settings: RunSettings, need: int) -> list[str | None]:
-    """[a folder that nobody else has, or None; why not]."""
+    """Choose [a folder that nobody else has, or None; why not] for a save of `need` bytes."""
     if settings.scratch is None:
         return [None, f"{argument('scratch')} was not given, a folder that all ranks share"]
     free = shutil.disk_usage(settings.scratch).free

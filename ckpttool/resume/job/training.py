@@ -24,6 +24,7 @@ __all__ = ["measure_memory", "measure_probe", "measure_recorded_probe", "train_s
 
 
 def _stack_rows(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
+    """Stack the samples first..last - 1 into a batch on a device."""
     import torch
 
     samples = [rows(i) for i in range(first, last)]
@@ -31,6 +32,7 @@ def _stack_rows(rows: batches.Rows, first: int, last: int, device: Any) -> dict[
 
 
 def _device(settings: RunSettings) -> Any:
+    """Return this rank's device."""
     import torch
 
     return (
@@ -39,7 +41,8 @@ def _device(settings: RunSettings) -> Any:
 
 
 def measure_probe(job: Job, rows: batches.Rows, settings: RunSettings, file: str, out: Trace) -> None:
-    """Logits of the first rows of the data, the same on every rank. A collective."""
+    """Compute the logits of the first rows of the data, and compare those of all ranks; the result is `out.probe`. A
+    collective."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -71,7 +74,8 @@ def measure_probe(job: Job, rows: batches.Rows, settings: RunSettings, file: str
 
 
 def measure_recorded_probe(job: Job, settings: RunSettings, out: Trace) -> None:
-    """A sketch of the logits of the rows that a `Recorder` probed its job with. A collective."""
+    """Sketch the logits of the rows that a `Recorder` probed its job with; the result is `out.probe["recorded"]`. A
+    collective."""
     if not settings.probe:
         return
     batch = probing.probe_batch(settings.probe, _device(settings))
@@ -89,7 +93,7 @@ def measure_recorded_probe(job: Job, settings: RunSettings, out: Trace) -> None:
 
 
 def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -> Step:
-    """One optimizer step on the global batch, with its measurements. A collective."""
+    """Take one optimizer step on the global batch, and measure it. A collective."""
     import torch
     import torch.distributed as dist
 
@@ -162,8 +166,8 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
 
 
 def _seed_by_row(seed: int, row: int) -> None:
-    """Random numbers that depend on the first row of a micro-batch, and not on the rank that has it: at any world size
-    the forward pass draws the same."""
+    """Seed the generators by the first row of a micro-batch, and not by the rank that has it: at any world size the
+    forward pass draws the same."""
     import numpy as np
     import torch
 
@@ -174,7 +178,7 @@ def _seed_by_row(seed: int, row: int) -> None:
 
 
 def _generator_states(settings: RunSettings) -> Any:
-    """The states of all generators that a forward pass may use, to be compared."""
+    """Return the states of all generators that a forward pass may use, to be compared."""
     import numpy as np
     import torch
 
@@ -184,7 +188,7 @@ def _generator_states(settings: RunSettings) -> Any:
 
 
 def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: RunSettings) -> tuple[int, str | None, list[str]]:
-    """(tokens of the global batch that count in the loss, its digest, the marks of the rows of each rank). A
+    """Count (tokens of the global batch that count in the loss, its digest, the marks of the rows of each rank). A
     collective."""
     import torch.distributed as dist
 
@@ -209,7 +213,8 @@ def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: RunSettings
 
 
 def _set_learning_rates(job: Job, step: int, settings: RunSettings) -> list[float]:
-    """The learning rates of a step; from the second step on those of the reference, if no scheduler sets them."""
+    """Set the learning rates of a step and return them; from the second step on those of the reference, if no scheduler
+    sets them."""
     given = settings.rates.get(step)
     groups = job.optimizer.param_groups
     idle = job.scheduler is None or job.scheduler_waits
@@ -220,7 +225,7 @@ def _set_learning_rates(job: Job, step: int, settings: RunSettings) -> list[floa
 
 
 def _clip_gradients(model: Any, bound: float, norm: float) -> None:
-    """torch.nn.utils.clip_grads_with_norm_ for parameters on several meshes."""
+    """Clip gradients at a norm, as torch.nn.utils.clip_grads_with_norm_ does, for parameters on several meshes."""
     import torch
 
     factor = min(1.0, bound / (norm + 1e-6))
@@ -229,6 +234,7 @@ def _clip_gradients(model: Any, bound: float, norm: float) -> None:
 
 
 def _synchronize(settings: RunSettings) -> None:
+    """Wait for the GPU, so that times are those of its work."""
     if settings.device == "cuda":
         import torch
 
@@ -236,7 +242,7 @@ def _synchronize(settings: RunSettings) -> None:
 
 
 def measure_memory(settings: RunSettings) -> list[MemoryRecord]:
-    """Peak memory of every rank: of its GPU, or on CPU of the process."""
+    """Measure the peak memory of every rank: of its GPU, or on CPU of the process. A collective."""
     import resource
 
     import torch

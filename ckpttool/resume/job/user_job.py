@@ -29,7 +29,7 @@ _OFFERED = ("mesh", "device")
 
 
 def _split_job(job: str) -> tuple[str, str]:
-    """(file or module, function)"""
+    """Split --job into (file or module, function); the function is "build" if none is given."""
     where, _, name = job.rpartition(":")
     return (where, name) if where else (name, "build")
 
@@ -96,6 +96,7 @@ def check_job_source(job: str) -> None:
 
 
 def _refuse_other_arguments(job: str, name: str, others: list[str]) -> None:
+    """Refuse a function that requires arguments which ckpttool does not pass."""
     if others:
         raise UsageError(
             f"{argument('job', job)}: {name}() requires {', '.join(others)}, but ckpttool passes only mesh and device."
@@ -103,8 +104,8 @@ def _refuse_other_arguments(job: str, name: str, others: list[str]) -> None:
 
 
 def _defined_names(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
-    """(name, its definition) at the top of a module, also where it is inside an if, a try or a with; "*" for `from x
-    import *` and for what may define any name."""
+    """Yield (name, its definition) at the top of a module, also where it is inside an if, a try or a with; "*" for
+    `from x import *` and for what may define any name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name, node
@@ -119,7 +120,8 @@ def _defined_names(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
 
 
 def _find_module(module: str) -> ModuleSpec | None:
-    """Where a module is: installed or on PYTHONPATH, or else in the current folder. Nothing is imported."""
+    """Find where a module is: installed or on PYTHONPATH, or else in the current folder; None if nowhere. Nothing is
+    imported."""
     top, *inner = module.split(".")
     spec = _find_installed(top) or PathFinder.find_spec(top, [os.getcwd()]) if top.isidentifier() else None
     for part in inner:
@@ -131,6 +133,7 @@ def _find_module(module: str) -> ModuleSpec | None:
 
 
 def _find_installed(top: str) -> ModuleSpec | None:
+    """Find an installed module; None if there is none."""
     try:
         return importlib.util.find_spec(top)
     except ValueError:  # __main__
@@ -145,7 +148,7 @@ def _add_to_path(folder: str) -> None:
 
 
 def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """(model, optimizer, scheduler, data, loss) that the user's function gives; None for what it does not.
+    """Call the user's function: (model, optimizer, scheduler, data, loss); None for what it does not give.
 
     Raises:
         UsageError: there is no such function, it asks for something else, or gives it.

@@ -88,7 +88,7 @@ def beat_from_json(text: str) -> Beat:
 
 
 def beat_period(timeout: float) -> float:
-    """Seconds between two beats."""
+    """Return the seconds between two beats."""
     return min(5.0, timeout / 10)
 
 
@@ -108,7 +108,7 @@ _here = _Here()
 
 
 def enter_stage(what: str, computes: bool = False) -> None:
-    """This rank begins a stage: the same stages in the same order on every rank.
+    """Begin a stage: the same stages in the same order on every rank.
 
     `computes`: alone and on the CPU, so that its main thread makes progress while it uses that. Elsewhere it may wait
     for others by asking again and again.
@@ -122,23 +122,23 @@ def enter_stage(what: str, computes: bool = False) -> None:
 
 
 def report_progress() -> None:
-    """This rank makes progress within its stage."""
+    """Report that this rank makes progress within its stage."""
     _here.moves += 1
 
 
 def current_stage() -> str:
-    """The stage that this rank is in."""
+    """Return the stage that this rank is in."""
     return _here.what
 
 
 def write_stages_to(path: str) -> None:
-    """From now on `enter_stage` writes the stage to this file too, which is there when the rank was killed. It costs 2
+    """Let `enter_stage` write each stage to this file from now on, which is there when the rank was killed. It costs 2
     us."""
     _here.file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
 
 def read_later_stage(beat: Beat, path: str) -> Beat:
-    """A beat, with the stage from the file that `write_stages_to` wrote if that is later."""
+    """Return a beat with the stage from the file that `write_stages_to` wrote, if that is later."""
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
             position, _, what = f.read().partition(" ")
@@ -161,6 +161,7 @@ class _Pulse(threading.Thread):
         self.main = threading.main_thread().ident
 
     def run(self) -> None:
+        """Publish a beat every period, and have the stack written if Python's lock is not free in time."""
         count, quiet, before, bytes_before, used_before = 0, 0.0, (0, 0), 0, 0.0
         while True:
             done, used, now = _bytes_moved(), _cpu_seconds(), (_here.position, _here.moves)
@@ -202,7 +203,8 @@ def publishing_beats(
 
 
 def _bytes_moved() -> int:
-    """Bytes that this process has read and written so far: a save or a load of hours has no stages, but moves them."""
+    """Count the bytes that this process has read and written so far: a save or a load of hours has no stages, but moves
+    them."""
     try:
         with open("/proc/self/io", encoding="ascii") as f:
             numbers = dict(line.split(": ") for line in f.read().splitlines())
@@ -212,7 +214,7 @@ def _bytes_moved() -> int:
 
 
 def _cpu_seconds() -> float:
-    """How long the main thread of this process has used a CPU."""
+    """Measure how long the main thread of this process has used a CPU."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/stat", encoding="ascii", errors="replace") as f:
             user, system = f.read().rpartition(")")[2].split()[11:13]
@@ -222,7 +224,7 @@ def _cpu_seconds() -> float:
 
 
 def _inspect_stack(frame: Any) -> tuple[str, list[str]]:
-    """(the collective that a thread waits in, its frames, innermost first)."""
+    """Find (the collective that a thread waits in, "" for none; its frames, innermost first)."""
     frames = []
     while frame is not None:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -253,7 +255,7 @@ class Stall:
     seconds: float
 
     def to_error(self) -> RankLost:
-        """The sentence about it, with the stacks as notes."""
+        """Make the error that says it, with the stacks as notes."""
         first = self.beats[self.culprits[0]]
         if len(self.culprits) == len(self.beats) > 1:
             text = (
@@ -274,6 +276,7 @@ class Stall:
         return out
 
     def _state(self, beat: Beat) -> str:
+        """Say what a culprit's process does, as far as the kernel or its last beat tells."""
         if not beat.count and not beat.pid:
             return "nothing was heard of it"
         letter, place = _process_state(beat)
@@ -298,7 +301,7 @@ class Stall:
 
 
 def _describe_places(beats: Mapping[int, Beat]) -> str:
-    """Where ranks are, those that are at the same place together."""
+    """Say where ranks are, those that are at the same place together."""
     places: dict[str, list[int]] = {}
     for rank, beat in beats.items():
         doing = f"waiting in {beat.waits}" if beat.waits else f"at {beat.stack[0]}" if beat.stack else "silent"
@@ -311,7 +314,7 @@ def _describe_places(beats: Mapping[int, Beat]) -> str:
 
 
 def _process_state(beat: Beat) -> tuple[str, str]:
-    """(state letter, function of the kernel that it waits in) of a process of this machine; ("", "") of another
+    """Read (state letter, function of the kernel that it waits in) of a process of this machine; ("", "") of another
     one's."""
     if not beat.pid or beat.host not in ("", socket.gethostname()):
         return "", ""
@@ -338,7 +341,7 @@ class Watch:
         self._since = dict.fromkeys(ranks, 0.0)  # their last beats, in seconds
 
     def stalled(self, beats: Mapping[int, Beat], seconds: float) -> Stall | None:
-        """What holds the job up; None while nothing has been silent for the timeout.
+        """Find what holds the job up; None while nothing has been silent for the timeout.
 
         Args:
             beats: the latest beat of each rank, as far as known.
@@ -364,5 +367,5 @@ class Watch:
         return Stall(sorted(culprits), frozen, dict(self._beats), max(quiet[r] for r in culprits))
 
     def frozen(self) -> set[int]:
-        """The ranks whose threads do not run."""
+        """Return the ranks whose threads do not run."""
         return {r for r, since in self._since.items() if since >= _MISSED * self.period}

@@ -34,7 +34,8 @@ _PATIENCE = 20.0  # seconds for killed processes to end
 
 
 def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) -> dict[str, Trace]:
-    """The traces of these runs. Consecutive runs with the same world size share a launch."""
+    """Run these runs on ranks of this machine, and return their traces. Consecutive runs with the same world size share
+    a launch."""
     out: dict[str, Trace] = {}
     waiting = list(plan.items())
     number = 0
@@ -94,8 +95,8 @@ def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) ->
 
 
 def start_rank(words: list[str], environment: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
-    """A rank: `python -P WORDS`, whose modules never come from the current folder, in a session of its own, so that a
-    Ctrl-C of the terminal reaches only the command."""
+    """Start a rank: `python -P WORDS`, whose modules never come from the current folder, in a session of its own, so
+    that a Ctrl-C of the terminal reaches only the command."""
     with open(log, "ab") as f:
         return subprocess.Popen(
             [sys.executable, "-P", *words],
@@ -117,6 +118,7 @@ class _Ranks:
         self._failed: float | None = None
 
     def start(self, world: int, settings: RunSettings) -> None:
+        """Start `world` ranks, which share the cores of this machine."""
         threads = max(1, (os.cpu_count() or 1) // world) if settings.device == "cpu" else 8
         common = {
             "OMP_NUM_THREADS": str(threads),
@@ -131,7 +133,7 @@ class _Ranks:
             self.children[rank] = start_rank(words, environment, os.path.join(self.folder, "log"))
 
     def ended(self) -> bool:
-        """Whether all have ended, or one has failed and the others have had the time to say why."""
+        """Tell whether all have ended, or one has failed and the others have had the time to say why."""
         for rank, child in self.children.items():
             if rank not in self.statuses and (status := _exit_status(child.pid)) is not None:
                 self.statuses[rank] = status
@@ -152,8 +154,8 @@ class _Ranks:
 
 
 def _exit_status(pid: int) -> int | None:
-    """The exit status of a child, or minus the signal that killed it; None while it runs. The child keeps its number,
-    which its process group has, too."""
+    """Return the exit status of a child, or minus the signal that killed it; None while it runs. The child keeps its
+    number, which its process group has, too."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
@@ -161,7 +163,7 @@ def _exit_status(pid: int) -> int | None:
 
 
 def pass_on_status(folder: str, seen: int, status: Status) -> int:
-    """Pass on the lines that rank 0 wrote after byte `seen` of its log of events; the byte to continue from."""
+    """Pass on the lines that rank 0 wrote after byte `seen` of its log of events; return the byte to continue from."""
     try:
         with open(os.path.join(folder, "events"), encoding="utf-8") as f:
             f.seek(seen)
@@ -175,7 +177,7 @@ def pass_on_status(folder: str, seen: int, status: Status) -> int:
 
 
 def _read_beats(folder: str) -> dict[int, Beat]:
-    """{rank: its last beat, with the stage that it was in last}, of ranks that have begun."""
+    """Read {rank: its last beat, with the stage that it was in last}, of ranks that have begun."""
     out = {}
     for path in glob.glob(os.path.join(glob.escape(folder), "stage-*")):
         rank = int(path.rpartition("-")[2])
@@ -187,6 +189,7 @@ def _read_beats(folder: str) -> dict[int, Beat]:
 
 
 def _error_files(folder: str) -> list[str]:
+    """List the files in which ranks left their errors."""
     return glob.glob(os.path.join(glob.escape(folder), "error-*.json"))
 
 
@@ -220,7 +223,7 @@ def raise_rank_error(folder: str, statuses: Mapping[int, int]) -> None:
 
 
 def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
-    """What a rank is said to have died of that left no error."""
+    """Make the error of a rank that ended without leaving one; `status` is its exit status, or minus a signal."""
     if status > 0:
         return CkpttoolError(f"rank {rank} ended with status {status} in {where!r}, without an error message.")
     number = -status
@@ -236,7 +239,7 @@ def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
 
 
 def _attach_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:
-    """The same error, with the log of the ranks, their stacks and tracebacks in a file that stays."""
+    """Return the same error, with the log of the ranks, their stacks and tracebacks in a file that stays."""
     kept = os.path.join(tempfile.mkdtemp(prefix="ckpttool-failed-"), "log")
     shutil.copyfile(os.path.join(folder, "log"), kept)
     with open(kept, "a", encoding="utf-8") as f:

@@ -47,7 +47,7 @@ _JUDGING = timedelta(days=1)
 
 
 def is_rank_of_job() -> bool:
-    """Whether this process is a rank of a job that torchrun or srun started."""
+    """Tell whether this process is a rank of a job that torchrun or srun started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -68,7 +68,7 @@ class _LastingJob:
 
 @contextmanager
 def lasting_job() -> Iterator[None]:
-    """A job that is joined in this block lasts until `leave_together`, or until the block fails."""
+    """Let a job that is joined in this block last until `exit_together`, or until the block fails."""
     _LastingJob.wanted = True
     try:
         yield
@@ -109,7 +109,7 @@ def exit_together(status: int) -> NoReturn:
 
 @contextmanager
 def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | None = None) -> Iterator[None]:
-    """torch.distributed of this job: NCCL on CUDA, gloo on CPU; begun here unless the caller's own is running.
+    """Join torch.distributed of this job: NCCL on CUDA, gloo on CPU; begun here unless the caller's own is running.
 
     Args:
         timeout: seconds that a rank may make no progress, see job/watchdog.py.
@@ -154,7 +154,7 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
 
 
 def _prefix_of_attempt(store: Any, rank: int, world: int, patience: timedelta) -> Any:
-    """The store with a prefix that its ranks agree on and no earlier attempt has used. A collective.
+    """Return the store with a prefix that its ranks agree on and no earlier attempt has used. A collective.
 
     Restarts are counted by each machine for itself, so the count cannot be that prefix. Rank 0 answers whoever asks,
     until all have heard the answer of this rank 0: some of the questions may be an earlier attempt's.
@@ -185,6 +185,7 @@ def _prefix_of_attempt(store: Any, rank: int, world: int, patience: timedelta) -
 
 
 def _explain_join_error(e: Exception) -> CkpttoolError:
+    """Make the error that says why this rank could not join the job, and what to do."""
     host, port, rank = (os.environ.get(k, "") for k in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     if "EADDRINUSE" in str(e):
         return UsageError(
@@ -202,7 +203,7 @@ def _explain_join_error(e: Exception) -> CkpttoolError:
 
 
 def is_lost_peer(e: BaseException) -> bool:
-    """Whether a rank raised this because another one is gone, as gloo and NCCL say it."""
+    """Tell whether a rank raised this because another one is gone, as gloo and NCCL say it."""
     import torch.distributed as dist
 
     return isinstance(e, dist.DistError) or "by peer" in str(e)
@@ -250,6 +251,7 @@ class _BeatObserver:
         self.watch, self.looked = Watch(dict.fromkeys(range(self.world), 0), timeout), time.monotonic()
 
     def __call__(self, beat: Beat) -> None:
+        """Publish this rank's beat; on ranks 0 and 1, look for a stall, and end the process if there is one."""
         try:
             self.store.set(f"ckpttool-beat-{self.rank}", beat_to_json(beat))
             if self.store.check(["ckpttool-stalled"]):
@@ -280,6 +282,7 @@ class _BeatObserver:
         self._end(stall.to_error())
 
     def _end(self, e: RankLost) -> None:
+        """Print an error and end this process with its exit code."""
         print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)  # noqa: T201
         for note in getattr(e, "__notes__", ()):
             print(f"note: {note}", file=sys.stderr)  # noqa: T201

@@ -66,7 +66,7 @@ _IN_JOB = ("model", "optim")
 
 
 def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | None:
-    """The trace of one checkpoint in one job, on rank 0. A collective.
+    """Load one checkpoint into one job, train some steps, and return the trace on rank 0; None on others. A collective.
 
     Raises:
         CkpttoolError: the job cannot be built, or a rank cannot read its part. That the checkpoint does not fit the
@@ -75,83 +75,44 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
     import torch
     import torch.distributed as dist
 
-    def stage(text: str) -> None:
-        status(text)
-        enter_stage(text)
+    def begin(stage: str) -> None:
+        status(stage)
+        enter_stage(stage)
 
     torch.manual_seed(settings.seed)
     enter_stage(f"reading the index of {settings.source}")
     use_numerics(settings.deterministic, settings.numerics)
     opened, problem = look_together(settings.source, settings.reading)
     with opened:
-        ckpt = opened.checkpoint
-        stage("building the model")
+        begin("building the model")
         job = build_job(settings, opened)
         job.notes.extend(use_recorded_buffers(job.model, settings.buffers))
-        out = Trace(
-            source=settings.source,
-            layout=opened.layout.name,
-            start=settings.start,
-            world_size=dist.get_world_size(),
-            mesh=settings.mesh,
-            device=settings.device,
-            dtype=settings.dtype,
-            seed=settings.seed,
-            data=settings.data,
-            global_batch=settings.global_batch,
-            micro_batch=settings.micro_batch,
-            clip=settings.clip,
-            dropout=has_dropout(job.model),
-            parameters=sum(p.numel() for p in job.model.parameters()),
-            tied=tied_names(job.model),
-            config=model_config(job.model),
-            notes=[*ckpt.notes, *job.notes],
-            environment=describe_environment(settings.device)
-            | {
-                "deterministic": settings.deterministic,
-                "compile": settings.compile,
-                "scheduler_waits": job.scheduler_waits,
-                "dropout_probabilities": sorted({p for _, _, p in list_dropouts(job.model) if p > 0}),
-            },
-            dropout_off=job.dropout_off,
-            recipe=settings.job or settings.config,
-            scheduler=None if job.scheduler is None else type(job.scheduler).__name__,
-            unread=[(u.name, u.component) for u in ckpt.unread if u.component],
-        )
-        # extra states of modules, too, since they are not loaded
-        rest = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.component != "optim"})
-        out.values, out.others = rest.values, rest.others
+        out = _begin_trace(settings, job, opened)
         rows, out.sequence = _open_rows(settings, job)
-        if job.data is not None:
-            out.data = OF_BUILD
-        entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
-        trained = job.optimizer is not None and any(path[0] == "optim" for path in entries)
-        if not trained:
-            aside = any(r.component == "optim" for r in ckpt.unread)
-            lacks = "what was read has no optimizer state" if aside else "the checkpoint has no optimizer state"
-            out.notes.append(f"{lacks}; the optimizer of the job starts from zero")
-        stage(f"loading {settings.source}")
-        failed = _load_checkpoint(settings, job, opened, problem, trained, out, status)
-        if failed is not None:
-            out.failed = failed
-            out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items() if t.component in _IN_JOB}
+        trained = _has_optimizer_state(job, opened, out)
+        begin(f"loading {settings.source}")
+        out.failed = _load_checkpoint(settings, job, opened, problem, trained, out, status)
+        if out.failed is not None:
+            tensors = opened.checkpoint.tensors
+            out.state = {n: (t.dtype, t.shape, "") for n, t in tensors.items() if t.component in _IN_JOB}
             return out if dist.get_rank() == 0 else None
-        stage("comparing what the job holds with the files")
+        # before the first forward pass
+        begin("comparing what the job holds with the files")
         _fingerprint_state(job, trained, opened, settings, out, status)
         _restore_rng(settings, opened, out)
-    stage("probing")
+    begin("probing")
     with name_missing_kernel():
         measure_probe(job, rows, settings, probe_file, out)
         measure_recorded_probe(job, settings, out)
         for k in range(settings.steps):
-            step = settings.start + 1 + k
-            out.steps.append(train_step(job, rows, step, settings))
+            out.steps.append(train_step(job, rows, settings.start + 1 + k, settings))
             status(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
             if k == 0:
                 round_trip(job, settings, out, status)
     if any(gather_objects(job.random)):
         out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
     out.memory = measure_memory(settings)
+    # the next run of this launch needs the memory
     del job
     gc.collect()
     if settings.device == "cuda":
@@ -159,8 +120,60 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
     return out if dist.get_rank() == 0 else None
 
 
+def _begin_trace(settings: RunSettings, job: Job, opened: OpenCheckpoint) -> Trace:
+    """Begin the trace of a run with what is known before anything is loaded."""
+    import torch.distributed as dist
+
+    ckpt = opened.checkpoint
+    environment = describe_environment(settings.device)
+    environment["deterministic"] = settings.deterministic
+    environment["compile"] = settings.compile
+    environment["scheduler_waits"] = job.scheduler_waits
+    environment["dropout_probabilities"] = sorted({p for _, _, p in list_dropouts(job.model) if p > 0})
+    # extra states of modules, too, since they are not loaded
+    side = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
+    return Trace(
+        source=settings.source,
+        layout=opened.layout.name,
+        start=settings.start,
+        world_size=dist.get_world_size(),
+        mesh=settings.mesh,
+        device=settings.device,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        data=settings.data if job.data is None else OF_BUILD,
+        global_batch=settings.global_batch,
+        micro_batch=settings.micro_batch,
+        clip=settings.clip,
+        dropout=has_dropout(job.model),
+        parameters=sum(p.numel() for p in job.model.parameters()),
+        tied=tied_names(job.model),
+        config=model_config(job.model),
+        notes=[*ckpt.notes, *job.notes],
+        environment=environment,
+        dropout_off=job.dropout_off,
+        recipe=settings.job or settings.config,
+        scheduler=None if job.scheduler is None else type(job.scheduler).__name__,
+        unread=[(u.name, u.component) for u in ckpt.unread if u.component],
+        values=side.values,
+        others=side.others,
+    )
+
+
+def _has_optimizer_state(job: Job, opened: OpenCheckpoint, out: Trace) -> bool:
+    """Tell whether the job has an optimizer, and the checkpoint state for it; if not, note that in the trace."""
+    ckpt = opened.checkpoint
+    entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
+    if job.optimizer is not None and any(path[0] == "optim" for path in entries):
+        return True
+    aside = any(r.component == "optim" for r in ckpt.unread)
+    lacks = "what was read has no optimizer state" if aside else "the checkpoint has no optimizer state"
+    out.notes.append(f"{lacks}; the optimizer of the job starts from zero")
+    return False
+
+
 def _open_rows(settings: RunSettings, job: Job) -> tuple[batches.Rows, int | None]:
-    """(rows, their length)
+    """Open the data of the job: (rows, their length; None if that is not known).
 
     Raises:
         UsageError: they are not what the model of build() takes.
@@ -192,6 +205,7 @@ class _RateReporter:
         self.status, self.began, self.said = status, time.monotonic(), time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        """Report progress; the status says it at most every two seconds."""
         report_progress()
         now = time.monotonic()
         if now - self.said < 2 or not done:
@@ -247,7 +261,7 @@ def _load_checkpoint(
     out: Trace,
     status: Status,
 ) -> str | None:
-    """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
+    """Load the checkpoint into the job; return why that cannot be done, on every rank alike, or None. A collective."""
     problem = None if refused is None else str(refused)
     fits = not isinstance(refused, DoesNotFit)
     cost = _LoadCost(settings.device)
@@ -283,7 +297,7 @@ def _load_checkpoint(
 def _fingerprint_state(
     job: Job, trained: bool, opened: OpenCheckpoint, settings: RunSettings, out: Trace, status: Status
 ) -> None:
-    """Fingerprints of what the job holds, and of the files. A collective."""
+    """Take the fingerprints of what the job holds, and of the files. A collective."""
     import torch
     import torch.distributed as dist
 
@@ -329,7 +343,7 @@ def _fingerprint_state(
 
 
 def _restore_rng(settings: RunSettings, opened: OpenCheckpoint, out: Trace) -> None:
-    """With --keep-dropout: the generators of each rank, where the checkpoint has them for as many ranks."""
+    """With --keep-dropout, restore the generators of each rank, where the checkpoint has them for as many ranks."""
     if not settings.keep_dropout:
         return
     import torch
@@ -355,7 +369,7 @@ def _restore_rng(settings: RunSettings, opened: OpenCheckpoint, out: Trace) -> N
 
 
 def main(folder: str) -> None:
-    """One rank of a launch. It ends the process."""
+    """Run one rank of a launch, whose files are in `folder`, and end the process."""
     faulthandler.enable()
     rank = int(os.environ["RANK"])
     runs = read_settings(os.path.join(folder, "runs.json"))
@@ -390,6 +404,7 @@ def main(folder: str) -> None:
 
 
 def _leave_with_error(folder: str, rank: int, e: BaseException) -> NoReturn:
+    """Write this rank's error for the launching process, and end."""
     import traceback
 
     word: Mapping[str, Any] = {

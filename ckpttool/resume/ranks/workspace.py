@@ -22,8 +22,8 @@ _NEW = 60.0  # seconds in which a run certainly takes the lock of the folder tha
 
 @contextmanager
 def temporary_workspace(parent: str | None = None) -> Iterator[str]:
-    """A new folder in `parent`, or in the folder for temporary files, which is removed afterwards; and so are those of
-    dead runs.
+    """Make a new folder in `parent`, or in the folder for temporary files, and remove it afterwards; and so are those
+    of dead runs.
 
     A run holds the lock of its folder, and the kernel lets go of it when the run ends. Not every network file system
     has locks that other machines see, so the name says whose folder it is.
@@ -42,6 +42,7 @@ def temporary_workspace(parent: str | None = None) -> Iterator[str]:
 
 
 def _remove_if_dead(folder: str) -> None:
+    """Remove the folder of a run that holds its lock no longer."""
     try:
         if time.time() - os.stat(folder).st_mtime < _NEW:
             return

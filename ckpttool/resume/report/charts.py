@@ -59,7 +59,8 @@ class _Axis:
 
 
 def draw_figure(quantity: str, name: str, rows: Sequence[ComparedStep], with_reference: bool) -> Figure:
-    """The chart of one quantity (a key of `facts.QUANTITIES`) over the steps of `rows`, which must not be empty."""
+    """Draw the chart of one quantity (a key of `facts.QUANTITIES`) over the steps of `rows`, which must not be
+    empty."""
     steps = [r.got.step for r in rows]
     first, last = min(steps), max(steps)
 
@@ -100,7 +101,7 @@ def draw_figure(quantity: str, name: str, rows: Sequence[ComparedStep], with_ref
 
 
 def finite_or_inf(difference: float) -> float:
-    """A difference as a sort key: NaN counts as infinite."""
+    """Return a difference as a sort key: NaN counts as infinite."""
     return math.inf if math.isnan(difference) else difference
 
 
@@ -108,23 +109,27 @@ def finite_or_inf(difference: float) -> float:
 
 
 def _path(kind: str, d: str) -> Shape:
+    """Make a path of SVG; `kind` is its class in the style sheet."""
     return Shape("path", {"class": kind, "d": d})
 
 
 def _circle(kind: str, x: float, y: float, r: float) -> Shape:
+    """Make a circle of SVG; `kind` is its class in the style sheet."""
     return Shape("circle", {"class": kind, "cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": r})
 
 
 def _text(kind: str, x: object, y: object, text: str, anchor: str | None = None) -> Shape:
+    """Make a text of SVG; `kind` is its class in the style sheet."""
     return Shape("text", {"class": kind, "x": x, "y": y, "text-anchor": anchor}, text)
 
 
 def _cross_mark(x: float, y: float) -> Shape:
-    """The mark of a value that is outside of the envelope, or not a finite number."""
+    """Mark a value that is outside of the envelope, or not a finite number."""
     return _path("out", f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
 
 
 def _grid(axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
+    """Draw the frame of a panel, its grid lines and their numbers."""
     yield _path("frame", f"M{_LEFT} {top}V{bottom}H{_RIGHT}")
     for value, text in axis.ticks:
         y = axis.place(value)
@@ -134,7 +139,7 @@ def _grid(axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
 
 
 def _curve(kind: str, xs: Sequence[float], values: Sequence[float | None], axis: _Axis) -> Iterator[Shape]:
-    """A path with gaps where a value is missing or not finite."""
+    """Draw a path with gaps where a value is missing or not finite."""
     d, pen = [], False
     for x, v in zip(xs, values, strict=True):
         if v is None or not math.isfinite(v):
@@ -149,7 +154,8 @@ def _curve(kind: str, xs: Sequence[float], values: Sequence[float | None], axis:
 def _markers(
     kind: str, xs: Sequence[float], values: Sequence[float | None], axis: _Axis, drawn: bool
 ) -> Iterator[Shape]:
-    """Squares for the reference, dots for the run; crosses for numbers that are not finite, which are always drawn."""
+    """Draw squares for the reference, dots for the run; crosses for numbers that are not finite, which are always
+    drawn."""
     for x, v in zip(xs, values, strict=True):
         if v is None:
             continue
@@ -163,7 +169,7 @@ def _markers(
 
 
 def _tooltip(quantity: str, row: ComparedStep, left: float, right: float, bottom: float) -> Shape:
-    """A strip of the chart that shows the numbers of its step to the pointer."""
+    """Make a strip of the chart that shows the numbers of its step to the pointer."""
     lines = [f"step {row.got.step}", f"this run {format_number(getattr(row.got, quantity), 8)}"]
     if row.expected is not None:
         lines.append(f"reference {format_number(getattr(row.expected, quantity), 8)}")
@@ -180,7 +186,7 @@ def _tooltip(quantity: str, row: ComparedStep, left: float, right: float, bottom
 
 
 def _lower_panel(quantity: str, rows: Sequence[ComparedStep], xs: Sequence[float], markers: bool) -> Iterator[Shape]:
-    """Differences on a logarithmic axis, with the envelope; zeros have a row of their own below it."""
+    """Draw differences on a logarithmic axis, with the envelope; zeros have a row of their own below it."""
     differences = [r.differences.get(quantity) for r in rows]
     bounds = [r.bounds.get(quantity) for r in rows]
     axis, zero = _decade_axis([v for v in [*differences, *bounds] if v is not None])
@@ -214,7 +220,8 @@ def _lower_panel(quantity: str, rows: Sequence[ComparedStep], xs: Sequence[float
 
 
 def _linear_axis(values: Sequence[float]) -> _Axis:
-    """The axis of the upper panel: round numbers around the values; no ticks where doubles cannot hold the span."""
+    """Make the axis of the upper panel: round numbers around the values; no ticks where doubles cannot hold the
+    span."""
     middle = _Axis(lambda v: (_MIDDLE + _TOP) / 2)
     finite = [v for v in values if math.isfinite(v)]
     lo, hi = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -241,12 +248,13 @@ def _linear_axis(values: Sequence[float]) -> _Axis:
 
 
 def _format_tick(x: float, digits: int) -> str:
+    """Format a number of an axis in at most 8 characters."""
     text = f"{x:.{digits}g}"
     return text if len(text) <= 8 else f"{x:.2e}"
 
 
 def _decade_axis(values: Sequence[float]) -> tuple[_Axis, float | None]:
-    """The axis of the lower panel, in powers of ten, and the place of zeros, if there are any."""
+    """Make the axis of the lower panel, in powers of ten, and find the place of zeros; None if there are none."""
     positive = [v for v in values if math.isfinite(v) and v > 0]
     bottom: float = _BOTTOM
     zero = None

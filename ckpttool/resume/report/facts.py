@@ -44,7 +44,7 @@ QUANTITIES = {"loss": "loss", "grad_norm": "grad norm", "update_norm": "update n
 
 
 def verdict_sentence(report: Report) -> str:
-    """The verdict in a sentence."""
+    """Say the verdict in a sentence."""
     failed = [c for c in report.checks if c.verdict == "fail"]
     continuity = [c for c in failed if c.stage != "gate"]
     total, aside = len(report.checks), count_checks(report, "not comparable")
@@ -76,22 +76,23 @@ def verdict_sentence(report: Report) -> str:
 
 
 def _as_sentence(text: str, capital: bool = False) -> str:
-    """The text of a check or a cause as the end of a sentence, or as one."""
+    """Put the text of a check or a cause at the end of a sentence, or make it one."""
     text = escape_unprintable(text, 60)
     return (text[:1].upper() + text[1:] if capital else text) + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _count_passed(report: Report) -> str:
+    """Say how many checks passed."""
     return f"{count_checks(report, 'pass')} of {len(report.checks)} checks passed."
 
 
 def count_checks(report: Report, verdict: str) -> int:
-    """How many checks have a verdict."""
+    """Count the checks that have a verdict."""
     return sum(c.verdict == verdict for c in report.checks)
 
 
 def format_bound(check: Check) -> str:
-    """The bound of a check with its sign and source: "≤ 1e-05 measured"."""
+    """Format the bound of a check with its sign and source: "≤ 1e-05 measured"."""
     if check.bound is None or (check.source == "exact" and check.bound == 0):
         return check.source
     sign = "≥" if check.name.rpartition(".")[2].startswith("min") else "≤"
@@ -99,7 +100,7 @@ def format_bound(check: Check) -> str:
 
 
 def list_facts(report: Report) -> list[tuple[str, str, str]]:
-    """What was compared: (what, of this run, of the reference), "" if not known."""
+    """List what was compared: (what, of this run, of the reference), "" if not known."""
     ours = _facts_of(report.candidate)
     theirs = _facts_of(report.reference) if report.reference is not None else {}
     out = [(k, ours.get(k, ""), theirs.get(k, "")) for k in ours if ours[k] or theirs.get(k)]
@@ -110,6 +111,7 @@ def list_facts(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _facts_of(trace: Trace) -> dict[str, str]:
+    """Return {what: text} of one trace, "" if not known."""
     mesh = " x ".join(f"{escape_unprintable(k, 24)} {v}" for k, v in trace.mesh.items())
     ranks = "" if trace.world_size is None else f"{trace.world_size}" + (f" ({mesh})" if mesh else "")
     batch = "" if trace.global_batch is None else f"{trace.global_batch} sequences"
@@ -136,13 +138,13 @@ def _facts_of(trace: Trace) -> dict[str, str]:
 
 
 def device_name(trace: Trace) -> str:
-    """The kind of device, with its name if known."""
+    """Name the kind of device, with its model if known."""
     name = trace.environment.get("gpu")
     return ", ".join(str(x) for x in (trace.device, name) if x)
 
 
 def relative_difference(got: float | None, expected: float | None) -> float | None:
-    """|got - expected| / |expected|; None if one of them is not known, NaN if one is NaN."""
+    """Compute |got - expected| / |expected|; None if one of them is not known, NaN if one is NaN."""
     return None if got is None or expected is None else relative_deviation(got, expected)
 
 
@@ -157,19 +159,19 @@ class ComparedStep:
 
     @property
     def batch(self) -> bool | None:
-        """Whether both used the same batch; None if not known."""
+        """Tell whether both used the same batch; None if not known."""
         if self.expected is None or self.got.batch is None or self.expected.batch is None:
             return None
         return self.got.batch == self.expected.batch
 
     @property
     def outside(self) -> bool:
-        """Whether a value is outside of the envelope."""
+        """Tell whether a value is outside of the envelope."""
         return self.batch is False or any(not d <= self.bounds.get(q, math.inf) for q, d in self.differences.items())
 
 
 def compared_rows(report: Report) -> list[ComparedStep]:
-    """The steps of the run, in order."""
+    """Pair the steps of the run with those of the reference, in order."""
     expected = {s.step: s for s in report.reference.steps} if report.reference is not None else {}
     out: list[ComparedStep] = []
     common = 0
@@ -189,7 +191,7 @@ def compared_rows(report: Report) -> list[ComparedStep]:
 
 
 def list_speed(report: Report) -> list[tuple[str, str]]:
-    """Speed and memory as (what, value with its unit), as far as known."""
+    """List speed and memory as (what, value with its unit), as far as known."""
     out: list[tuple[str, str]] = []
     for what, value, text in (
         ("MFU", known_metric(report, "mfu"), "{:.3f}"),
@@ -232,7 +234,7 @@ def describe_load_costs(loads: Sequence[LoadCostRecord]) -> list[tuple[str, str]
 
 
 def known_metric(report: Report, key: str) -> float | None:
-    """One of the metrics, as computed for the gates, or else from the trace."""
+    """Return one of the metrics, as computed for the gates, or else from the trace; None if it is not known."""
     value: Any = report.metrics.get(key)
     trace = report.candidate
     if value is None and key == "load_seconds":

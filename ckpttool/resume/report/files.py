@@ -60,6 +60,7 @@ def write_reports(
 
 
 def _write_whole(path: Path, text: str, make: bool = True) -> Path:
+    """Write a file beside its place and rename it; `make`: make its folder first."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # no .prom at its end: a collector would read it
     try:
         if make:

@@ -60,7 +60,7 @@ _MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M
 
 
 def render_html(report: Report) -> str:
-    """The report as one HTML file that refers to no other."""
+    """Render the report as one HTML file that refers to no other."""
     every = compared_rows(report)
     return (
         _environment()
@@ -99,7 +99,7 @@ def render_html(report: Report) -> str:
 
 @cache
 def _environment() -> Environment:
-    """jinja2 with our templates. `finalize` sees every printed value before it is escaped."""
+    """Make jinja2's environment with our templates. `finalize` sees every printed value before it is escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -130,22 +130,24 @@ def _as_markup(text: str) -> Markup:
 
 
 def _include_file(name: str) -> Markup:
-    """A file of ours, to be included as it is."""
+    """Read a file of ours, to be included as it is."""
     environment = _environment()
     assert environment.loader is not None
     return _as_markup(environment.loader.get_source(environment, name)[0])
 
 
 def _breakable_name(name: str, word: int) -> Markup:
-    """A name that the browser may break after its dots."""
+    """Let the browser break a name after its dots."""
     return _as_markup(".<wbr>").join(escape_unprintable(name, word).split("."))
 
 
 def _format_bytes(n: int) -> str:
+    """Format bytes as GiB or MiB."""
     return f"{n / 2**30:.2f} GiB" if n >= 2**30 / 10 else f"{n / 2**20:.1f} MiB"
 
 
 def _as_text(x: object) -> str:
+    """Return a text as it is, and JSON of anything else."""
     return x if isinstance(x, str) else json.dumps(x, default=str)[:2000]
 
 
@@ -153,7 +155,7 @@ def _as_text(x: object) -> str:
 
 
 def _tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str, str]]:
-    """The large numbers at the top: (name, value)."""
+    """List the large numbers at the top: (name, value)."""
     trace, reference = report.candidate, report.reference
     ranks = "" if trace.world_size is None else str(trace.world_size)
     if ranks and reference is not None and reference.world_size is not None:
@@ -171,6 +173,7 @@ def _tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str, str
 
 
 def _curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, Any]:
+    """Return what the template needs for the charts."""
     drawn = _thin_out(every, _STEPS)
     figures: list[Figure] = []
     for quantity, name in QUANTITIES.items():
@@ -184,7 +187,7 @@ def _curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, 
 
 
 def _thin_out(every: Sequence[ComparedStep], most: int) -> list[ComparedStep]:
-    """At most so many rows: evenly spaced stretches, and of each the row that differs most."""
+    """Keep at most so many rows: evenly spaced stretches, and of each the row that differs most."""
     if len(every) <= most:
         return list(every)
     cuts = [len(every) * i // most for i in range(most + 1)]
@@ -192,11 +195,13 @@ def _thin_out(every: Sequence[ComparedStep], most: int) -> list[ComparedStep]:
 
 
 def _largest_difference(row: ComparedStep) -> float:
+    """Return the largest difference of a step, as a sort key."""
     values = map(finite_or_inf, row.differences.values())
     return math.inf if not math.isfinite(row.got.loss) else max(values, default=0.0)
 
 
 def _checks_context(report: Report) -> dict[str, Any]:
+    """Return what the template needs for the table of checks."""
     shown = report.checks
     if len(shown) > _CHECKS:
         shown = [c for c in shown if c.verdict != "pass"][:_CHECKS]
@@ -215,7 +220,7 @@ def _checks_context(report: Report) -> dict[str, Any]:
 
 
 def _worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
-    """The tensors whose gradient and update differ most in the first step that the reference has too."""
+    """Return the tensors whose gradient and update differ most in the first step that the reference has too."""
     first = next((r for r in every if r.expected is not None), None)
     tables: list[dict[str, Any]] = []
     for quantity, title in (("grads", "Gradients"), ("updates", "Updates")):
@@ -246,13 +251,15 @@ def _worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
 
 
 def _bar_percent(difference: float, largest: float) -> float:
-    """The length of a bar, in percent; full for what is not a finite number."""
+    """Return the length of a bar, in percent; full for what is not a finite number."""
     if not math.isfinite(difference):
         return 100.0
     return 100 * (difference / largest) if difference > 0 else 0.0
 
 
 def _memory_context(report: Report) -> dict[str, Any] | None:
+    """Return the memory of the ranks and the length of a full bar, in bytes; None if no rank has any."""
+
     def of(memory: MemoryRecord, key: str) -> int:
         value = memory.get(key)
         return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
@@ -280,7 +287,7 @@ def _memory_context(report: Report) -> dict[str, Any] | None:
 
 
 def _steps_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
-    """The table of all steps; a cell is (text, whether it is bad)."""
+    """Return the table of all steps; a cell is (text, whether it is bad)."""
     compared = any(r.expected is not None for r in every)
     columns = ["step"]
     for name in QUANTITIES.values():
@@ -306,13 +313,14 @@ def _steps_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
 
 
 def _list_notes(report: Report) -> list[tuple[str, str]]:
+    """List (whose, note) of both runs."""
     notes = [("this run", n) for n in report.candidate.notes]
     notes += [("reference", n) for n in (report.reference.notes if report.reference is not None else [])]
     return notes[:200]
 
 
 def _closing_tables(report: Report) -> list[tuple[str, list[tuple[str, object]]]]:
-    """The tables at the end: (title, [(name, value)])."""
+    """List the tables at the end: (title, [(name, value)])."""
     groups: list[tuple[str, dict[str, object]]] = [
         ("Where it was started", {**({"judged": report.time} if report.time else {}), **report.versions}),
         ("Environment of the run", dict(report.candidate.environment)),

@@ -17,7 +17,7 @@ __all__ = ["render_junit"]
 
 
 def render_junit(report: Report) -> str:
-    """JUnit XML: a test case a check; what could not be compared is skipped.
+    """Render the report as JUnit XML: a test case a check; what could not be compared is skipped.
 
     Where the verdict as a whole is "not comparable" there is one more test case with an error, since a file in which
     everything is skipped would look like success.
@@ -73,6 +73,7 @@ def render_junit(report: Report) -> str:
 
 
 def _explain_failure(report: Report, check: Check) -> Iterator[str]:
+    """Yield the lines about a failed check: what was found, where, and the likely causes."""
     yield escape_unprintable(check.text)
     if check.number is not None:
         yield f"found {format_number(check.number, 6)}" + (

@@ -52,7 +52,7 @@ _SAME_JOB = ("world_size", "device", "dtype", "parameters", "global_batch", "mic
 
 
 def render_metrics(report: Report, *, training: str = "", now: float | None = None, previous: str | None = None) -> str:
-    """Metrics in the text format, for the textfile collector of node_exporter. What is not known is left out.
+    """Render metrics in the text format, for the textfile collector of node_exporter. What is not known is left out.
 
     `training` is a label on everything, so that files of several trainings can lie in one folder. `previous` is the
     text that this one replaces; the step time in it is carried on where it was of the same job.
@@ -129,11 +129,12 @@ def render_metrics(report: Report, *, training: str = "", now: float | None = No
 
 
 def _escape_label(x: object) -> str:
-    """A label's value, escaped. Names are spelled out and no longer than a database likes them."""
+    """Escape a label's value. Names are spelled out and no longer than a database likes them."""
     return shorten_middle(escape_unprintable(x), 200).replace("\\", r"\\").replace('"', r"\"")
 
 
 def _format_value(x: float) -> str:
+    """Format a number as Prometheus wants it."""
     if math.isnan(x):
         return "NaN"
     if math.isinf(x):
@@ -142,14 +143,14 @@ def _format_value(x: float) -> str:
 
 
 def _largest_or_nan(numbers: Sequence[float]) -> float | None:
-    """NaN where one is NaN."""
+    """Return the largest number; NaN where one is NaN, None where there is none."""
     if any(math.isnan(x) for x in numbers):
         return math.nan
     return max(numbers, default=None)
 
 
 def _read_previous(text: str) -> tuple[dict[str, str], float | None]:
-    """The labels of info, as they are escaped, and step_seconds, of metrics that `render_metrics` made."""
+    """Read the labels of info, as they are escaped, and step_seconds, of metrics that `render_metrics` made."""
     labels: dict[str, str] = {}
     seconds: float | None = None
     if m := re.search(r"^ckpttool_resume_info\{(.*)\} 1$", text, re.MULTILINE):

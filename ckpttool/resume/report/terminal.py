@@ -34,7 +34,8 @@ _MANY_CHECKS, _MANY_STEPS = 60, 24
 
 
 def render_terminal(report: Report) -> RenderableType:
-    """The report as a person reads it; what needs attention stands at the end, where a terminal stops scrolling."""
+    """Render the report as a person reads it; what needs attention stands at the end, where a terminal stops
+    scrolling."""
     return _Screen(report)
 
 
@@ -79,6 +80,7 @@ class _Screen:
         yield Text(report.word, style=_STYLE[report.word])
 
     def _facts(self, width: int) -> RenderableType:
+        """Render the table of what was compared."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -102,7 +104,7 @@ class _Screen:
         return table
 
     def _shown(self) -> Iterator[tuple[str, list[Check], int]]:
-        """(stage, checks to be listed, how many passed besides)."""
+        """Yield (stage, checks to be listed, how many passed besides)."""
         stages: dict[str, list[Check]] = {}
         for c in self.report.checks:
             stages.setdefault(c.stage, []).append(c)
@@ -113,6 +115,7 @@ class _Screen:
             yield stage, listed, len(checks) - len(listed)
 
     def _checks(self, width: int) -> Iterator[RenderableType]:
+        """Render the checks: as a table where the terminal is wide, else each on two lines."""
         from rich import box
         from rich.padding import Padding
         from rich.table import Table
@@ -154,6 +157,7 @@ class _Screen:
                 yield Text(f"  {more:,} more")
 
     def _steps(self, width: int) -> Iterator[RenderableType]:
+        """Render the table of steps."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -218,6 +222,7 @@ class _Screen:
             yield Text("! outside of the envelope", "dim")
 
     def _causes(self, width: int) -> Iterator[RenderableType]:
+        """Render the likely causes with their evidence."""
         from rich.table import Table
         from rich.text import Text
 
@@ -238,6 +243,7 @@ class _Screen:
 
 
 def _verdict_text(check: Check) -> Text:
+    """Render the verdict of a check in its colour."""
     from rich.text import Text
 
     if check.verdict == "fail":
@@ -246,6 +252,7 @@ def _verdict_text(check: Check) -> Text:
 
 
 def _check_text(check: Check, word: int = 60) -> str:
+    """Return the sentence of a check, and where it is if that does not say; words longer than `word` are shortened."""
     where = (
         f" [{shorten_middle(escape_unprintable(check.where), word - 2)}]"
         if check.where and check.where not in check.text
@@ -255,7 +262,7 @@ def _check_text(check: Check, word: int = 60) -> str:
 
 
 def _difference_text(row: ComparedStep, quantity: str, text: str | None = None) -> Text:
-    """The difference of a step, or another text about it, marked where it lies outside of the envelope."""
+    """Render the difference of a step, or another text about it, marked where it lies outside of the envelope."""
     from rich.text import Text
 
     d = row.differences.get(quantity)
@@ -266,7 +273,7 @@ def _difference_text(row: ComparedStep, quantity: str, text: str | None = None) 
 
 
 def _select_rows(every: Sequence[ComparedStep]) -> Iterator[tuple[str, ComparedStep | None]]:
-    """The first and the last steps and the first ones outside of the envelope; (how many are left out, None)
+    """Yield the first and the last steps and the first ones outside of the envelope; (how many are left out, None)
     between."""
     keep = set(range(len(every)))
     if len(every) > _MANY_STEPS:

@@ -47,7 +47,7 @@ IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_e
 
 
 def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, world: int) -> list[tuple[int, int, bool]]:
-    """(first sample, one past the last, whether it counts) of each forward pass of a data-parallel rank in a step.
+    """Cut a step into the forward passes of a data-parallel rank: (first sample, one past the last, whether it counts).
 
     Every rank has the same number of passes, since FSDP's collectives need all of them; where the micro-batches do not
     divide by the world size, the last pass of some ranks repeats an earlier micro-batch and does not count.
@@ -64,13 +64,13 @@ def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, wor
 
 
 def digest_rows(rows: Iterable[Any]) -> int:
-    """Digest of some rows of tokens: the sum mod 2^128 of each row's BLAKE3, so that neither the order of the rows nor
-    their distribution over ranks matters; the sums of parts add up to the sum of the whole."""
+    """Compute the digest of some rows of tokens: the sum mod 2^128 of each row's BLAKE3, so that neither the order of
+    the rows nor their distribution over ranks matters; the sums of parts add up to the sum of the whole."""
     return digest_and_marks(rows)[0]
 
 
 def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
-    """(`digest_rows` of some rows, the marks of the rows one after the other).
+    """Compute (`digest_rows` of some rows, the marks of the rows one after the other).
 
     A mark is the first 48 bits of the row's BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a
     million rows two have the same by chance once in 500. Marks explain why batches differ; that they do is decided by
@@ -88,13 +88,12 @@ def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
 
 
 def split_marks(ranks: Sequence[str]) -> list[list[str]]:
-    """The marks of the rows of each rank, from what `digest_and_marks` gave on each."""
+    """Split what `digest_and_marks` gave on each rank into the marks of its rows."""
     return [[marks[i : i + _MARK] for i in range(0, len(marks), _MARK)] for marks in ranks]
 
 
 def check_data_exists(data: str) -> None:
-    """Raises:
-    UsageError: there is no such file."""
+    """Refuse a file of data that does not exist."""
     if data != "synthetic" and not os.path.exists(data):
         raise UsageError(f"{argument('data', data)}: no such file, and not the word synthetic.")
 
@@ -102,7 +101,7 @@ def check_data_exists(data: str) -> None:
 def open_data(
     data: str, *, seed: int, sequence: int | None, vocabulary: int | None, tokenizer: str | None = None
 ) -> tuple[Rows, int]:
-    """(rows, their length) of `data`.
+    """Open `data`: (rows, their length).
 
     Raises:
         UsageError: there is no such file, it holds something else, or tokens lie outside the vocabulary.
@@ -124,6 +123,8 @@ def open_data(
 
 
 def _synthetic_rows(seed: int, sequence: int, vocabulary: int) -> Rows:
+    """Make rows of tokens from a seed and the sample index; the second half of a row repeats the first."""
+
     def row(index: int) -> dict[str, Any]:
         import numpy as np
 
@@ -135,6 +136,7 @@ def _synthetic_rows(seed: int, sequence: int, vocabulary: int) -> Rows:
 
 
 def _npy_rows(path: str, sequence: int | None) -> Callable[[int], Any]:
+    """Open a .npy file of token rows; one long row is cut into rows of `sequence`."""
     import numpy as np
 
     try:
@@ -161,6 +163,7 @@ def _npy_rows(path: str, sequence: int | None) -> Callable[[int], Any]:
 
 
 def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokenizer: str | None) -> tuple[Rows, int]:
+    """Open a .jsonl file: (rows, their length). Lines are found by their offsets and read when they are asked for."""
     import numpy as np
 
     where = [0]
@@ -203,6 +206,7 @@ def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokeniz
 
 
 def _lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
+    """Return a function that encodes text with the tokenizer of a folder, which it loads the first time."""
     loaded: list[Any] = []
 
     def encode(text: str) -> list[int]:
@@ -226,6 +230,8 @@ def _lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
 
 
 def _check_vocabulary(rows: Rows, path: str, vocabulary: int | None) -> Rows:
+    """Wrap rows so that tokens outside the vocabulary are refused."""
+
     def row(index: int) -> dict[str, Any]:
         out = rows(index)
         ids = out["input_ids"]
@@ -240,7 +246,7 @@ def _check_vocabulary(rows: Rows, path: str, vocabulary: int | None) -> Rows:
 
 
 def wrap_user_data(data: Any) -> Rows:
-    """The data of `build()`: a function of the sample index, or a sequence that is read cyclically."""
+    """Wrap the data of `build()`: a function of the sample index, or a sequence that is read cyclically."""
     import numpy as np
 
     def row(index: int) -> dict[str, Any]:

@@ -39,11 +39,12 @@ _A, _B, _C = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of sp
 
 
 def _as_int64(x: int) -> int:
+    """Return the signed number that has the same 64 bits."""
     return x - (1 << 64) if x >> 63 else x
 
 
 def _sum_mixed(bits: Any, index: Any) -> int:
-    """The sum of one block; `bits` and `index` are int64 tensors of one size, both are overwritten."""
+    """Sum up one block; `bits` and `index` are int64 tensors of one size, both are overwritten."""
     index.mul_(_as_int64(_A))
     z = bits.add_(1).mul_(_as_int64(_C)).add_(index)
     for shift, factor in ((30, _B), (27, _C)):
@@ -54,7 +55,7 @@ def _sum_mixed(bits: Any, index: Any) -> int:
 
 
 def _view_as_integers(tensor: Any) -> Any:
-    """The elements of a contiguous 1-d tensor as integers, each complex128 as two."""
+    """View the elements of a contiguous 1-d tensor as integers, each complex128 as two."""
     import torch
 
     of = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -62,7 +63,7 @@ def _view_as_integers(tensor: Any) -> Any:
 
 
 def can_fingerprint(tensor: Any) -> bool:
-    """Whether a tensor has elements to take a fingerprint of; sparse, quantised and many subclasses of tensors do
+    """Tell whether a tensor has elements to take a fingerprint of; sparse, quantised and many subclasses of tensors do
     not."""
     try:
         _view_as_integers(local_shard(tensor).new_empty(0))
@@ -72,7 +73,7 @@ def can_fingerprint(tensor: Any) -> bool:
 
 
 def fingerprint_flat(tensor: Any, first: int) -> int:
-    """Sum of a contiguous 1-d tensor whose first element has flat index `first`."""
+    """Sum up a contiguous 1-d tensor whose first element has flat index `first`."""
     import torch
 
     bits = _view_as_integers(tensor)
@@ -86,7 +87,7 @@ def fingerprint_flat(tensor: Any, first: int) -> int:
 
 
 def _fingerprint_box(tensor: Any, offset: Sequence[int], shape: Sequence[int]) -> int:
-    """Sum of a box, at an offset in a tensor of `shape`."""
+    """Sum up a box, at an offset in a tensor of `shape`."""
     if not tensor.numel():
         return 0
     if box_is_flat(shape, offset, tuple(tensor.shape)):
@@ -95,7 +96,7 @@ def _fingerprint_box(tensor: Any, offset: Sequence[int], shape: Sequence[int]) -
 
 
 def _fingerprint_scattered_box(tensor: Any, offset: Sequence[int], steps: Sequence[int]) -> int:
-    """Sum of a box that is not a range of the flattened tensor, so the index of every element is computed."""
+    """Sum up a box that is not a range of the flattened tensor, so the index of every element is computed."""
     import torch
 
     total, rows = 0, max(1, _BLOCK * tensor.shape[0] // tensor.numel())
@@ -119,12 +120,13 @@ def _fingerprint_scattered_box(tensor: Any, offset: Sequence[int], steps: Sequen
 
 
 def local_shard(tensor: Any) -> Any:
-    """What this rank holds of a tensor, detached."""
+    """Return what this rank holds of a tensor, detached."""
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def _shard_offset(tensor: Any) -> Any:
-    """The offset of this rank's shard in the whole tensor, from the method that torch.distributed.checkpoint uses."""
+    """Return the offset of this rank's shard in the whole tensor, from the method that torch.distributed.checkpoint
+    uses."""
     if not hasattr(tensor, "_local_tensor") or not local_shard(tensor).numel():
         return (0,) * tensor.dim()
     (chunk,) = tensor.__create_chunk_list__()
@@ -132,7 +134,7 @@ def _shard_offset(tensor: Any) -> Any:
 
 
 def counts_on_this_rank(tensor: Any) -> bool:
-    """Whether this rank counts for a tensor: of the ranks with the same shard, the first does.
+    """Tell whether this rank counts for a tensor: of the ranks with the same shard, the first does.
 
     A DTensor's replicated dimensions count where their coordinate is 0, and of the submeshes that hold copies of it the
     one with rank 0. A plain tensor is on every rank, and counts on rank 0.
@@ -149,7 +151,7 @@ def counts_on_this_rank(tensor: Any) -> bool:
 
 
 def sum_over_ranks(values: Sequence[float], *, integers: bool, device: Any) -> list[Any]:
-    """Sums over all ranks of one number for each tensor; integers mod 2^64, else float64. A collective."""
+    """Sum one number for each tensor over all ranks; integers mod 2^64, else float64. A collective."""
     import torch
     import torch.distributed as dist
 
@@ -165,8 +167,8 @@ def sum_over_ranks(values: Sequence[float], *, integers: bool, device: Any) -> l
 
 
 def fingerprint_tensors(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tuple[dict[str, str], list[str]]:
-    """({name: fingerprint}, names whose copies on several ranks differ) of live tensors, or of what they are in
-    `dtype`. A collective.
+    """Take the fingerprints of live tensors, or of what they are in `dtype`: ({name: fingerprint}, names whose copies
+    on several ranks differ). A collective.
 
     Copies are compared without sending them anywhere: the sum over all ranks must be that over the owners, times the
     number of copies.
@@ -189,8 +191,8 @@ def fingerprint_tensors(tensors: Mapping[str, Any], device: Any, dtype: Any = No
 
 
 def fingerprint_each_rank(tensors: Mapping[str, Any]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
-    """{name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of shards
-    are left out. A collective."""
+    """Take {name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of
+    shards are left out. A collective."""
     whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
     every = gather_objects(
         [f"{_fingerprint_box(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()]
@@ -202,7 +204,7 @@ def fingerprint_each_rank(tensors: Mapping[str, Any]) -> dict[str, list[tuple[st
 
 
 def _count_shards(tensor: Any) -> int:
-    """Into how many shards a tensor is cut."""
+    """Count the shards that a tensor is cut into."""
     if not hasattr(tensor, "_local_tensor"):
         return 1
     sizes = tensor.device_mesh.shape
@@ -210,7 +212,7 @@ def _count_shards(tensor: Any) -> int:
 
 
 def spacing_16bit(tensor: Any) -> Any:
-    """The distance of each element, of 16 bits, to the next larger number; 0 for 0. In float32."""
+    """Return the distance of each element, of 16 bits, to the next larger number; 0 for 0. In float32."""
     import torch
 
     exponent = tensor.float().frexp().exponent
@@ -218,7 +220,7 @@ def spacing_16bit(tensor: Any) -> Any:
 
 
 def global_norms(tensors: Mapping[str, Any], device: Any, of: Callable[[Any], Any] = lambda t: t) -> dict[str, float]:
-    """{name: L2 norm over all ranks} of what `of` makes of a shard, summed in float64. A collective."""
+    """Compute {name: L2 norm over all ranks} of what `of` makes of a shard, summed in float64. A collective."""
     import torch
 
     mine = [
@@ -240,8 +242,8 @@ def fingerprint_files(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     dtypes: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """{name: fingerprint} of tensors of a checkpoint, read a second time, in row-major order and by other code than the
-    load.
+    """Take {name: fingerprint} of tensors of a checkpoint, read a second time, in row-major order and by other code
+    than the load.
 
     Every rank reads its share, largest tensors first. `dtypes` {name: dtype} gives fingerprints of what tensors are in
     another dtype than the files'. A collective.

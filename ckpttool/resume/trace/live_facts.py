@@ -56,11 +56,11 @@ class StepNorms:
         self._alike: bool | None = None
 
     def parameters(self) -> dict[str, Any]:
-        """{FQN: parameter} of the trained parameters, tied ones once."""
+        """Return {FQN: parameter} of the trained parameters, tied ones once."""
         return {n: p for n, p in named_parameters(self.model).items() if p.requires_grad}
 
     def copy_parameters(self) -> None:
-        """Copy the parameters."""
+        """Copy this rank's shards of the parameters, before the optimizer's step."""
         if self._comparable():
             with self._caught():
                 self._old = {n: local_shard(p).clone() for n, p in self.parameters().items()}
@@ -70,7 +70,7 @@ class StepNorms:
         self.grads = self._norms(lambda n, p: None if p.grad is None else (p.grad, local_shard(p.grad)))
 
     def measure_updates(self) -> None:
-        """Measure the difference to the copy. A collective."""
+        """Measure the difference of the parameters to their copy. A collective."""
 
         def moved(n: str, p: Any) -> Any:
             new, old = local_shard(p), self._old.pop(n)
@@ -79,8 +79,8 @@ class StepNorms:
         self.updates = self._norms(moved)
 
     def _norms(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> dict[str, float]:
-        """Norms over all ranks of what `part(FQN, parameter)` gives: (a tensor that is laid out alike, this rank's
-        elements)."""
+        """Compute the norms over all ranks of what `part(FQN, parameter)` gives: (a tensor that is laid out alike, this
+        rank's elements)."""
         import torch
 
         if not self._comparable():
@@ -103,8 +103,8 @@ class StepNorms:
         return {n: v**0.5 for n, v, k in zip(params, total, known, strict=False) if k}
 
     def _comparable(self) -> bool:
-        """Whether all ranks have the same parameters; with pipeline parallelism they do not. A collective, the first
-        time."""
+        """Tell whether all ranks have the same parameters; with pipeline parallelism they do not. A collective, the
+        first time."""
         if self._alike is None:
             self._alike = not self.forgiving or is_same_on_all_ranks(list(self.parameters()))
             if not self._alike:
@@ -113,6 +113,7 @@ class StepNorms:
 
     @contextmanager
     def _caught(self) -> Iterator[None]:
+        """Keep an error as `trouble` if this is forgiving."""
         try:
             yield
         except Exception as e:
@@ -122,12 +123,12 @@ class StepNorms:
 
 
 def root_of_squares(norms: Mapping[str, float]) -> float:
-    """The norm of the whole from the norms of its parts."""
+    """Compute the norm of the whole from the norms of its parts."""
     return float(sum(v * v for v in norms.values()) ** 0.5)
 
 
 def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
-    """{canonical name: tensor} of a live job: parameters, persistent buffers, the optimizer's tensors."""
+    """Return {canonical name: tensor} of a live job: parameters, persistent buffers, the optimizer's tensors."""
     from ...index.fqns import strip_wrappers
 
     found = {n: t for n, t in model.state_dict().items() if hasattr(t, "element_size")}
@@ -142,7 +143,7 @@ def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
 
 
 def named_parameters(model: Any) -> dict[str, Any]:
-    """{FQN: parameter}, tied ones once, without what wrappers add to names."""
+    """Return {FQN: parameter}, tied ones once, without what wrappers add to names."""
     from ...index.fqns import strip_wrappers
 
     found = dict(model.named_parameters())
@@ -151,7 +152,7 @@ def named_parameters(model: Any) -> dict[str, Any]:
 
 
 def plain_param_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
-    """Param groups as plain data: options, and FQNs for parameters."""
+    """Return param groups as plain data: options, and FQNs for parameters."""
     names = {id(p): n for n, p in named_parameters(model).items()}
     out = []
     for group in optimizer.param_groups:
@@ -161,6 +162,7 @@ def plain_param_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _plain_option(x: Any) -> Any:
+    """Return an option as plain data: a tensor with one element as a number, others as a mark."""
     if hasattr(x, "element_size"):
         return as_float(x) if x.numel() == 1 else " ".join(map(str, mark_array(x)))
     if isinstance(x, (list, tuple)):
@@ -171,7 +173,7 @@ def _plain_option(x: Any) -> Any:
 
 
 def tied_names(model: Any) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """List the names of each parameter that has several."""
     from ...index.fqns import strip_wrappers
 
     names: dict[int, list[str]] = {}
@@ -183,7 +185,7 @@ def tied_names(model: Any) -> list[list[str]]:
 
 
 def model_config(model: Any) -> dict[str, Any] | None:
-    """The configuration of a transformers model, as plain data; None if it has none."""
+    """Return the configuration of a transformers model, as plain data; None if it has none."""
     inner = getattr(model, "module", model)
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "to_dict"):
@@ -193,7 +195,7 @@ def model_config(model: Any) -> dict[str, Any] | None:
 
 
 def one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
-    """The values of tensors with one element that are not sharded."""
+    """Return the values of tensors with one element that are not sharded."""
     return {
         n: float(t.item())
         for n, t in tensors.items()
@@ -202,7 +204,7 @@ def one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
 
 
 def optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
-    """The numbers in the optimizer's state that are not tensors, under the names that tensors would have: some
+    """Return the numbers in the optimizer's state that are not tensors, under the names that tensors would have: some
     optimizers count steps so."""
     return {
         f"optim.state.{fqn}.{slot}": float(x)
@@ -213,12 +215,12 @@ def optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
 
 
 def has_dropout(model: Any) -> bool:
-    """Whether any dropout probability of the model is above zero."""
+    """Tell whether any dropout probability of the model is above zero."""
     return any(p > 0 for _, _, p in list_dropouts(model))
 
 
 def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
-    """(module, attribute, probability) of every dropout."""
+    """List (module, attribute, probability) of every dropout."""
     from torch.nn.modules.dropout import _DropoutNd
 
     out = []
@@ -233,12 +235,12 @@ def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
 
 
 def dtype_name(tensor: Any) -> str:
-    """torch's name of a dtype: "bfloat16"."""
+    """Return torch's name of a dtype: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def describe_environment(device: str | None = None) -> EnvironmentRecord:
-    """Versions and devices: causes of differences that no checkpoint records.
+    """Describe versions and devices: causes of differences that no checkpoint records.
 
     Args:
         device: of the job; on "cpu" it has nothing of a GPU that the machine may have. None where only the job knows.
@@ -265,7 +267,7 @@ def describe_environment(device: str | None = None) -> EnvironmentRecord:
 
 
 def collective_device(model: Any) -> Any:
-    """The device for collectives: NCCL needs the GPU, even if parameters are offloaded."""
+    """Return the device for collectives: NCCL needs the GPU, even if parameters are offloaded."""
     import torch
 
     on = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -275,14 +277,14 @@ def collective_device(model: Any) -> Any:
 
 
 def as_float(x: Any) -> float:
-    """A float from a number, a tensor with one element, or a DTensor of one."""
+    """Convert a number, a tensor with one element, or a DTensor of one."""
     if hasattr(x, "full_tensor"):
         x = x.full_tensor()
     return float(x.detach().item() if hasattr(x, "detach") else x)
 
 
 def is_same_on_all_ranks(x: Any) -> bool:
-    """Whether all ranks have the same plain data. A collective."""
+    """Tell whether all ranks have the same plain data. A collective."""
     from blake3 import blake3
 
     return len(set(gather_objects(blake3(repr(x).encode()).hexdigest()))) == 1

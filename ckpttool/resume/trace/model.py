@@ -162,25 +162,26 @@ class Trace:
 
 
 def trace_to_json(trace: Trace) -> dict[str, Any]:
-    """Plain data; NaN and infinities are the strings "nan", "inf" and "-inf", since JSON has no such numbers."""
+    """Return a trace as plain data; NaN and infinities are the strings "nan", "inf" and "-inf", since JSON has no such
+    numbers."""
     plain = spell_non_finite(asdict(trace))
     return {"ckpttool": SCHEMA, **plain}
 
 
 def record_line(kind: str, **record: Any) -> str:
-    """One record of a `Recorder`, as a line."""
+    """Return one record of a `Recorder`, as a line."""
     return json.dumps({"ckpttool": SCHEMA, "kind": kind, **spell_non_finite(record)}, ensure_ascii=False) + "\n"
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """A trace that `to_json` made."""
+    """Read a trace that `trace_to_json` made."""
     with open(path, encoding="utf-8") as f:
         return _parse_trace(_parse_non_finite(json.load(f)))
 
 
 def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace:
-    """The trace in the lines of a `Recorder`. If a step was recorded several times, as after a restart, the last record
-    counts.
+    """Read the trace in the lines of a `Recorder`. If a step was recorded several times, as after a restart, the last
+    record counts.
 
     `at` is the step whose state is wanted, if several were recorded; by default the last.
 
@@ -252,6 +253,7 @@ _EARLIER = {
 
 
 def _parse_probe(x: Any) -> ProbeRecord:
+    """Check the types of a recorded probe; {} if there was none."""
     if not x:
         return {}
     rows = {str(k): [[int(t) for t in row] for row in v] for k, v in x["rows"].items()}
@@ -260,10 +262,12 @@ def _parse_probe(x: Any) -> ProbeRecord:
 
 
 def _parse_marks(x: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Check the types of recorded marks."""
     return {str(n): (str(d), tuple(map(int, s)), str(h)) for n, (d, s, h) in x.items()}
 
 
 def _parse_floats(x: Any) -> dict[str, float]:
+    """Check the types of recorded numbers by name."""
     return {str(k): float(v) for k, v in x.items()}
 
 
@@ -292,6 +296,7 @@ _KINDS: dict[str, Any] = {
 
 
 def _read_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, record) of a recording; a last line that was cut off is left out."""
     with open(path, encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
             if not line.strip():
@@ -308,6 +313,7 @@ def _read_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str,
 
 
 def _parse_trace(data: dict[str, Any]) -> Trace:
+    """Make a trace from what `trace_to_json` made of it."""
     known = {f.name for f in fields(Trace)}
     out = Trace(**{k: v for k, v in data.items() if k in known})
     out.steps = [_parse_step(s) for s in data.get("steps", [])]
@@ -318,6 +324,7 @@ def _parse_trace(data: dict[str, Any]) -> Trace:
 
 
 def _parse_step(data: dict[str, Any]) -> Step:
+    """Make a step from a record."""
     known = {f.name for f in fields(Step)}
     out = Step(**{k: v for k, v in data.items() if k in known})
     out.step, out.loss = int(out.step), float(out.loss)
@@ -348,7 +355,7 @@ _NUMBERS = {
 
 
 def spell_non_finite(x: Any) -> Any:
-    """Plain data without NaN and infinities, which are the strings "nan", "inf" and "-inf"."""
+    """Return plain data without NaN and infinities, which are the strings "nan", "inf" and "-inf"."""
     if isinstance(x, float) and not math.isfinite(x):
         return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
     if isinstance(x, dict):
@@ -359,6 +366,7 @@ def spell_non_finite(x: Any) -> Any:
 
 
 def _parse_non_finite(x: Any, number: bool = False) -> Any:
+    """Turn these strings into numbers again, in the fields that hold numbers."""
     if isinstance(x, str) and number:
         return _WORDS.get(x, x)
     if isinstance(x, dict):

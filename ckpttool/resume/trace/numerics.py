@@ -36,7 +36,7 @@ _SMALL = 4096
 
 
 def set_cuda_environment() -> None:
-    """What must be set before CUDA starts. One algorithm for collectives, so that sums have one order at one world
+    """Set what must be set before CUDA starts. One algorithm for collectives, so that sums have one order at one world
     size."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -97,7 +97,7 @@ def name_missing_kernel() -> Iterator[None]:
 
 
 def _non_persistent_buffers(model: Any) -> dict[str, Any]:
-    """{name: buffer} of those that no state dict holds, without what wrappers add to names."""
+    """Return {name: buffer} of those that no state dict holds, without what wrappers add to names."""
     from ...index.fqns import strip_wrappers
 
     found = {}
@@ -111,8 +111,8 @@ def _non_persistent_buffers(model: Any) -> dict[str, Any]:
 
 
 def read_small_buffers(model: Any) -> dict[str, list[Any]]:
-    """{name: [dtype, shape, bytes in hex]} of buffers that no checkpoint holds, of at most 4 KiB: frequencies of rotary
-    embeddings.
+    """Read {name: [dtype, shape, bytes in hex]} of buffers that no checkpoint holds, of at most 4 KiB: frequencies of
+    rotary embeddings.
 
     They are computed when the model is built, on the GPU or the CPU, whose powers differ in the last bit.
     """
@@ -127,7 +127,8 @@ def read_small_buffers(model: Any) -> dict[str, list[Any]]:
 
 
 def use_recorded_buffers(model: Any, recorded: Mapping[str, Any]) -> list[str]:
-    """Give the model the recorded numbers of buffers that no checkpoint holds. A note for each that had others."""
+    """Give the model the recorded numbers of buffers that no checkpoint holds; return a note for each that had
+    others."""
     import torch
 
     notes = []

@@ -29,7 +29,7 @@ _WIDE = 16
 
 
 def select_probe_logits(logits: Any) -> Any:
-    """Some of the positions, spread over all: float32, (positions, vocabulary)."""
+    """Select up to 64 positions of the logits, spread over all: float32, (positions, vocabulary)."""
     import torch
 
     flat = logits.reshape(-1, logits.shape[-1])
@@ -38,8 +38,7 @@ def select_probe_logits(logits: Any) -> Any:
 
 
 def sketch_logits(logits: Any) -> ProbeRecord:
-    """{"sketch", "shape", "not_finite"} of a numpy array of logits (positions, vocabulary); infinite and NaN logits
-    count as 0."""
+    """Sketch a numpy array of logits (positions, vocabulary); infinite and NaN logits count as 0."""
     import numpy as np
 
     x = np.asarray(logits, "f8")
@@ -52,14 +51,14 @@ def sketch_logits(logits: Any) -> ProbeRecord:
 
 
 def probe_batch(rows: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """{"input_ids": (rows, sequence), ...} from the plain rows of a recorded probe."""
+    """Make {"input_ids": (rows, sequence), ...} from the plain rows of a recorded probe."""
     import torch
 
     return {k: torch.tensor(v, dtype=torch.int64, device=device) for k, v in rows.items()}
 
 
 def unsupported_forward_reason(model: Any, names: Mapping[str, Any]) -> str | None:
-    """Why the model cannot be called with these keyword arguments, or None."""
+    """Say why the model cannot be called with these keyword arguments; None if it can, or if nobody knows."""
     inner = getattr(model, "module", model)
     try:
         signature = inspect.signature(getattr(inner, "forward", inner))
@@ -74,8 +73,8 @@ def unsupported_forward_reason(model: Any, names: Mapping[str, Any]) -> str | No
 
 
 def compute_logits(model: Any, batch: Mapping[str, Any]) -> Any:
-    """The logits (rows, sequence, vocabulary) of model(**batch), whole on every rank. A collective if the model is
-    sharded.
+    """Compute the logits (rows, sequence, vocabulary) of model(**batch), whole on every rank. A collective if the model
+    is sharded.
 
     Raises:
         ValueError: the model returns something else.

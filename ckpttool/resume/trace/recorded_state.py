@@ -25,7 +25,7 @@ _MODEL_KEYS = frozenset(("model", "optim", "optimizer", "state_dict"))
 
 
 def check_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict[str, Any]:
-    """{key at the root of a checkpoint: where its state comes from}, of what was given to a `Recorder`.
+    """Check what was given to a `Recorder`, and return {key at the root of a checkpoint: where its state comes from}.
 
     Raises:
         UsageError: it is neither an object with `state_dict()`, nor a function without arguments, nor (in `extra`)
@@ -55,6 +55,7 @@ def check_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -
 
 
 def _check_extra_keys(extra: Mapping[Any, Any], others: Collection[str]) -> Mapping[Any, Any]:
+    """Refuse keys of `extra` that are those of model and optimizer, or of `others`."""
     odd = [k for k in extra if not isinstance(k, str) or k in _MODEL_KEYS or k in others]
     if odd:
         raise UsageError(
@@ -65,6 +66,7 @@ def _check_extra_keys(extra: Mapping[Any, Any], others: Collection[str]) -> Mapp
 
 
 def _state_dict_of(source: Any) -> Any:
+    """Read the state of an object with state_dict(), a list of such, a function, or data."""
     if hasattr(source, "state_dict"):
         return source.state_dict()
     if isinstance(source, (list, tuple)) and any(hasattr(x, "state_dict") for x in source):
@@ -73,7 +75,7 @@ def _state_dict_of(source: Any) -> Any:
 
 
 def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """Fields of a state record: values, others, variants, generators, unrecorded. A collective.
+    """Gather the fields of a state record: values, others, variants, generators, unrecorded. A collective.
 
     Values that some ranks hold and others do not (each rank's own dataloader) are all there. Where ranks hold different
     values under one name, as long as they save them under that name the checkpoint has one of them: `variants` has all.
@@ -125,6 +127,7 @@ def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
 
 
 def _merge_ranks(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:
+    """Merge what the ranks hold by name; where they differ, the first one's counts, and `variants` gets all."""
     out: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
@@ -136,7 +139,8 @@ def _merge_ranks(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) ->
 
 
 def _mark_generators() -> dict[str, Any]:
-    """Marks of this rank's global generators; with numpy's, its position in the numbers that are drawn already."""
+    """Take the marks of this rank's global generators; with numpy's, its position in the numbers that are drawn
+    already."""
     import numpy as np
     import torch
 

@@ -62,6 +62,7 @@ __all__ = ["Recorder"]
 
 
 def _not_passed(what: str) -> dict[str, str]:
+    """Say that something was not passed to Recorder, as an entry of `unrecorded`."""
     return {what: f"{what} was not passed to Recorder"}
 
 
@@ -194,7 +195,8 @@ class Recorder:
             )
 
     def _tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
-        """(the tensors of model and optimizer, none of them where a rank differs, why then). A collective."""
+        """Read the tensors of model and optimizer: (tensors, none of them where a rank differs; why then). A
+        collective."""
         tensors: dict[str, Any] = {}
         failed: str | None = None
         try:
@@ -215,7 +217,7 @@ class Recorder:
         return tensors, None
 
     def _probed(self, device: Any) -> tuple[ProbeRecord, str | None]:
-        """(the probe as a trace has it, why there is none). A collective."""
+        """Run the probe: (its record, why there is none). A collective."""
         if self._probe is None:
             return {}, _not_passed("probe")["probe"]
         if not is_same_on_all_ranks(self._probe):
@@ -271,6 +273,7 @@ class Recorder:
         learning_rates: Sequence[float] | None,
         seconds: float | None,
     ) -> None:
+        """Record a step; see `step`."""
         found = self._together(loss, tokens, batch)
         if found is None:
             return
@@ -325,6 +328,7 @@ class Recorder:
         self.close()
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
+        """Measure before the optimizer's step; a closure is wrapped, so that gradients are measured after it."""
         self._rates = [float(g["lr"]) for g in optimizer.param_groups]  # a tensor, too
         measure = self._measure
         if measure is None:
@@ -346,14 +350,15 @@ class Recorder:
         }
 
     def _after(self, *_: Any) -> None:
+        """Measure after the optimizer's step."""
         if self._measure is not None:
             self._measure.measure_updates()
 
     def _together(
         self, loss: Any, tokens: int | None, batch: Any
     ) -> tuple[float, int | None, str | None, list[str]] | None:
-        """(loss, tokens, digest of the batch, marks of the rows of each rank) over all ranks; None if a rank has no
-        loss."""
+        """Gather a step from all ranks: (loss, tokens, digest of the batch, marks of the rows of each rank); None if a
+        rank has no loss."""
         mine: float | None = None
         seen: tuple[int, str] | None = None
         try:
@@ -389,10 +394,12 @@ class Recorder:
             self._lost(what, f"{type(e).__name__}: {e}")
 
     def _lost(self, what: str, why: str) -> None:
+        """Warn that something was not recorded, and record why."""
         _warn(f"{what} not recorded: {why}")
         self._write("lost", what=what, why=why)
 
     def _write(self, kind: str, **record: Any) -> None:
+        """Write a line on rank 0; a failure is a warning."""
         if _rank() == 0:
             try:
                 _append(self._path, record_line(kind, **record))
@@ -401,6 +408,7 @@ class Recorder:
 
 
 def _warn(text: str) -> None:
+    """Warn without ever raising."""
     import warnings
 
     try:
@@ -415,7 +423,7 @@ def _append(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _parse_probe_rows(probe: Any) -> dict[str, list[list[int]]]:
-    """Rows of token ids as plain data.
+    """Return the rows of token ids of a probe as plain data.
 
     Raises:
         UsageError: it is something else.
@@ -446,13 +454,14 @@ def _cut_half_line(path: str | os.PathLike[str]) -> None:
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside the wrapper of Accelerate or Lightning, which do not call their own hooks."""
+    """Return the optimizer inside the wrapper of Accelerate or Lightning, which do not call their own hooks."""
     while type(optimizer).__name__ in ("AcceleratedOptimizer", "LightningOptimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _iterate_rows(batch: Any) -> Iterable[Any] | None:
+    """Iterate over the rows of a batch, or of a list of them; None of None."""
     if batch is None:
         return None
     if isinstance(batch, (list, tuple)):

@@ -50,9 +50,8 @@ def collect_side_state(leaves: Mapping[Path, Any]) -> SideState:
 
 
 def flatten_side_state(tree: Mapping[str, Any]) -> dict[Path, Any]:
-    """The leaves {canonical path: object} of a tree without model and optimizer, with the keys that a checkpoint has at
-    its
-    root: {"lr_scheduler": {...}, "epoch": 3} gives scheduler.* and trainer.epoch."""
+    """Return the leaves {canonical path: object} of a tree without model and optimizer, with the keys that a checkpoint
+    has at its root: {"lr_scheduler": {...}, "epoch": 3} gives scheduler.* and trainer.epoch."""
     weight = object()  # a tree without a model would be taken for a model
     leaves = {("model", "w"): weight, **flatten_tree(dict(tree))}
     found = canonical(leaves, lambda x: (1,) if x is weight or hasattr(x, "element_size") else None).leaves
@@ -60,7 +59,7 @@ def flatten_side_state(tree: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def mark_array(x: Any) -> Mark:
-    """The mark of a tensor that is not sharded, or of a numpy array of numbers."""
+    """Take the mark of a tensor that is not sharded, or of a numpy array of numbers."""
     import numpy as np
     import torch
 
@@ -80,6 +79,7 @@ def mark_array(x: Any) -> Mark:
 
 
 def _add_leaf(path: Path, x: Any, out: SideState) -> None:
+    """Add an object to `out` as a value, a mark or a live DTensor; containers are taken apart."""
     import numpy as np
     import torch
 
@@ -127,6 +127,7 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
 
 
 def _add_container(path: Path, items: Mapping[str, Any], out: SideState) -> None:
+    """Add the entries of a container; one with too many is marked as a whole."""
     if len(items) <= _MANY:
         for key, value in items.items():
             _add_leaf((*path, key), value, out)
@@ -144,12 +145,14 @@ def _is_scalar(x: Any) -> bool:
 
 
 def _spell_scalar(x: Any) -> Any:
+    """Return a scalar without NaN and infinities, which are spelled as in a trace."""
     if type(x) is float and not math.isfinite(x):
         return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
     return x
 
 
 def _short_hash(data: bytes) -> str:
+    """Return the first 16 hex digits of the BLAKE3."""
     from blake3 import blake3
 
     return blake3(data).hexdigest()[:16]
