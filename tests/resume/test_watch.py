@@ -37,7 +37,7 @@ def after(beats: dict[int, Beat], seconds: float, dead: tuple[int, ...] = ()) ->
     found = None
     for k in range(int(seconds / PERIOD) + 1):
         now = {r: b if r in dead else replace(b, count=k, quiet=k * PERIOD) for r, b in beats.items()}
-        found = found or guard.stalled(now, PERIOD)
+        found = found or guard.find_stall(now, PERIOD)
     return found
 
 
@@ -89,14 +89,14 @@ def test_a_rank_that_waits_for_one_that_moves_is_not_silent() -> None:
     guard = Watch({0: 0, 1: 0}, TIMEOUT)
     for k in range(200):  # rank 1 loads for a long time
         beats = {0: replace(of(0), count=k, quiet=k * PERIOD), 1: replace(of(1, waits=""), count=k)}
-        assert guard.stalled(beats, PERIOD) is None
+        assert guard.find_stall(beats, PERIOD) is None
 
 
 def test_a_job_that_was_suspended_as_a_whole_goes_on() -> None:
     guard = Watch({0: 0, 1: 0}, TIMEOUT)
     beats = {0: of(0), 1: of(1)}
-    guard.stalled(beats, PERIOD)
-    assert guard.stalled(beats, 3600.0) is None, "an hour in which this process did not run either"
+    guard.find_stall(beats, PERIOD)
+    assert guard.find_stall(beats, 3600.0) is None, "an hour in which this process did not run either"
 
 
 def test_a_rank_that_never_began_is_named() -> None:

@@ -116,7 +116,7 @@ class StepComparison:
         loose = "bf16 parameters" if rounded else table.compute_precision(self.reference, self.got)
         self.floor = table.NOISE_FLOOR["fp32" if tight else loose]
 
-    def _part(self, stage: str) -> list[tuple[int, Step, Step]]:
+    def _steps_of_stage(self, stage: str) -> list[tuple[int, Step, Step]]:
         """List the steps of a stage, "step1" or "steps": (how many steps after loading, expected, found)."""
         if not self.got.steps:
             return []
@@ -124,7 +124,7 @@ class StepComparison:
         part = [(b.step - first + 1, a, b) for a, b in self.pairs]
         return [p for p in part if (p[0] == 1) == (stage == "step1")]
 
-    def _unmatched(self, stage: str) -> str | None:
+    def _no_common_step(self, stage: str) -> str | None:
         """Say why run and reference have no step of this stage in common; None if they have one."""
         if self.got.failed is not None:
             return "the checkpoint could not be loaded"
@@ -140,27 +140,27 @@ class StepComparison:
                 f"no step is on both sides: the reference has steps {a[0].step} to {a[-1].step}, this run "
                 f"{b[0].step} to {b[-1].step}"
             )
-        if not self._part(stage):
+        if not self._steps_of_stage(stage):
             if stage == "step1":
                 return f"the reference does not have step {self.got.steps[0].step}"
             return "only one step is on both sides" if len(self.pairs) == 1 else "no later step is on both sides"
         return None
 
-    def _obstacle(self, stage: str) -> str | None:
+    def _numbers_obstacle(self, stage: str) -> str | None:
         """Say why the numbers of a stage cannot be compared; None if they can."""
-        if why := self._unmatched(stage) or job_obstacle(self.reference, self.got):
+        if why := self._no_common_step(stage) or job_obstacle(self.reference, self.got):
             return why
         a, b = self.reference, self.got
         if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
             return f"the global batch is {b.global_batch}, that of the reference {a.global_batch}"
         return _data_obstacle(a, b) or _randomness_obstacle(a, b)
 
-    def found(self, stage: str, signal: str) -> list[_Worst]:
+    def measure_deviations(self, stage: str, signal: str) -> list[_Worst]:
         """Measure the deviations of a signal in every step of a stage in which both sides have it."""
-        if self._obstacle(stage):
+        if self._numbers_obstacle(stage):
             return []
         out = []
-        for order, expected, got in self._part(stage):
+        for order, expected, got in self._steps_of_stage(stage):
             if signal.startswith("worst"):
                 updates = signal == "worst_update"
                 if not (expected.updates and got.updates if updates else expected.grads and got.grads):
@@ -179,8 +179,8 @@ class StepComparison:
         """Make the checks of the stages "step 1" and "steps"."""
         out = []
         for stage in ("step1", "steps"):
-            out += [self._batch(stage), self._rates(stage)]
-            out += [self._signal(stage, s) for s in SIGNALS]
+            out += [self._check_batches(stage), self._check_rates(stage)]
+            out += [self._check_signal(stage, s) for s in SIGNALS]
         return out
 
     def envelope(self) -> dict[str, list[float]]:
@@ -189,7 +189,7 @@ class StepComparison:
         out: dict[str, list[float]] = {}
         for signal in ("loss", "grad_norm", "update_norm"):
             out[signal] = []
-            if not self.pairs or self._obstacle("step1" if self._part("step1") else "steps"):
+            if not self.pairs or self._numbers_obstacle("step1" if self._steps_of_stage("step1") else "steps"):
                 continue
             first = self.got.steps[0].step
             for a, b in self.pairs:
@@ -199,15 +199,15 @@ class StepComparison:
                 out[signal].append(bound.at(value if value is not None else math.nan, order))
         return out
 
-    def _signal(self, stage: str, signal: str) -> Check:
+    def _check_signal(self, stage: str, signal: str) -> Check:
         """Check one signal in one stage: the step counts that uses most of its bound."""
         name = f"{stage}.{signal}"
         bound = self.limits[name]
-        if why := self._obstacle(stage):
+        if why := self._numbers_obstacle(stage):
             return Check.unknown(name, why)
-        every = self.found(stage, signal)
+        every = self.measure_deviations(stage, signal)
         if not every:
-            return Check.unknown(name, self._lacking(stage, signal))
+            return Check.unknown(name, self._explain_lacking(stage, signal))
         if why := bound.obstacle():
             return Check.unknown(name, why)
 
@@ -227,22 +227,22 @@ class StepComparison:
         shown = None if worst.deviation == 0 else where
         return Check.of(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
 
-    def _lacking(self, stage: str, signal: str) -> str:
+    def _explain_lacking(self, stage: str, signal: str) -> str:
         """Say which side lacks a signal, and how to record it."""
         attribute = {"worst_grad": "grads", "worst_update": "updates"}.get(signal, signal)
-        bare = [a for _, a, _ in self._part(stage) if getattr(a, attribute) in (None, {}, [])]
+        bare = [a for _, a, _ in self._steps_of_stage(stage) if getattr(a, attribute) in (None, {}, [])]
         who = "the reference" if bare else "the run"
         hint = f": {_HINTS[signal]}" if bare and signal in _HINTS else ""
         return f"{who} does not have {_WORDS[signal]}{hint}"
 
-    def _batch(self, stage: str) -> Check:
+    def _check_batches(self, stage: str) -> Check:
         """Check that both sides had the same batches."""
         name = f"{stage}.batch"
-        if why := self._unmatched(stage) or _data_obstacle(self.reference, self.got):
+        if why := self._no_common_step(stage) or _data_obstacle(self.reference, self.got):
             return Check.unknown(name, why)
-        known = [(a, b) for _, a, b in self._part(stage) if a.batch is not None and b.batch is not None]
+        known = [(a, b) for _, a, b in self._steps_of_stage(stage) if a.batch is not None and b.batch is not None]
         if not known:
-            return Check.unknown(name, self._lacking(stage, "batch"))
+            return Check.unknown(name, self._explain_lacking(stage, "batch"))
         wrong = [b.step for a, b in known if a.batch != b.batch]
         if not wrong:
             return Check.of(name, True, f"the same batch in {plural(len(known), 'step')}", 0, 0, "exact")
@@ -251,14 +251,14 @@ class StepComparison:
             text += f"; {rows[0]} of the {plural(rows[1], 'row')} of step {wrong[0]} are the reference's"
         return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
 
-    def _rates(self, stage: str) -> Check:
+    def _check_rates(self, stage: str) -> Check:
         """Check that both sides had the same learning rates."""
         name = f"{stage}.learning_rates"
-        if why := self._unmatched(stage):
+        if why := self._no_common_step(stage):
             return Check.unknown(name, why)
-        known = [(a, b) for _, a, b in self._part(stage) if a.learning_rates and b.learning_rates]
+        known = [(a, b) for _, a, b in self._steps_of_stage(stage) if a.learning_rates and b.learning_rates]
         if not known:
-            return Check.unknown(name, self._lacking(stage, "learning_rates"))
+            return Check.unknown(name, self._explain_lacking(stage, "learning_rates"))
         worst, where, text = 0.0, None, f"the same learning rates in {plural(len(known), 'step')}"
         for a, b in known:
             for label, x, y in rates_by_group(self.reference, self.got, a, b):

@@ -149,5 +149,5 @@ def measure_noise(a: Trace, b: Trace) -> dict[str, float]:
     dynamics = StepComparison(a, b, "strict", table.choose_bounds("strict", a, b))
     for stage in ("step1", "steps"):
         for signal in SIGNALS:
-            every[f"{stage}.{signal}"] = [w.deviation for w in dynamics.found(stage, signal)]
+            every[f"{stage}.{signal}"] = [w.deviation for w in dynamics.measure_deviations(stage, signal)]
     return {n: max(math.inf if math.isnan(x) else x for x in found) for n, found in every.items() if found}

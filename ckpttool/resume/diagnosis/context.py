@@ -42,7 +42,7 @@ class Context:
         """Tell whether a check was run and passed."""
         return name in self.checks and self.checks[name].verdict == "pass"
 
-    def seen(self, *names: str) -> list[str]:
+    def failed_texts(self, *names: str) -> list[str]:
         """Evidence: the texts of those of these checks that failed."""
         return [f"{n}: {self.failed[n].text}" for n in names if n in self.failed]
 

@@ -54,7 +54,7 @@ def explain_tied(context: Context) -> None:
         context.add(
             CauseKind.UNTIED,
             f"{check.text}: they get separate gradients and updates",
-            context.seen("config.tied"),
+            context.failed_texts("config.tied"),
             names,
         )
 
@@ -66,7 +66,7 @@ def explain_model_config(context: Context) -> None:
         return
     found = config_differences(reference.config, context.got.config)
     text = f"the model's configuration differs: {format_list(describe_changes(found))}"
-    context.add(CauseKind.MODEL_CONFIGURATION, text, context.seen("probe.logits", "step1.loss"))
+    context.add(CauseKind.MODEL_CONFIGURATION, text, context.failed_texts("probe.logits", "step1.loss"))
 
 
 def explain_param_groups(context: Context) -> None:
@@ -97,13 +97,13 @@ def explain_param_groups(context: Context) -> None:
                 text += ", which is the default of AdamW"
             if key in ("lr", "initial_lr"):
                 context.explained.add("rates")
-            context.add(kind, text, context.seen("config.groups"), names, name=name)
+            context.add(kind, text, context.failed_texts("config.groups"), names, name=name)
     if missing:
         text = f"{plural(len(missing), 'parameter')} not in the optimizer and not trained, first {missing[0]}"
-        context.add(CauseKind.OPTIMIZER_MEMBERS, text, context.seen("config.groups"), missing)
+        context.add(CauseKind.OPTIMIZER_MEMBERS, text, context.failed_texts("config.groups"), missing)
     if extra:
         text = f"{plural(len(extra), 'parameter')} that the reference's optimizer does not have, first {extra[0]}"
-        context.add(CauseKind.OPTIMIZER_MEMBERS, text, context.seen("config.groups"), extra)
+        context.add(CauseKind.OPTIMIZER_MEMBERS, text, context.failed_texts("config.groups"), extra)
 
 
 def explain_groups_and_scheduler(context: Context) -> None:
@@ -125,14 +125,14 @@ def explain_lost_scheduler(context: Context) -> None:
         context.add(
             CauseKind.SCHEDULER_MISSING,
             "the checkpoint has lost the scheduler's state, which the reference holds",
-            context.seen("state.loaded"),
+            context.failed_texts("state.loaded"),
         )
 
 
 def explain_scheduler(context: Context) -> None:
     """Explain by the scheduler's state, or by what the learning rates show of it."""
     reference = context.expected
-    evidence = context.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
+    evidence = context.failed_texts("config.scheduler", "step1.learning_rates", "steps.learning_rates")
     if "config.scheduler" in context.failed:
         apart = compare_side_state(reference, context.got, "scheduler")
         found, missing = apart.found, apart.missing
@@ -171,10 +171,10 @@ def explain_scheduler(context: Context) -> None:
 def explain_side_state(context: Context) -> None:
     """Explain by clipping, counters, random states, dataloader, scaler and other values."""
     reference = context.expected
-    seen = context.seen("config.values")
-    if (why := reference.unrecorded.get("clip")) and context.got.clip is None and context.seen(*_TRAINED):
+    seen = context.failed_texts("config.values")
+    if (why := reference.unrecorded.get("clip")) and context.got.clip is None and context.failed_texts(*_TRAINED):
         text = f"the recorded job seems to clip gradients, and this run does not: {why}, here, too"
-        context.add(CauseKind.CLIPPING, text, context.seen(*_TRAINED))
+        context.add(CauseKind.CLIPPING, text, context.failed_texts(*_TRAINED))
     if seen and reference.clip is not None and context.got.clip != reference.clip:
         now = "off" if context.got.clip is None else f"at {context.got.clip!r}"
         text = f"gradient clipping is {now} and was at {reference.clip!r}; it matters once the grad norm exceeds that"
@@ -195,7 +195,7 @@ def explain_side_state(context: Context) -> None:
             text = f"the checkpoint has lost {what}: {format_list(found.missing)}"
         else:
             text = f"{what} differ{'s' if what.endswith(' state') else ''}: {format_list(found.problems)}"
-        context.add(kind, text, context.seen(check))
+        context.add(kind, text, context.failed_texts(check))
 
 
 def _is_usually_undecayed(name: str) -> bool:
@@ -241,7 +241,7 @@ def explain_data(context: Context) -> None:
     reference = context.expected
     if "step1.batch" not in context.failed and "steps.batch" not in context.failed:
         return
-    evidence = context.seen("step1.batch", "steps.batch")
+    evidence = context.failed_texts("step1.batch", "steps.batch")
     a, b = reference, context.got
     if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
         text = f"the global batch is {b.global_batch} and was {a.global_batch}"

@@ -77,7 +77,7 @@ def explain_not_finite(context: Context) -> None:
     elif not math.isfinite(step.loss) and step is context.got.steps[0]:
         context.explained.add("weights")
         text += ": the weights hold NaN or infinity, or numbers that overflow"
-    context.add(TensorKind.NOT_FINITE, text, context.seen("run.finite"), tensors, explains=())
+    context.add(TensorKind.NOT_FINITE, text, context.failed_texts("run.finite"), tensors, explains=())
 
 
 def explain_gradient_scale(context: Context) -> None:
@@ -107,7 +107,7 @@ def explain_gradient_scale(context: Context) -> None:
     else:
         text = f"gradients are 1/{n} of those of the reference{whose}: divided once too often, or summed there"
     context.explained.update(("gradients", "optimizer"))
-    context.add(CauseKind.GRADIENT_SCALE, text, context.seen("step1.grad_norm"))
+    context.add(CauseKind.GRADIENT_SCALE, text, context.failed_texts("step1.grad_norm"))
 
 
 def explain_steps(context: Context) -> None:
@@ -117,7 +117,7 @@ def explain_steps(context: Context) -> None:
     weights, data = "weights" in context.explained, "data" in context.explained
     same = context.passed("state.digests") and context.passed("state.names")
     if "probe.logits" in context.failed and not weights:
-        evidence = context.seen("probe.logits", "step1.loss")
+        evidence = context.failed_texts("probe.logits", "step1.loss")
         if same:
             text = (
                 "the weights are equal and the logits are not: the model's configuration differs (rope theta, eps "
@@ -131,7 +131,7 @@ def explain_steps(context: Context) -> None:
         weights = True
         context.explained.add("weights")
     elif "step1.loss" in context.failed and not weights and not data:
-        evidence = context.seen("step1.loss", "step1.grad_norm")
+        evidence = context.failed_texts("step1.loss", "step1.grad_norm")
         if reference.dropout or context.got.dropout:
             _explain_dropout(context, reference, evidence)
         elif same and context.passed("step1.batch") and (apart := _small_logit_deviation(context)):
@@ -175,7 +175,7 @@ def explain_steps(context: Context) -> None:
         if "step1.update_norm" in context.failed or "step1.worst_update" in context.failed:
             _explain_updates(context, reference, *first)
         elif not context.out and any(n.startswith("steps.") for n in context.failed):
-            evidence = context.seen(*(n for n in context.failed if n.startswith("steps.")))
+            evidence = context.failed_texts(*(n for n in context.failed if n.startswith("steps.")))
             kind, text = CauseKind.LATER_STEPS, "something random is not the same, or noise grows"
             if first[0].update_norm is None and not first[0].updates:
                 kind, text = (
@@ -241,17 +241,17 @@ def _explain_frozen(context: Context, reference: Trace, a: Step, b: Step) -> Non
         context.add(
             CauseKind.LEARNING_RATE,
             "the learning rate is 0: nothing is updated",
-            context.seen("step1.learning_rates"),
+            context.failed_texts("step1.learning_rates"),
             still,
         )
         return
     text = f"{which} updated in step {b.step}, but it was in the reference: frozen, or not in the optimizer"
-    context.add(CauseKind.FROZEN, text, context.seen("step1.worst_update"), still)
+    context.add(CauseKind.FROZEN, text, context.failed_texts("step1.worst_update"), still)
 
 
 def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
     """Explain gradients that differ though the loss is equal."""
-    evidence = context.seen("step1.grad_norm", "step1.worst_grad")
+    evidence = context.failed_texts("step1.grad_norm", "step1.worst_grad")
     found = _deviating_tensors(context, reference, a, b, updates=False)
     if not found:
         context.add(
@@ -274,7 +274,7 @@ def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> 
 
 def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
     """Explain updates that differ though gradients are equal."""
-    evidence = context.seen("step1.update_norm", "step1.worst_update")
+    evidence = context.failed_texts("step1.update_norm", "step1.worst_update")
     if a.update_norm and b.update_norm:
         evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
     equal = "gradients are equal, " if context.passed("step1.grad_norm") else ""
@@ -324,7 +324,7 @@ def explain_probe_ranks(context: Context) -> None:
         who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {format_list(map(str, odd), 8)} compute"
         text = f"{who} other logits than the others" if odd else "ranks compute different logits"
         text += " from one batch: another model there, other buffers or kernels, or no eval mode"
-        context.add(CauseKind.RANK_DISAGREES, text, context.seen("probe.ranks"))
+        context.add(CauseKind.RANK_DISAGREES, text, context.failed_texts("probe.ranks"))
 
 
 def explain_loss_ranks(context: Context) -> None:
@@ -339,7 +339,7 @@ def explain_loss_ranks(context: Context) -> None:
             text = f"{who} with the others on the loss, from step {step.step} on"
         else:
             text = f"ranks disagree on the loss, from step {step.step} on: it is not reduced over all of them"
-        context.add(CauseKind.RANK_DISAGREES, text, context.seen("run.ranks"))
+        context.add(CauseKind.RANK_DISAGREES, text, context.failed_texts("run.ranks"))
 
 
 def explain_run(context: Context) -> None:
@@ -348,10 +348,12 @@ def explain_run(context: Context) -> None:
         context.add(
             CauseKind.NO_GRADIENT,
             "no gradient arrives: parameters are frozen, or the loss does not depend on them",
-            context.seen("run.dead"),
+            context.failed_texts("run.dead"),
         )
     if "run.spike" in context.failed and not context.out:
-        context.add(CauseKind.SPIKE, f"training spikes: {context.failed['run.spike'].text}", context.seen("run.spike"))
+        context.add(
+            CauseKind.SPIKE, f"training spikes: {context.failed['run.spike'].text}", context.failed_texts("run.spike")
+        )
 
 
 def explain_round_trip(context: Context) -> None:
@@ -359,4 +361,4 @@ def explain_round_trip(context: Context) -> None:
     if "roundtrip.state" in context.failed:
         names = [str(n) for n in context.got.roundtrip.get("differing", [])]
         text = f"saving and loading again changes {format_list([readable_name(n) for n in names], 1)}"
-        context.add(CauseKind.SAVE_OR_LOAD, text, context.seen("roundtrip.state"), names)
+        context.add(CauseKind.SAVE_OR_LOAD, text, context.failed_texts("roundtrip.state"), names)

@@ -58,7 +58,7 @@ def explain_load(context: Context) -> None:
         context.add(
             CauseKind.COPIES_DIFFER,
             f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first {readable_name(copies[0])}",
-            context.seen("state.loaded"),
+            context.failed_texts("state.loaded"),
             copies,
         )
         return
@@ -69,7 +69,7 @@ def explain_load(context: Context) -> None:
             f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first "
             f"{readable_name(rounded[0])}: an optimizer keeps its moments in the dtype of the parameter. The files may "
             "well be right (compare them with ckpttool diff), but this job begins with rounded ones",
-            context.seen("state.loaded"),
+            context.failed_texts("state.loaded"),
             rounded,
         )
         return
@@ -79,7 +79,7 @@ def explain_load(context: Context) -> None:
     holders: dict[str, list[str]] = {}
     for n, mark in got.stored.items():
         holders.setdefault(mark, []).append(n)
-    evidence = context.seen("state.loaded")
+    evidence = context.failed_texts("state.loaded")
     for n in wrong[:4]:
         from_ = holders.get(got.state[n][2], []) if n in got.state else []
         if len(from_) == 1 and prod(got.state[n][1]) > 1:
@@ -94,7 +94,7 @@ def explain_absent(context: Context) -> None:
     if not reference.state or (not context.got.state and context.got.failed is None):
         return
     missing, extra = missing_and_extra(reference, context.got)
-    evidence = context.seen("state.names")
+    evidence = context.failed_texts("state.names")
     if context.got.failed is not None:
         evidence.append(f"the checkpoint could not be loaded: {context.got.failed}")
     theirs = {n for n in reference.state if n.startswith("optim.state.")}
@@ -154,11 +154,11 @@ def explain_shapes(context: Context) -> None:
         elif s[1:] == t[1:] and re.search(r"embed|lm_head|wte|output", names[0]):
             kind = CauseKind.VOCABULARY
             text += f": the vocabulary was {'padded' if t[0] > s[0] else 'cut'} by {abs(t[0] - s[0])} rows"
-        context.add(kind, text, context.seen("state.shapes"), names, explains=("weights", "optimizer"))
+        context.add(kind, text, context.failed_texts("state.shapes"), names, explains=("weights", "optimizer"))
     if "state.shapes" in context.failed:
         for (d, e), names in _group_by_change(other_dtypes).items():
             text = f"{describe_selection(names, common, 'tensors')}: {e} instead of {d}"
-            context.add(TensorKind.DTYPE, text, context.seen("state.shapes"), names)
+            context.add(TensorKind.DTYPE, text, context.failed_texts("state.shapes"), names)
 
 
 def _group_by_change(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], list[str]]:
@@ -369,7 +369,7 @@ def _explain_steps(
         else f"on {len(steps)} of {len(every)} tensors, first {readable_name(next(iter(steps)))}"
     )
     moments = {fqn_of(n) for n in rest if n.startswith("optim.state.")}
-    evidence = context.seen("state.scalars")
+    evidence = context.failed_texts("state.scalars")
     if all(b == 0 for _, b in steps.values()):
         also = "the moments were restored, the step was not" if not moments & set(steps) else "the moments differ, too"
         context.add(CauseKind.STEP_RESET, f"the optimizer's step is 0 {where}: {also}", evidence, names)

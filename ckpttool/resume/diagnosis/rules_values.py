@@ -41,7 +41,7 @@ def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: S
     kinds = {group.kind for group in groups}
     most = max(groups, key=lambda group: len(group.names))
     parts = f"{plural(len(wrong), 'tensor')} ({name_components(wrong)})"
-    evidence = [*context.seen("state.digests"), *(f"{n}: {d.text}" for n, d in list(seen.items())[:4])]
+    evidence = [*context.failed_texts("state.digests"), *(f"{n}: {d.text}" for n, d in list(seen.items())[:4])]
     kind, text = CauseKind.ONE_FILE, f"every difference lies in {found}: its parts of {parts}"
     if len(found.files) > 1:
         if most.kind is not TensorKind.EXCHANGED_ROWS or len(most.names) * 3 < len(seen) * 2:
@@ -99,7 +99,7 @@ def explain_differing(context: Context, reference: Trace, rest: Sequence[str], l
     if equal:
         which = describe_selection(equal, rest, "tensors")
         text = f"{which}: equal in both checkpoints' files, not in the jobs: loading did it"
-        context.add(CauseKind.LOADING, text, context.seen("state.digests"), equal)
+        context.add(CauseKind.LOADING, text, context.failed_texts("state.digests"), equal)
     for component, vague in (("weights", CauseKind.WEIGHTS_DIFFER), ("optimizer", CauseKind.MOMENTS_DIFFER)):
         names = [n for n in left if component_of(n) == component]
         if not names:
@@ -112,7 +112,7 @@ def explain_differing(context: Context, reference: Trace, rest: Sequence[str], l
             every = [n for n in every if slot_of(n) in slots]
         which = describe_selection(names, every, what)
         text = f"{which} hold{'s' if len(names) == 1 else ''} other values than the reference's"
-        context.add(vague, text, context.seen("state.digests"), names)
+        context.add(vague, text, context.failed_texts("state.digests"), names)
 
 
 class _Group(NamedTuple):

@@ -2,7 +2,7 @@
 
 A rank says where it is (`enter_stage`) and that it moves (`report_progress`). A thread of it, the pulse, publishes that
 as a `Beat` every few seconds, with the collective that it waits in and its Python stack. Whoever sees the beats of all
-ranks asks `Watch.stalled`: the command that started the ranks reads them from files; in a job that torchrun or srun
+ranks asks `Watch.find_stall`: the command that started the ranks reads them from files; in a job that torchrun or srun
 started, ranks 0 and 1 read them from the store of the job.
 
 The rank that waits in a collective is not the one to name, so the order is: a rank whose threads do not run (it is
@@ -265,7 +265,8 @@ class Stall:
         else:
             who = f"rank {first.rank}" if len(self.culprits) == 1 else f"ranks {', '.join(map(str, self.culprits))}"
             have = "has" if len(self.culprits) == 1 else "have"
-            text = f"{who} {have} made no progress for {self.seconds:.0f} s in {first.what!r}: {self._state(first)}."
+            doing = self._describe_state(first)
+            text = f"{who} {have} made no progress for {self.seconds:.0f} s in {first.what!r}: {doing}."
             others = {r: b for r, b in self.beats.items() if r not in self.culprits}
             if others:
                 text += f" Of the others, {_describe_places(others)}."
@@ -275,7 +276,7 @@ class Stall:
                 out.add_note(f"rank {rank} was last seen at {' < '.join(self.beats[rank].stack[:6])}")
         return out
 
-    def _state(self, beat: Beat) -> str:
+    def _describe_state(self, beat: Beat) -> str:
         """Say what a culprit's process does, as far as the kernel or its last beat tells."""
         if not beat.count and not beat.pid:
             return "nothing was heard of it"
@@ -340,7 +341,7 @@ class Watch:
         self._beats = {rank: Beat(rank, pid) for rank, pid in ranks.items()}
         self._since = dict.fromkeys(ranks, 0.0)  # their last beats, in seconds
 
-    def stalled(self, beats: Mapping[int, Beat], seconds: float) -> Stall | None:
+    def find_stall(self, beats: Mapping[int, Beat], seconds: float) -> Stall | None:
         """Find what holds the job up; None while nothing has been silent for the timeout.
 
         Args:
@@ -352,7 +353,7 @@ class Watch:
                 self._beats[rank], self._since[rank] = beats[rank], 0.0
             else:
                 self._since[rank] += min(seconds, 2 * self.period)  # this process may have been suspended with the job
-        frozen = self.frozen()
+        frozen = self.frozen_ranks()
         quiet = {r: b.quiet + self._since[r] for r, b in self._beats.items()}
         silent = {r for r, seconds in quiet.items() if seconds >= self.timeout}
         if not any(r in frozen or not self._beats[r].waits for r in silent) and len(silent) < len(quiet):
@@ -366,6 +367,6 @@ class Watch:
             culprits = {r for r in behind if not self._beats[r].waits} or behind
         return Stall(sorted(culprits), frozen, dict(self._beats), max(quiet[r] for r in culprits))
 
-    def frozen(self) -> set[int]:
+    def frozen_ranks(self) -> set[int]:
         """Return the ranks whose threads do not run."""
         return {r for r, since in self._since.items() if since >= _MISSED * self.period}

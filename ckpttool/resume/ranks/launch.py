@@ -2,7 +2,7 @@
 files.
 
 The ranks of one machine need no rendezvous: they meet at a file, so no port can be busy. The kernel kills them when the
-thread that started them ends, however it ends, and `_Ranks.end` kills the process group of each, which also ends what
+thread that started them ends, however it ends, and `_Ranks.kill` kills the process group of each, which also ends what
 is stopped or hangs.
 """
 
@@ -77,11 +77,11 @@ def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) ->
         ranks.start(world, settings)
         watch = Watch({rank: child.pid for rank, child in ranks.children.items()}, settings.timeout)
         seen, looked = 0, time.monotonic()
-        while not ranks.ended():
+        while not ranks.have_ended():
             time.sleep(0.1)
             seen = pass_on_status(folder, seen, status)
             if (now := time.monotonic()) - looked >= watch.period:
-                stall = watch.stalled(_read_beats(folder), now - looked)
+                stall = watch.find_stall(_read_beats(folder), now - looked)
                 looked = now
                 if stall is not None:
                     raise _attach_log(stall.to_error(), folder)
@@ -89,7 +89,7 @@ def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) ->
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing was written to the checkpoint.") from None
     finally:
-        ranks.end()
+        ranks.kill()
     if any(ranks.statuses.values()):
         raise_rank_error(folder, ranks.statuses)
 
@@ -132,7 +132,7 @@ class _Ranks:
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             self.children[rank] = start_rank(words, environment, os.path.join(self.folder, "log"))
 
-    def ended(self) -> bool:
+    def have_ended(self) -> bool:
         """Tell whether all have ended, or one has failed and the others have had the time to say why."""
         for rank, child in self.children.items():
             if rank not in self.statuses and (status := _exit_status(child.pid)) is not None:
@@ -142,7 +142,7 @@ class _Ranks:
         late = self._failed is not None and time.monotonic() - self._failed > _GRACE
         return late or len(self.statuses) == len(self.children)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill what still runs, and what a rank has started, also one that has ended: loaders of data outlive it."""
         for child in self.children.values():
             with suppress(ProcessLookupError):

@@ -265,7 +265,7 @@ class _BeatObserver:
         except RuntimeError as e:  # torch's errors of stores are of this class
             if beat.quiet >= self.timeout:
                 where = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
-                self._end(
+                self._exit_with(
                     RankLost(
                         f"rank {self.rank} has made no progress for {beat.quiet:.0f} s in {beat.what!r}, and the store "
                         f"of the job at {where} does not answer: the process or the machine that serves it (rank 0, or "
@@ -274,14 +274,14 @@ class _BeatObserver:
                 )
             return
         now = time.monotonic()
-        stall = self.watch.stalled(beats, now - self.looked)
+        stall = self.watch.find_stall(beats, now - self.looked)
         self.looked = now
-        if stall is None or (self.rank == 1 and 0 not in self.watch.frozen()):
+        if stall is None or (self.rank == 1 and 0 not in self.watch.frozen_ranks()):
             return
         self.store.set("ckpttool-stalled", "1")
-        self._end(stall.to_error())
+        self._exit_with(stall.to_error())
 
-    def _end(self, e: RankLost) -> None:
+    def _exit_with(self, e: RankLost) -> None:
         """Print an error and end this process with its exit code."""
         print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)  # noqa: T201
         for note in getattr(e, "__notes__", ()):

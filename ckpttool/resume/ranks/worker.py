@@ -233,7 +233,7 @@ class _LoadCost:
 
             torch.cuda.reset_peak_memory_stats()
 
-    def measured(self) -> LoadCostRecord:
+    def measure(self) -> LoadCostRecord:
         """Return the costs up to now."""
         device = None
         if self._on_gpu:
@@ -277,7 +277,7 @@ def _load_checkpoint(
             problem, fits = str(e), not isinstance(e, DoesNotFit)
         except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
             problem = f"{type(e).__name__}: {e}"
-    every: list[tuple[str | None, LoadCostRecord]] = gather_objects((problem, cost.measured()))
+    every: list[tuple[str | None, LoadCostRecord]] = gather_objects((problem, cost.measure()))
     problems = [said for said, _ in every]
     out.loads = [{"rank": rank, **measured} for rank, (_, measured) in enumerate(every)]
     out.load_seconds = max(m["seconds"] for m in out.loads)

@@ -53,12 +53,12 @@ class _Screen:
         )
         yield head
         yield Text()
-        yield self._facts(width)
+        yield self._render_facts(width)
         yield Text()
-        yield from self._checks(width)
+        yield from self._render_checks(width)
         if report.candidate.steps:
             yield Text()
-            yield from self._steps(width)
+            yield from self._render_steps(width)
         if numbers := list_speed(report):
             yield Text()
             yield Text("   ".join(f"{what} {value}" for what, value in numbers), overflow="fold")
@@ -67,7 +67,7 @@ class _Screen:
             yield Text.assemble(("note ", "blue"), escape_unprintable(note, max(20, width - 10)), overflow="fold")
         if report.causes and report.exit_code:
             yield Text()
-            yield from self._causes(width)
+            yield from self._render_causes(width)
         if report.not_verified:
             yield Text()
             yield Text("not verified by this run:", "bold yellow")
@@ -79,7 +79,7 @@ class _Screen:
         )
         yield Text(report.word, style=_STYLE[report.word])
 
-    def _facts(self, width: int) -> RenderableType:
+    def _render_facts(self, width: int) -> RenderableType:
         """Render the table of what was compared."""
         from rich import box
         from rich.table import Table
@@ -103,7 +103,7 @@ class _Screen:
             )
         return table
 
-    def _shown(self) -> Iterator[tuple[str, list[Check], int]]:
+    def _checks_by_stage(self) -> Iterator[tuple[str, list[Check], int]]:
         """Yield (stage, checks to be listed, how many passed besides)."""
         stages: dict[str, list[Check]] = {}
         for c in self.report.checks:
@@ -114,7 +114,7 @@ class _Screen:
                 listed = [c for c in checks if c.verdict != "pass"][:_MANY_CHECKS]
             yield stage, listed, len(checks) - len(listed)
 
-    def _checks(self, width: int) -> Iterator[RenderableType]:
+    def _render_checks(self, width: int) -> Iterator[RenderableType]:
         """Render the checks: as a table where the terminal is wide, else each on two lines."""
         from rich import box
         from rich.padding import Padding
@@ -130,7 +130,7 @@ class _Screen:
                     overflow="fold",
                     no_wrap=title in ("stage", "verdict", "found", "bound"),
                 )
-            for stage, checks, more in self._shown():
+            for stage, checks, more in self._checks_by_stage():
                 for i, c in enumerate(checks):
                     table.add_row(
                         Text("" if i else stage, "bold"),
@@ -144,7 +144,7 @@ class _Screen:
                     table.add_row(Text("" if checks else stage, "bold"), "", Text(f"{more:,} more"), "", "", "")
             yield table
             return
-        for stage, checks, more in self._shown():
+        for stage, checks, more in self._checks_by_stage():
             yield Text(stage, "bold")
             for c in checks:
                 room = max(12, width - 18 - 10 - 20)
@@ -156,7 +156,7 @@ class _Screen:
             if more:
                 yield Text(f"  {more:,} more")
 
-    def _steps(self, width: int) -> Iterator[RenderableType]:
+    def _render_steps(self, width: int) -> Iterator[RenderableType]:
         """Render the table of steps."""
         from rich import box
         from rich.table import Table
@@ -221,7 +221,7 @@ class _Screen:
         if any(r.outside for r in every):
             yield Text("! outside of the envelope", "dim")
 
-    def _causes(self, width: int) -> Iterator[RenderableType]:
+    def _render_causes(self, width: int) -> Iterator[RenderableType]:
         """Render the likely causes with their evidence."""
         from rich.table import Table
         from rich.text import Text

@@ -61,13 +61,13 @@ class StepNorms:
 
     def copy_parameters(self) -> None:
         """Copy this rank's shards of the parameters, before the optimizer's step."""
-        if self._comparable():
-            with self._caught():
+        if self._is_comparable():
+            with self._keep_trouble():
                 self._old = {n: local_shard(p).clone() for n, p in self.parameters().items()}
 
     def measure_gradients(self) -> None:
         """Measure the gradients as they are now. A collective."""
-        self.grads = self._norms(lambda n, p: None if p.grad is None else (p.grad, local_shard(p.grad)))
+        self.grads = self._measure_norms(lambda n, p: None if p.grad is None else (p.grad, local_shard(p.grad)))
 
     def measure_updates(self) -> None:
         """Measure the difference of the parameters to their copy. A collective."""
@@ -76,18 +76,18 @@ class StepNorms:
             new, old = local_shard(p), self._old.pop(n)
             return p, new.double() - old.double() if new.element_size() == 8 else new.float() - old.float()
 
-        self.updates = self._norms(moved)
+        self.updates = self._measure_norms(moved)
 
-    def _norms(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> dict[str, float]:
+    def _measure_norms(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> dict[str, float]:
         """Compute the norms over all ranks of what `part(FQN, parameter)` gives: (a tensor that is laid out alike, this
         rank's elements)."""
         import torch
 
-        if not self._comparable():
+        if not self._is_comparable():
             return {}
         params = self.parameters()
         squares, there = [0.0] * len(params), [0.0] * len(params)
-        with self._caught():
+        with self._keep_trouble():
             for k, (n, p) in enumerate(params.items()):
                 found = part(n, p)
                 if found is not None:
@@ -102,7 +102,7 @@ class StepNorms:
         known = total[len(params) : -1]
         return {n: v**0.5 for n, v, k in zip(params, total, known, strict=False) if k}
 
-    def _comparable(self) -> bool:
+    def _is_comparable(self) -> bool:
         """Tell whether all ranks have the same parameters; with pipeline parallelism they do not. A collective, the
         first time."""
         if self._alike is None:
@@ -112,7 +112,7 @@ class StepNorms:
         return self._alike
 
     @contextmanager
-    def _caught(self) -> Iterator[None]:
+    def _keep_trouble(self) -> Iterator[None]:
         """Keep an error as `trouble` if this is forgiving."""
         try:
             yield

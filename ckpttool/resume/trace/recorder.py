@@ -130,8 +130,8 @@ class Recorder:
         self._hooks: list[Any] = []
         if optimizer is not None:
             self._hooks = [
-                optimizer.register_step_pre_hook(self._before),
-                optimizer.register_step_post_hook(self._after),
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
             ]
         known: dict[str, Any] = {"world_size": _world_size(), "environment": describe_environment(), **about}
         if model is not None:
@@ -153,7 +153,7 @@ class Recorder:
         Call it right before or after the checkpoint is saved. A later job is compared with it, tensor by tensor and
         value by value. It costs one pass over this rank's shards, and one forward pass if there is a probe.
         """
-        with self._harmless(f"state of step {step}"):
+        with self._warn_instead(f"state of step {step}"):
             model, optimizer = self._model, self._optimizer
             device = "cpu" if model is None else collective_device(model)
             found = gather_side_state(self._sources, device)
@@ -169,7 +169,7 @@ class Recorder:
             elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
                 lacks["model"] = "DeepSpeed's ZeRO-3 keeps the parameters apart from the model"
             else:
-                tensors, why = self._tensors(lacks)
+                tensors, why = self._read_tensors(lacks)
                 if why is not None:
                     lacks["model"] = why
                 prints, apart = fingerprint_tensors(tensors, device)
@@ -177,12 +177,12 @@ class Recorder:
                 numbers = {} if optimizer is None or why is not None else optimizer_numbers(model, optimizer)
             if optimizer is None:
                 lacks |= _not_passed("optimizer")
-            probe, why = self._probed(device)
+            probe, why = self._run_probe(device)
             if why is not None:
                 lacks["probe"] = why
                 if self._probe is not None:
                     _warn(f"probe not recorded: {why}")
-            self._write(
+            self._write_record(
                 "state",
                 step=step,
                 state={n: (dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
@@ -194,7 +194,7 @@ class Recorder:
                 groups=[] if model is None or optimizer is None else plain_param_groups(model, optimizer),
             )
 
-    def _tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
+    def _read_tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
         """Read the tensors of model and optimizer: (tensors, none of them where a rank differs; why then). A
         collective."""
         tensors: dict[str, Any] = {}
@@ -216,7 +216,7 @@ class Recorder:
             return {}, "ranks hold different tensors, as with pipeline parallelism"
         return tensors, None
 
-    def _probed(self, device: Any) -> tuple[ProbeRecord, str | None]:
+    def _run_probe(self, device: Any) -> tuple[ProbeRecord, str | None]:
         """Run the probe: (its record, why there is none). A collective."""
         if self._probe is None:
             return {}, _not_passed("probe")["probe"]
@@ -260,10 +260,10 @@ class Recorder:
             learning_rates: of each param group, if the recorder has no optimizer.
             seconds: time of the step.
         """
-        with self._harmless(f"step {step}"):
-            self._step(step, loss, batch, tokens, grad_norm, learning_rates, seconds)
+        with self._warn_instead(f"step {step}"):
+            self._record_step(step, loss, batch, tokens, grad_norm, learning_rates, seconds)
 
-    def _step(
+    def _record_step(
         self,
         step: int,
         loss: Any,
@@ -274,7 +274,7 @@ class Recorder:
         seconds: float | None,
     ) -> None:
         """Record a step; see `step`."""
-        found = self._together(loss, tokens, batch)
+        found = self._gather_step(loss, tokens, batch)
         if found is None:
             return
         value, count, rows, marks = found
@@ -283,7 +283,7 @@ class Recorder:
         grads: dict[str, float] = {}
         updates: dict[str, float] = {}
         if measured is not None and measured.trouble is not None:
-            self._lost("norms", measured.trouble)
+            self._record_lost("norms", measured.trouble)
             measured.trouble = None
         if measured is not None and measured.grads:
             grads, updates = measured.grads, measured.updates
@@ -292,7 +292,7 @@ class Recorder:
                 total = applied
             elif applied > 0:
                 if applied < total * (1 - 1e-4) and not self._clip:
-                    self._lost(
+                    self._record_lost(
                         "clip",
                         f"the grad norm of step {step} is {total:.6g}, but the optimizer got gradients of norm "
                         f"{applied:.6g}. If the job clips, pass {argument('clip')}",
@@ -313,7 +313,7 @@ class Recorder:
             updates,
             marks,
         )
-        self._write("step", **{k: v for k, v in vars(out).items() if v is not None and v not in ({}, [])})
+        self._write_record("step", **{k: v for k, v in vars(out).items() if v is not None and v not in ({}, [])})
 
     def close(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -327,7 +327,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _before(self, optimizer: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
         """Measure before the optimizer's step; a closure is wrapped, so that gradients are measured after it."""
         self._rates = [float(g["lr"]) for g in optimizer.param_groups]  # a tensor, too
         measure = self._measure
@@ -349,12 +349,12 @@ class Recorder:
             "closure": measured,
         }
 
-    def _after(self, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         """Measure after the optimizer's step."""
         if self._measure is not None:
             self._measure.measure_updates()
 
-    def _together(
+    def _gather_step(
         self, loss: Any, tokens: int | None, batch: Any
     ) -> tuple[float, int | None, str | None, list[str]] | None:
         """Gather a step from all ranks: (loss, tokens, digest of the batch, marks of the rows of each rank); None if a
@@ -364,12 +364,14 @@ class Recorder:
         try:
             mine = as_float(loss)
         except Exception as e:
-            self._lost("loss", f"loss={loss!r} is not a number ({type(e).__name__}: {e})")
+            self._record_lost("loss", f"loss={loss!r} is not a number ({type(e).__name__}: {e})")
         try:
             rows = _iterate_rows(batch)
             seen = None if rows is None else digest_and_marks(rows)
         except Exception as e:
-            self._lost("batch", f"batch, a {type(batch).__name__}, is not rows of token ids ({type(e).__name__}: {e})")
+            self._record_lost(
+                "batch", f"batch, a {type(batch).__name__}, is not rows of token ids ({type(e).__name__}: {e})"
+            )
         parts = gather_objects((mine, tokens, seen), self._group)
         losses, counts, rows_seen = zip(*parts, strict=True)
         if None in losses:
@@ -386,19 +388,19 @@ class Recorder:
         return value, count, together, [m for _, m in rows_seen] if self._rows else []
 
     @contextmanager
-    def _harmless(self, what: str) -> Iterator[None]:
+    def _warn_instead(self, what: str) -> Iterator[None]:
         """Turn whatever goes wrong into a warning, and a line in the recording."""
         try:
             yield
         except Exception as e:
-            self._lost(what, f"{type(e).__name__}: {e}")
+            self._record_lost(what, f"{type(e).__name__}: {e}")
 
-    def _lost(self, what: str, why: str) -> None:
+    def _record_lost(self, what: str, why: str) -> None:
         """Warn that something was not recorded, and record why."""
         _warn(f"{what} not recorded: {why}")
-        self._write("lost", what=what, why=why)
+        self._write_record("lost", what=what, why=why)
 
-    def _write(self, kind: str, **record: Any) -> None:
+    def _write_record(self, kind: str, **record: Any) -> None:
         """Write a line on rank 0; a failure is a warning."""
         if _rank() == 0:
             try:
