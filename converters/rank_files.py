@@ -29,6 +29,7 @@ from ckpttool.index.checkpoint import (
     Checkpoint,
     Chunks,
     Extent,
+    Leaves,
     OtherCopy,
     Path,
     Record,
@@ -40,6 +41,7 @@ from ckpttool.storage.source import ReadAt, Source
 
 __all__ = [
     "SIDE",
+    "Column",
     "DifferentCopy",
     "Files",
     "Rank",
@@ -73,6 +75,10 @@ _KNOWN = frozenset(("lr_scheduler", "rng_state", "rng_states", *_MODEL_KEYS, *_O
 _MOST_COMPARED = 64 << 20  # bytes of a file
 _COMPARED = 64 << 10  # first bytes of two copies without CRC32s
 _COUNTERS = ("step", "global_step", "iteration", "epoch")
+
+
+#: What each rank has under one key, in the order of the ranks.
+Column = list[Any]
 
 
 class RankFileGroup(NamedTuple):
@@ -115,7 +121,7 @@ class Files:
         """Return a function that reads one file."""
         return self.source.reader_of(self.names[file])
 
-    def shards(self, file: int, key: Any, x: Opaque) -> Shards:
+    def shards(self, file: int, key: object, x: Opaque) -> Shards:
         """Return what a file has of a sharded tensor, parsed once."""
         if id(x) not in self.known:
             self.known[id(x)] = x, shards_of(x, str(key), self.reader(file), self.path(file))
@@ -133,7 +139,7 @@ class Files:
         strides = None if t.contiguous else t.strides
         return TensorEntry(t.dtype, t.shape, path, Chunks.whole(t.shape, file, *t.extent, strides))
 
-    def leaves(self, file: int, tree: object, path: Path = ()) -> dict[Path, Any]:
+    def leaves(self, file: int, tree: object, path: Path = ()) -> Leaves:
         """Return {path: tensor or data} of a tree in a file, below `path`, and remember the CRC32s of its tensors."""
         found, records = stored_tensors.leaves(tree, path, file, self.reader(file), self.path(file))
         self.records.update(((file, r.extent.offset), r) for r in records)
@@ -405,7 +411,7 @@ def _shards_of_rank(files: Files, r: Rank, key: object, x: Opaque) -> Shards:
     return out
 
 
-def column_of_ranks(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
+def column_of_ranks(files: Files, ranks: list[Rank], key: object) -> Column:
     """Return what every rank has under a key.
 
     Raises:
@@ -420,7 +426,7 @@ def column_of_ranks(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
     return [r.tree[key] for r in ranks]
 
 
-def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
+def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) -> TensorEntry | Any:
     """Put one tensor together from what each rank has of it; a plain value where it is one.
 
     Raises:
@@ -480,7 +486,7 @@ def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tu
     files.unlike.append(DifferentCopy(name, b[0], Extent(a[0], *a[1].extent)))
 
 
-def first_replica(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
+def first_replica(files: Files, ranks: list[Rank], name: str, column: Column) -> TensorEntry | Any:
     """Return a tensor, or plain value, that all ranks have whole: that of the first, after comparing the others.
 
     Raises:
@@ -528,7 +534,7 @@ def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> No
     ckpt.others = list(found)
 
 
-def assemble_slot(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> Any:
+def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) -> Any:
     """Put a slot together: of the shape of its parameter, or one value for all of it (`step`).
 
     Raises:
@@ -555,12 +561,12 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: list[Any])
     return files.entry(there[0][0].file, first) if isinstance(first, StoredTensor) else first
 
 
-def inline_scalar(files: Files, file: int, x: Any) -> Any:
+def inline_scalar(files: Files, file: int, x: object) -> Any:
     """Return a number, or the bytes of a tensor that is one."""
     return stored_tensors.inline_tensors(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
 
 
-def format_step(x: Any) -> str:
+def format_step(x: object) -> str:
     """Format a step as a number."""
     if isinstance(x, stored_tensors.Inline):
         n = stored_tensors.decode_number(x.dtype, x.data)
@@ -568,15 +574,15 @@ def format_step(x: Any) -> str:
     return short(x)
 
 
-def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, Any]) -> dict[Path, Any]:
+def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, Any]) -> Leaves:
     """Merge scheduler, counters, random states: once where all ranks have the same, else by rank.
 
     Raises:
         Corrupt: the ranks are at different steps.
     """
-    out: dict[Path, Any] = {}
+    out: Leaves = {}
     for pattern, ranks in groups.items():
-        found: list[dict[Path, Any]] = []
+        found: list[Leaves] = []
         for r in ranks:
             found.append(files.leaves(r.file, r.tree))
         tops = dict.fromkeys(p[0] for leaves in found for p in leaves)
@@ -600,12 +606,12 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
     return out
 
 
-def _short_value(leaves: dict[Path, Any]) -> str:
+def _short_value(leaves: Leaves) -> str:
     """Format the first of some leaves for an error."""
     return short(next(iter(leaves.values()), None))
 
 
-def _equal_leaves(files: Files, a: dict[Path, Any], b: dict[Path, Any]) -> bool:
+def _equal_leaves(files: Files, a: Leaves, b: Leaves) -> bool:
     """Whether two ranks have the same under a key: values by value, tensors by their CRC32."""
     if a.keys() != b.keys():
         return False

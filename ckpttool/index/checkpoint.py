@@ -33,6 +33,7 @@ __all__ = [
     "Chunk",
     "Chunks",
     "Extent",
+    "Leaves",
     "MixupNote",
     "Number",
     "OtherCopy",
@@ -80,6 +81,9 @@ ITEMSIZE: dict[str, int] = {
     "complex64": 8,
     "complex32": 4,
 }
+
+#: {path in a state dict: TensorEntry, Composite or plain data}.
+Leaves = dict[Path, Any]
 
 #: How many numbers one element holds, where it holds several.
 PACKED: dict[str, int] = {"float4_e2m1fn_x2": 2, "f6_e2m3_x4": 4, "f6_e3m2_x4": 4}

@@ -19,6 +19,7 @@ from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Chunks,
+    Leaves,
     Path,
     TensorEntry,
 )
@@ -235,7 +236,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
     """Return stand-ins for DeepSpeed's own classes in pickles: numbers for its enums. `what` names the file in
     errors."""
 
-    def stage(n: Any = 0) -> int:
+    def stage(n: object = 0) -> int:
         """Return the number of a ZeroStageEnum."""
         if type(n) is not int or not 0 <= n <= 3:
             raise Corrupt(f"{what}: ZeRO stage {short(n)}.")
@@ -289,7 +290,7 @@ def param_shapes(file: File) -> list[dict[str, tuple[int, ...]]]:
     return groups
 
 
-def is_shape(x: Any) -> bool:
+def is_shape(x: object) -> bool:
     """Whether data from a pickle is a shape."""
     return isinstance(x, tuple) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x)
 
@@ -310,7 +311,7 @@ def refuse_model_parallel(file: File) -> None:
         )
 
 
-def zero_setting(config: Any, key: str) -> Any:
+def zero_setting(config: object, key: str) -> Any:
     """Return a key of zero_optimization in a ds_config; None if it is missing."""
     section = config.get("zero_optimization") if isinstance(config, dict) else None
     return section.get(key) if isinstance(section, dict) else None
@@ -332,7 +333,7 @@ def refuse_mixed_saves(files: Sequence[File]) -> None:
         )
 
 
-def is_placeholder(x: Any) -> bool:
+def is_placeholder(x: object) -> bool:
     """Whether an entry of `module` is a placeholder for a parameter in other files."""
     return isinstance(x, StoredTensor) and x.shape == (0,)
 
@@ -348,7 +349,7 @@ def tied_names(files: Sequence[File]) -> dict[str, str]:
     return out
 
 
-def equal_values(a: Any, b: Any, in_a: File | None = None, in_b: File | None = None) -> bool:
+def equal_values(a: object, b: object, in_a: File | None = None, in_b: File | None = None) -> bool:
     """Compare two ranks' values: plain data, and the CRC32s of tensors, or their bytes in the legacy format, which has
     none. Without `in_a` and `in_b`, the files, such tensors count as different."""
     if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
@@ -364,12 +365,12 @@ def equal_values(a: Any, b: Any, in_a: File | None = None, in_b: File | None = N
     return bool(a == b) or (a != a and b != b)
 
 
-def loss_scaler_leaves(optim: dict[str, Any]) -> dict[Path, Any]:
+def loss_scaler_leaves(optim: dict[str, Any]) -> Leaves:
     """Return the leaves of the loss scaler; none for the static one with factor 1 of bf16 and fp32 engines."""
     found = optim.get("loss_scaler")
     state = found.state if isinstance(found, Opaque) else None
     if not isinstance(state, dict) or not (state.get("dynamic") or state.get("cur_scale", 1) != 1):
         return {}
-    out: dict[Path, Any] = {("scaler", str(k)): v for k, v in state.items()}
+    out: Leaves = {("scaler", str(k)): v for k, v in state.items()}
     out["scaler", "overflow"] = bool(optim.get("overflow"))
     return out

@@ -35,6 +35,7 @@ from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Checkpoint,
     Chunks,
+    Leaves,
     OtherCopy,
     Path,
     TensorEntry,
@@ -123,8 +124,8 @@ class SaveReader:
         self.masters: dict[str, TensorEntry] = {}  # trainable parameters, wherever their weights lie
         self.model: dict[str, TensorEntry] = {}
         self.rounded: dict[str, TensorEntry] = {}  # what the engine computes with, of weights that have masters
-        self.optim: dict[Path, Any] = {}
-        self.rest: dict[Path, Any] = {}
+        self.optim: Leaves = {}
+        self.rest: Leaves = {}
         self.others: list[tuple[str, int, int]] = []  # (name, rank, bytes) of other copies of buffers and extra states
 
     def load(self, name: str, dict_only: bool = True) -> File:
@@ -420,7 +421,7 @@ class SaveReader:
         listed = self.rest.get(("buffer_names",))
         if isinstance(listed, list):
             self.rest["buffer_names",] = [clean.get(n, n) for n in listed]
-        leaves: dict[Path, Any] = {("model", n): t for n, t in self.model.items()}
+        leaves: Leaves = {("model", n): t for n, t in self.model.items()}
         leaves.update(self.optim)
         leaves.update(self.rest)
         named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, self.options.only))

@@ -89,7 +89,7 @@ class FileTree:
         """Return the reference of a tensor without elements; those of one dtype share a storage."""
         return self.add_flat_tensor(f"empty {dtype}", dtype, 0)
 
-    def add_tree(self, x: Any) -> Any:
+    def add_tree(self, x: object) -> Any:
         """Return a tree of plain data and entries with references to tensors, which are written to this file."""
         if isinstance(x, TensorEntry):
             return self.add_tensor(joined(x.path), x, x)
@@ -494,7 +494,7 @@ class ModelFiles:
         return out
 
 
-def _as_number(x: Any) -> float | int | None:
+def _as_number(x: object) -> float | int | None:
     """Return a step as a number, whether it is one or a 0-dim tensor; None where it is neither."""
     return decode_number(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
 

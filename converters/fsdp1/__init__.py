@@ -38,7 +38,7 @@ from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
 from ckpttool.huggingface.model_names import ModelNames
-from ckpttool.index.checkpoint import Checkpoint, Path, Salvage, TensorEntry, same_bytes, tied_weights
+from ckpttool.index.checkpoint import Checkpoint, Leaves, Salvage, TensorEntry, same_bytes, tied_weights
 from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
@@ -48,6 +48,7 @@ from ckpttool.storage.source import Source
 from ..options import Fsdp1Options
 from ..rank_files import (
     SIDE,
+    Column,
     Files,
     Rank,
     assemble_tensor,
@@ -122,7 +123,7 @@ def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
         model, known = _read_model(
             files, parts.model, lambda: model_names_of(files, options, config, parts.optimizers), options
         )
-    leaves: dict[Path, Any] = {("model", name): leaf for name, leaf in model.items()}
+    leaves: Leaves = {("model", name): leaf for name, leaf in model.items()}
     if parts.model:
         extra_states = _extra_states(files, parts.model[0])
         leaves = {p: leaf for p, leaf in leaves.items() if p not in {q[:2] for q in extra_states}} | extra_states
@@ -144,9 +145,9 @@ def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _extra_states(files: Files, rank: Rank) -> dict[Path, Any]:
+def _extra_states(files: Files, rank: Rank) -> Leaves:
     """Return what `get_extra_state()` of modules gave, taken apart; one that is a tensor is read like a buffer."""
-    out: dict[Path, Any] = {}
+    out: Leaves = {}
     clean = strip_wrappers(str(k) for k in rank.tree)
     for key, x in rank.tree.items():
         name = clean[str(key)]
@@ -204,7 +205,7 @@ def _places_of_ranks(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, in
 def _cut_flat_parameters(
     files: Files,
     ranks: list[Rank],
-    columns: dict[str, list[Any]],
+    columns: dict[str, Column],
     places: dict[int, tuple[int, int]],
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,

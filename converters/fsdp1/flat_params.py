@@ -24,7 +24,7 @@ from ckpttool.index.fqns import strip_wrappers
 from ckpttool.layouts import ModelHints
 from ckpttool.printable import printable
 
-from ..rank_files import Files, Rank
+from ..rank_files import Column, Files, Rank
 
 __all__ = ["ModelInfo", "RankSlices", "Spans", "given_layout", "layout_of", "model_names_of"]
 
@@ -91,7 +91,7 @@ class Spans(NamedTuple):
 
 def layout_of(
     files: Files,
-    plain: dict[str, list[Any]],
+    plain: dict[str, Column],
     flats: dict[str, TensorEntry],
     own: RankSlices,
     names: Callable[[], tuple[ModelNames, str] | None],
@@ -176,7 +176,7 @@ class RankSlices(NamedTuple):
             seen.setdefault(k, i)
         return [i for _, i in sorted(seen.items())]
 
-    def slices_fit(self, flat: Flat, part: FlatPart, column: list[Any]) -> bool:
+    def slices_fit(self, flat: Flat, part: FlatPart, column: Column) -> bool:
         """Whether the slices of a parameter in the files have the lengths and places that follow from the flat
         parameter."""
         for i, t in enumerate(column):
@@ -191,7 +191,7 @@ class RankSlices(NamedTuple):
         return True
 
 
-def _slices(plain: dict[str, list[Any]], own: RankSlices, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+def _slices(plain: dict[str, Column], own: RankSlices, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Return the names that stand for the 1-D slices of a parameter (use_orig_params), not for buffers, which every
     rank has whole: views of the flat parameter, or as long together as the parameter."""
     out = set()
@@ -208,7 +208,7 @@ def _slices(plain: dict[str, list[Any]], own: RankSlices, shapes: Mapping[str, t
     return out
 
 
-def _tied_slices(plain: dict[str, list[Any]], slices: set[str]) -> dict[str, str]:
+def _tied_slices(plain: dict[str, Column], slices: set[str]) -> dict[str, str]:
     """Return {name: the one before whose slices are the same bytes on every rank}."""
     first: dict[Any, str] = {}
     out = {}
@@ -236,7 +236,7 @@ def _check_layout(
     layout: FlatLayout,
     where: str,
     flats: dict[str, TensorEntry],
-    plain: dict[str, list[Any]],
+    plain: dict[str, Column],
     own: RankSlices,
     slices: set[str],
 ) -> None:

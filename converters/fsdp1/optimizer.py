@@ -16,19 +16,22 @@ from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
-from ckpttool.index.checkpoint import Path, TensorEntry
+from ckpttool.index.checkpoint import Leaves, Path, TensorEntry
 from ckpttool.index.optimizer_names import assign_names
 from ckpttool.layouts import ReadOptions
 
-from ..rank_files import Files, Rank, assemble_slot, compare_replicas, format_step, inline_scalar
+from ..rank_files import Column, Files, Rank, assemble_slot, compare_replicas, format_step, inline_scalar
 from .flat_params import ModelInfo, RankSlices, Spans, given_layout
 
 __all__ = ["read_optimizer"]
 
+#: {(name or number of a parameter, slot): what each rank has, None where nothing}.
+_Slots = dict[tuple[Any, Any], Column]
+
 
 def read_optimizer(
     files: Files, saved: list[list[Rank]], known: ModelInfo, options: ReadOptions, config: dict[str, Any] | None
-) -> dict[Path, Any]:
+) -> Leaves:
     """Read the optimizer, {("optim", ...): leaf}, which may be saved twice: with FQNs and as numbered slices."""
     named = [r for r in saved if not _has_numbers(r[0].tree)]
     raw = [r for r in saved if _has_numbers(r[0].tree)]
@@ -46,7 +49,7 @@ def read_optimizer(
             f"the optimizer is there twice; {files.names[chosen[0].file]} and its like are read, which name "
             f"parameters, {files.names[raw[0][0].file]} and its like say the same step and hyperparameters"
         )
-    out: dict[Path, Any] = {}
+    out: Leaves = {}
     for i, group in enumerate(groups):
         for k, v in group.items():
             raw, path = chosen[0].tree["param_groups"][i][k], ("optim", "param_groups", i, str(k))
@@ -104,20 +107,20 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
     return out
 
 
-def _with_tensors(files: Files, r: Rank, path: Path, x: Any) -> dict[Path, Any]:
+def _with_tensors(files: Files, r: Rank, path: Path, x: object) -> Leaves:
     """Return the leaves of an option of a param group that holds tensors, such as a learning rate or Prodigy's
     `d_numerator`; none of another."""
     return {} if next(stored_tensors.tensors_in(x), None) is None else files.leaves(r.file, x, path)
 
 
-def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
+def _slots(ranks: list[Rank]) -> _Slots:
     """Return {(parameter, slot): what each rank has, None where nothing}. A rank without elements of a parameter has
     no slot of it.
 
     Raises:
         Corrupt: a rank has only some of the slots of a parameter.
     """
-    out: dict[tuple[Any, Any], list[Any]] = {}
+    out: _Slots = {}
     first: dict[Any, tuple[Rank, dict[Any, Any]]] = {}
     for i, r in enumerate(ranks):
         for name, slots in r.tree["state"].items():
@@ -168,7 +171,7 @@ def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
         )
 
 
-def _flat_numbers(columns: dict[tuple[Any, Any], list[Any]]) -> bool:
+def _flat_numbers(columns: _Slots) -> bool:
     """Whether numbered slots are slices of flat parameters: 1-D, all of them."""
     wide = [x for c in columns.values() for x in c if is_sharded(x) or (isinstance(x, StoredTensor) and x.shape)]
     return bool(wide) and all(isinstance(x, StoredTensor) and len(x.shape) == 1 for x in wide)
@@ -177,12 +180,12 @@ def _flat_numbers(columns: dict[tuple[Any, Any], list[Any]]) -> bool:
 def _read_flat_optimizer(
     files: Files,
     ranks: list[Rank],
-    columns: dict[tuple[Any, Any], list[Any]],
+    columns: _Slots,
     groups: list[dict[Any, Any]],
     known: ModelInfo,
     options: ReadOptions,
     config: dict[str, Any] | None,
-) -> dict[Path, Any]:
+) -> Leaves:
     """Return state and groups by FQN of an optimizer whose slots are 1-D slices.
 
     Raises:
@@ -212,7 +215,7 @@ def _read_flat_optimizer(
     by_number: dict[Any, list[tuple[str, list[Any]]]] = {}
     for (x, slot), column in columns.items():
         by_number.setdefault(x, []).append((str(slot), column))
-    out: dict[Path, Any] = {}
+    out: Leaves = {}
     for i, (numbers, names) in enumerate(zip(ids, resolved, strict=True)):
         for x, name in zip(numbers, names, strict=True):
             parts = [by_name[name]] if layout.use_orig_params else [(by_key[name], p) for p in by_key[name].parts]
@@ -223,17 +226,15 @@ def _read_flat_optimizer(
     return {path: leaf for path, leaf in out.items() if path[1] != "state" or path[2] not in copies}
 
 
-def _whole_slots(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], list[Any]]) -> dict[Path, Any]:
+def _whole_slots(files: Files, ranks: list[Rank], columns: _Slots) -> Leaves:
     """Return slots of parameters by name or number, which are whole or ShardedTensor or DTensor."""
-    out: dict[Path, Any] = {}
+    out: Leaves = {}
     for (x, slot), column in columns.items():
         out["optim", "state", str(x), str(slot)] = assemble_slot(files, ranks, f"{x}.{slot}", column)
     return out
 
 
-def _lengths_by_number(
-    files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], list[Any]]
-) -> dict[Any, tuple[int, ...]]:
+def _lengths_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict[Any, tuple[int, ...]]:
     """Return {number of a parameter: elements that each rank has of it}. If a slot has one element on every rank and
     other slots have more, it is one number for the whole parameter.
 
@@ -269,12 +270,12 @@ def _lengths_by_number(
     return out
 
 
-def _count_elements(column: list[Any]) -> tuple[int, ...]:
+def _count_elements(column: Column) -> tuple[int, ...]:
     """Count the elements that each rank has of a slot; 0 if it is missing, or a number."""
     return tuple(prod(t.shape) if isinstance(t, StoredTensor) and t.shape else 0 for t in column)
 
 
-def _is_number(column: list[Any]) -> bool:
+def _is_number(column: Column) -> bool:
     """Whether a slot is one number for all of a parameter."""
     return all(not isinstance(t, StoredTensor) or prod(t.shape) == 1 for t in column)
 
@@ -397,9 +398,9 @@ def _cut_slot(
     parts: list[tuple[Flat, FlatPart]],
     slot: str,
     name: str,
-    column: list[Any],
+    column: Column,
     whole: bool,
-) -> dict[Path, Any]:
+) -> Leaves:
     """Cut one slot of one numbered parameter into what it is for each FQN in it; a `whole` one is the same for all."""
     if whole:
         leaf = assemble_slot(files, ranks, name, column)

@@ -36,7 +36,7 @@ from ckpttool.formats.sharded import ShardTable, make_sharded_tensor
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Leaves, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
@@ -128,9 +128,9 @@ class _DraftFiles:
         return [flat_layout.slice_of(flat.numel, self.layout.shards, r) for r in range(self.layout.shards)]
 
 
-def _write_rest(out: _DraftFiles, tensors: dict[Path, TensorEntry], values: dict[Path, Any]) -> None:
+def _write_rest(out: _DraftFiles, tensors: dict[Path, TensorEntry], values: Leaves) -> None:
     """Add all that is neither model nor optimizer, in one file, under canonical names."""
-    leaves: dict[Path, Any] = dict(values)
+    leaves: Leaves = dict(values)
     sizes: dict[str, int] = {}
     for k, (path, t) in enumerate(tensors.items()):
         dtype = out.dtype(joined(path))
@@ -188,7 +188,7 @@ def _write_model(out: _DraftFiles, state: Training) -> None:
     _place_model(out, buffers, numbers, places, cut)
 
 
-def _with_views(tree: Any, views: dict[str, Any]) -> Any:
+def _with_views(tree: object, views: dict[str, Any]) -> Any:
     """Return the same tree with what the file has for its tensors."""
     if isinstance(tree, TensorEntry):
         return views[joined(tree.path[1:])]

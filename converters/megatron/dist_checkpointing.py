@@ -10,7 +10,7 @@ from ckpttool import bounded_json
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
-from ckpttool.index.checkpoint import Checkpoint, Path, Record, Salvage, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, Record, Salvage, TensorEntry, joined
 from ckpttool.index.names import CanonicalState, original_path
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
@@ -137,7 +137,7 @@ class _Section:
     source: Source
     ckpt: Checkpoint
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    objects: dict[str, dict[Path, Any]] = field(default_factory=dict)  # {key: {path inside: leaf}}
+    objects: dict[str, Leaves] = field(default_factory=dict)  # {key: {path inside: leaf}}
     lost: dict[str, str] = field(default_factory=dict)  # {key: why}, of a damaged checkpoint
 
     def add_leaf(self, path: Path, leaf: object) -> None:
@@ -217,8 +217,8 @@ class _State:
     """What the sections read so far hold together; files have their numbers in the list of all sections' files."""
 
     source: Source
-    leaves: dict[Path, Any] = field(default_factory=dict)
-    objects: dict[str, dict[Path, Any]] = field(default_factory=dict)  # {key: {path inside: leaf}}
+    leaves: Leaves = field(default_factory=dict)
+    objects: dict[str, Leaves] = field(default_factory=dict)  # {key: {path inside: leaf}}
     files: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     ranks: dict[int, int] = field(default_factory=dict)
@@ -348,7 +348,7 @@ def _may_be_flat_ranges(tensors: Mapping[str, TensorEntry], name: str, key: Key)
 # --------------------------------------------------------------------------------------------------------- objects
 
 
-def _take_objects(leaves: dict[Path, Any], objects: Mapping[str, Mapping[Path, Any]]) -> None:
+def _take_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> None:
     """Add the objects that ranks saved: random states, the common state of newer versions, the param groups of
     `dp_reshardable`.
 
@@ -379,7 +379,7 @@ def _take_objects(leaves: dict[Path, Any], objects: Mapping[str, Mapping[Path, A
         _take_groups(leaves, groups)
 
 
-def _take_groups(leaves: dict[Path, Any], groups: Mapping[str, tuple[Any, int]]) -> None:
+def _take_groups(leaves: Leaves, groups: Mapping[str, tuple[Any, int]]) -> None:
     """Add the param groups {key: (data, number of the chained optimizer)}, which every data-parallel group has saved.
 
     Raises:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.errors import Corrupt
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
 from ckpttool.index.names import CanonicalState, original_path
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage import remote
@@ -79,7 +79,7 @@ class FsdpDtensor:
         return locate_items(ckpt, source)
 
 
-def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> dict[Path, Any]:
+def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> Leaves:
     """Give the leaves of a folder, as dcp reads it, the names of Megatron-Core's other formats.
 
     Args:
@@ -89,7 +89,7 @@ def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> dict[
     Raises:
         Corrupt: one half of a gated matrix is missing, or is of another shape.
     """
-    out: dict[Path, Any] = {}
+    out: Leaves = {}
     halves: dict[Path, dict[str, TensorEntry]] = {}
     metas: dict[str, dict[Any, Any]] = {}
     for path, leaf in found.items():
@@ -151,13 +151,13 @@ def _join_halves(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
     return replace(first, shape=(2 * rows, *first.shape[1:]), path=path, chunks=out)
 
 
-def _group_by_hyperparameters(metas: Mapping[str, Mapping[Any, Any]]) -> dict[Path, Any]:
+def _group_by_hyperparameters(metas: Mapping[str, Mapping[Any, Any]]) -> Leaves:
     """Return param groups of the parameters with equal hyperparameters, and the step of each parameter.
 
     `metas` is {parameter: {key of param_to_group_meta: value}}.
     """
     groups: list[tuple[Mapping[Any, Any], list[str]]] = []
-    out: dict[Path, Any] = {}
+    out: Leaves = {}
     for name, meta in metas.items():
         for known, names in groups:
             if known == meta:

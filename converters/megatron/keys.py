@@ -11,7 +11,7 @@ from typing import Any
 from ckpttool.errors import Corrupt
 from ckpttool.formats.pickles import MEGATRON_ENUMS, Global, Opaque, short
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 from ckpttool.index.names import COMPONENTS
 from ckpttool.storage.source import Source
 
@@ -121,7 +121,7 @@ def path_of_object(key: str) -> tuple[Path, int | None]:
     return ("extra", key), None
 
 
-def data_of_args(x: Any) -> Any:
+def data_of_args(x: object) -> Any:
     """Return the arguments of a job as plain data: Namespace is a dict, and a member of an enumeration {"class",
     "value"}."""
     if isinstance(x, Opaque) and x.cls == Global("argparse", "Namespace") and isinstance(x.state, dict):
@@ -135,14 +135,14 @@ def data_of_args(x: Any) -> Any:
     return x
 
 
-def args_of_data(x: Any) -> Any:
+def args_of_data(x: object) -> Any:
     """Rebuild, as pickled classes, the arguments that `data_of_args` made plain data of."""
     out = Opaque(Global("argparse", "Namespace"), ())
     out.state = _restore_enums(x)
     return out
 
 
-def _restore_enums(x: Any) -> Any:
+def _restore_enums(x: object) -> Any:
     """Return plain data with the members of Megatron's enumerations as pickled classes again."""
     if isinstance(x, dict) and x.keys() == {"class", "value"}:
         of = Global(*str(x["class"]).rpartition(".")[::2])
@@ -155,7 +155,7 @@ def _restore_enums(x: Any) -> Any:
     return x
 
 
-def common_tree(tree: Any, what: str) -> dict[str, Any]:
+def common_tree(tree: object, what: str) -> dict[str, Any]:
     """Return the tree of common.pt under canonical keys.
 
     What describes the files and not the training (`content_metadata`, `param_state_sharding_type`) is left out.
@@ -193,7 +193,7 @@ def common_tree(tree: Any, what: str) -> dict[str, Any]:
     return out
 
 
-def _take_optimizer(x: Any, out: dict[str, Any], extra: dict[str, Any], what: str) -> None:
+def _take_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what: str) -> None:
     """Param groups, the step that all parameters share, and the gradient scaler; of several chained optimizers one
     after the other."""
     chain = [x]
@@ -240,7 +240,7 @@ def _take_optimizer(x: Any, out: dict[str, Any], extra: dict[str, Any], what: st
         out["optim"] = {"param_groups": groups}
 
 
-def name_param_groups(leaves: dict[Path, Any], notes: list[str]) -> None:
+def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
     """Add to the optimizer what Megatron does not save: which parameters each param group has, and each parameter's
     step.
 
@@ -301,7 +301,7 @@ def replace_unnamed_optimizer(
     out.tensors = dict(sorted(out.tensors.items(), key=lambda row: COMPONENTS.index(str(row[1].path[0]))))
 
 
-def _equal_steps(a: Any, b: Any) -> bool:
+def _equal_steps(a: object, b: object) -> bool:
     """Whether two steps are equal: the same bytes of a file, or equal numbers."""
     if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
         return bool(a.chunks[:] == b.chunks[:])

@@ -19,7 +19,7 @@ from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import Inline, decode_number, flatten_tree
-from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.names import step_count
 from ckpttool.index.trees import nest
@@ -73,10 +73,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     Raises:
         Unsupported: the steps of the parameters differ, or the param groups are not those that Megatron-Core has.
     """
-    tree: dict[Path, Any] = {}
+    tree: Leaves = {}
     tensors: dict[str, TensorEntry] = {}
     dropped: list[Dropped] = []
-    objects: dict[str, dict[Path, Any]] = {}
+    objects: dict[str, Leaves] = {}
     trained = dict.fromkeys(str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state"))
     copies = []
     for name, t in ckpt.tensors.items():
@@ -138,7 +138,7 @@ def _values_to_be(
     """Return (the values that a reader of the folder will find, {those that differ from the source: how}): param
     groups are those that Megatron-Core makes, and each has the step of its parameters."""
     gone = {d.name for d in dropped}
-    leaves: dict[Path, Any] = {}
+    leaves: Leaves = {}
     if "optimizer" in common:
         leaves |= flatten_tree(common_tree({"optimizer": common["optimizer"]}, "common.pt"))
     leaves |= {t.path: t for t in ckpt.tensors.values() if joined(t.path) not in gone}
@@ -171,7 +171,7 @@ def _object_key(path: Path) -> str | None:
 def _common_state(
     ckpt: Checkpoint,
     trained: Mapping[str, None],
-    objects: dict[str, dict[Path, Any]],
+    objects: dict[str, Leaves],
     dropped: list[Dropped],
     notes: list[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,11 +179,11 @@ def _common_state(
 
     Values that belong to objects of ranks are added to `objects` instead, what has no place to `dropped`.
     """
-    scheduler: dict[Path, Any] = {}
-    scaler: dict[Path, Any] = {}
-    extra: dict[Path, Any] = {}
-    ours: dict[Path, Any] = {}
-    groups: dict[int, dict[Path, Any]] = {}
+    scheduler: Leaves = {}
+    scaler: Leaves = {}
+    extra: Leaves = {}
+    ours: Leaves = {}
+    groups: dict[int, Leaves] = {}
     scalars: dict[str, Any] = {}
     for v in ckpt.values.values():
         path, data = v.path, v.data
@@ -238,7 +238,7 @@ def _optimizer_state(
     ckpt: Checkpoint,
     groups: Mapping[int, Mapping[Path, Any]],
     scalars: Mapping[str, Any],
-    scaler: Any,
+    scaler: object,
     notes: list[str],
 ) -> dict[Any, Any]:
     """Return the optimizer's part of common.pt.

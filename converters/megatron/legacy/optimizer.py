@@ -32,7 +32,7 @@ from ckpttool.formats.crc import crc32
 from ckpttool.formats.pickles import Global, short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
 
 from ..buckets import ALIGNED, Bucket, Segment, entries_of_parameters, slice_flat
 from ..keys import BUCKETS, MASTERS, MODEL_OF_2023, group_members
@@ -59,7 +59,7 @@ class _State(NamedTuple):
     bucket: Bucket
     shape: tuple[int, ...]
     group: int
-    step: Any
+    step: object
 
 
 def raw_optimizer_tensors(ranks: RankedSave) -> dict[Path, TensorEntry]:
@@ -79,7 +79,7 @@ def raw_optimizer_tensors(ranks: RankedSave) -> dict[Path, TensorEntry]:
     return out
 
 
-def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
+def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[Leaves, list[str]]:
     """Return ({canonical path: tensor, or number of a step} of `raw_optimizer_tensors`, notes), after the proof.
 
     Raises:
@@ -110,7 +110,7 @@ def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[dict[P
 
     # put the segments of all ranks together
     whole = {name: TensorEntry("float32", shape, (), Chunks(len(shape))) for name, shape in ranks.shapes.items()}
-    out: dict[Path, Any] = dict(entries_of_parameters(found, whole, source, ckpt, notes))
+    out: Leaves = dict(entries_of_parameters(found, whole, source, ckpt, notes))
     for path, t in out.items():
         if (why := boxes.find_cover_problem(t.shape, t.chunks.boxes())) is not None:
             raise Corrupt(
@@ -177,7 +177,7 @@ def _refuse_parameters_without_state(ranks: RankedSave, found: list[Bucket]) -> 
         )
 
 
-def _step_identity(step: Any, ranks: RankedSave) -> Any:
+def _step_identity(step: object, ranks: RankedSave) -> Any:
     """Return what tells two steps apart: a number, or the CRC32 of a tensor of one, which is as good for so few
     bytes."""
     if not isinstance(step, TensorEntry) or step.numel != 1:
@@ -379,7 +379,7 @@ def _numbered_states(ranks: RankedSave, r: RankFile) -> Iterator[_State]:
         first_group += len(groups)
 
 
-def _check_groups(state: dict[Any, Any], copies: Any, groups: list[dict[str, Any]], what: str) -> None:
+def _check_groups(state: dict[Any, Any], copies: object, groups: list[dict[str, Any]], what: str) -> None:
     """Check that all state is in some param group, and that each group has its list of fp32 copies, if there are any.
 
     Raises:

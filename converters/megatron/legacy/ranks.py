@@ -32,7 +32,7 @@ from ckpttool.formats import stored_tensors
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry
 from ckpttool.index.names import CanonicalState
 from ckpttool.layouts import checkpoint_of
 from ckpttool.storage.source import Source
@@ -110,7 +110,7 @@ class RankedSave:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     copies: dict[LocalBoxes, list[tuple[RankFile, TensorEntry]]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)  # names without a rule
-    objects: dict[Path, Any] = field(default_factory=dict)  # states that modules of Transformer Engine keep
+    objects: Leaves = field(default_factory=dict)  # states that modules of Transformer Engine keep
     older_names: bool = False
 
     def weights(self) -> dict[str, TensorEntry]:
@@ -138,13 +138,13 @@ class RankedSave:
                 )
         return out
 
-    def leaves(self) -> dict[Path, Any]:
+    def leaves(self) -> Leaves:
         """Return everything but the model and the state of the optimizer, under canonical paths.
 
         Random states are each rank's own; of the rest, what another rank has otherwise is at extra.<its folder>.
         """
         first = self.ranks[0]
-        out: dict[Path, Any] = dict(self.objects)
+        out: Leaves = dict(self.objects)
         handled = ("rng_state", "optimizer", "args", *_RNG)
         tree = {k: x for k, x in first.tree.items() if not _CHUNK.fullmatch(k) and k != "rng_state" and k not in _RNG}
         out |= self.files.leaves(first.number, common_tree(tree, self.files.path(first.number)))
@@ -235,7 +235,7 @@ def read_ranks(source: Source, optimizer: bool = True) -> RankedSave:
 
 def checkpoint_of_ranks(ranks: RankedSave, optimizer: Mapping[Path, TensorEntry]) -> Checkpoint:
     """Build the index of a save from its ranks and the tensors of the optimizer, which have no names yet."""
-    leaves: dict[Path, Any] = {("model", n): t for n, t in ranks.weights().items()}
+    leaves: Leaves = {("model", n): t for n, t in ranks.weights().items()}
     leaves |= optimizer
     leaves |= ranks.leaves()
     notes = []
@@ -452,7 +452,7 @@ def _refuse_unplaceable(out: RankedSave, name: str) -> None:
             )
 
 
-def _add_object(out: RankedSave, r: RankFile, name: str, x: Any, expert: int | None, experts: int) -> None:
+def _add_object(out: RankedSave, r: RankFile, name: str, x: object, expert: int | None, experts: int) -> None:
     """Add what is no tensor of the model, as dist_checkpointing has it: of the first rank that has it, in a list."""
     at: Path = ("extra", f"{name}/shard_{expert or 0}_{experts or 1}")
     if any(p[:2] == at for p in out.objects) or (x is None and name == "output_layer._extra_state"):
