@@ -131,7 +131,7 @@ class SavePlan:
             )
         self.rest = dict(state.rest)
         config = self.rest.pop("ds_config", None)
-        self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}
+        self.ds_config: dict[str, object] = config if isinstance(config, dict) else {}
         for key, x in (
             ("ds_config", {} if config is None else config),
             *((k, self.rest.get(k, 0)) for k in DEEPSPEED_COUNTERS),
@@ -169,7 +169,7 @@ class SavePlan:
                 f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}."
             )
 
-    def added_values(self) -> dict[str, Any]:
+    def added_values(self) -> dict[str, object]:
         """Return {name: data} of values that every DeepSpeed save has but the source does not."""
         ours = {
             "trainer.global_steps": self.steps,
@@ -278,7 +278,7 @@ class SavePlan:
             )
         return found
 
-    def _loss_scaler(self) -> dict[str, Any]:
+    def _loss_scaler(self) -> dict[str, object]:
         """Return the state of the loss scaler for an fp16 engine, a fresh one if the source has none; {} for other
         engines."""
         if self.precision == "float16":
@@ -305,7 +305,7 @@ class SavePlan:
             )
         return out
 
-    def scaler_keys(self) -> dict[str, Any]:
+    def scaler_keys(self) -> dict[str, object]:
         """Return the keys of the loss scaler, which every optimizer file has."""
         dynamic = bool(self.scaler.get("dynamic"))
         state = {k: v for k, v in self.scaler.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
@@ -358,7 +358,7 @@ class SavePlan:
                 )
         return found or []
 
-    def other_state(self, tree: FileTree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
+    def other_state(self, tree: FileTree, rank: int, world: int, each_rank: bool) -> dict[str, object]:
         """Return everything in a rank's model file except weights and their shapes.
 
         With `each_rank`, every rank has a file, and its own values of `per_rank` in it.
@@ -372,7 +372,7 @@ class SavePlan:
         elif rank:
             rest.pop("per_rank", None)  # for other ranks than there are now: rank 0 carries them
         state = self.state
-        out: dict[str, Any] = {k: None for k in MAYBE}
+        out: dict[str, object] = {k: None for k in MAYBE}
         if state.scheduler is not None:
             out["lr_scheduler"] = tree.add_tree(state.scheduler)
         out.update(self.counters)
@@ -459,11 +459,11 @@ class ModelFiles:
             changed=changed,
         )
 
-    def _tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, Any]:
+    def _tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, object]:
         """Return the content of a rank's model file."""
         plan, state, stage = self.plan, self.plan.state, self.stage
         trained = {n for g in self.groups for n in g}
-        module: dict[str, Any] = {}
+        module: dict[str, object] = {}
         for n, t in plan.tensors.items():
             if n in state.tied:
                 continue

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
 from ckpttool.engine.flat.split_state import shared_scalars, split_training_state
@@ -49,7 +49,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     models = dw.ModelFiles(plan, groups, 1)
     models.add(files, each_rank=False)
     dropped: list[Dropped] = list(state.dropped)
-    scalars: list[dict[str, Any]] = []
+    scalars: list[dict[str, object]] = []
     for group in groups:
         shared, lost = shared_scalars(
             state, group, "a universal checkpoint of stage 3 keeps one for a whole param group"
@@ -74,7 +74,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _add_parameter(
-    files: TorchFiles, models: dw.ModelFiles, name: str, slots: list[str], shared: dict[str, Any]
+    files: TorchFiles, models: dw.ModelFiles, name: str, slots: list[str], shared: dict[str, object]
 ) -> None:
     """Add the folder of a parameter: fp32.pt, a file for each slot, and at stages 1 and 2 one for each counter.
 
@@ -117,7 +117,7 @@ def _stage_of(ckpt: Checkpoint) -> int:
     return found.data if found is not None and found.data in (1, 2, 3) else 3
 
 
-def _number_groups(groups: list[dict[str, Any]]) -> list[int]:
+def _number_groups(groups: Sequence[Mapping[str, object]]) -> list[int]:
     """Number the groups that have parameters; an empty one gets the number of the next."""
     out, k = [], 0
     for g in groups:

@@ -88,7 +88,7 @@ class _Optimizers:
                     dtypes = [plan.slot_entry(n, slot).dtype for n in group if n not in plan.state.fresh]
                     self.columns.append((g, slot, plan.common_dtype(dtypes)))
         what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
-        self.scalars: list[dict[str, Any]] = []
+        self.scalars: list[dict[str, object]] = []
         for group in groups:
             scalars, lost = shared_scalars(plan.state, group, what)
             self.scalars.append(scalars)
@@ -129,10 +129,10 @@ class _Optimizers:
                 self.tensors[name] = ds.tensor_of_ranges(self.flats[n].shape, dtype, path, cuts)
                 self.sources[name] = self.plan.state.tensors[n] if slot is None else self.plan.state.slots[n][slot]
 
-    def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, Any]:
+    def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, object]:
         """Return the content of a rank's optimizer file."""
         masters: list[Any] = []
-        state: dict[int, dict[str, Any]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
+        state: dict[int, dict[str, object]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
         for k, column in enumerate(self.columns):
             n = self.numel_of(rank, column)
             ref = TensorRef(column[2], (n,), str(k), n)
@@ -158,7 +158,7 @@ class _Optimizers:
             )
         return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
 
-    def _slice_mappings(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    def _slice_mappings(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, object]:
         """Return param_slice_mappings of a group: where a rank's flat tensor has its parts of the parameters."""
         return {
             n: dw.pickled_fragment(last - first, at)

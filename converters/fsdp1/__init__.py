@@ -28,8 +28,7 @@ nn/data_parallel/fully_sharded_data_parallel.py; files of torch 2.10 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from ckpttool.bounded_json import parse
 from ckpttool.engine.flat.flat_layout import FLAT
@@ -115,7 +114,7 @@ def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
         files, group_rank_files(source.list()), lost if options.salvage else None, options.allow_equal_ranks
     )
     config = model_names.load_config(options.config) if options.config is not None else _own_config(source)
-    model: dict[str, Any] = {}
+    model: Mapping[str, object] = {}
     known = ModelInfo(None, {}, {}, RankSlices([], {}))
     if parts.model and "shard_metadata" in parts.model[0].tree:
         model, known = fairscale.read_model(files, parts.model)
@@ -156,7 +155,7 @@ def _extra_states(files: Files, rank: Rank) -> Leaves:
     return out
 
 
-def _own_config(source: Source) -> dict[str, Any] | None:
+def _own_config(source: Source) -> dict[str, object] | None:
     """Return the model's config.json in the folder; None where there is none."""
     for name in ("config.json", "huggingface/config.json"):
         if source.exists(name):

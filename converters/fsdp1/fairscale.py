@@ -6,7 +6,6 @@ Source: fairscale nn/data_parallel/fully_sharded_data_parallel.py.
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 from ckpttool.engine.flat import flat_layout
 from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
@@ -19,7 +18,7 @@ from .flat_params import ModelInfo, RankSlices, Spans
 __all__ = ["read_model"]
 
 
-def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], ModelInfo]:
+def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], ModelInfo]:
     """Read the model of FairScale's shards, which describe their own content (`local_metadata_dict`).
 
     Raises:
@@ -34,7 +33,7 @@ def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], ModelIn
         ) from None
 
 
-def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], ModelInfo]:
+def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], ModelInfo]:
     """Cut the parameters out of the flat parameters as `shard_metadata` says.
 
     Raises:
@@ -46,7 +45,7 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], Mod
         for r in ranks
     ]
     metas = [r.tree["shard_metadata"] for r in ranks]
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     flats: list[Flat] = []
     for i, wrapped in enumerate(metas[0]["param_metadata"]):
         path = wrapped["fsdp_path"].replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckpttool.engine.flat import flat_layout
 from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
-from ckpttool.engine.flat.split_state import Training
+from ckpttool.engine.flat.split_state import Group, Training
 from ckpttool.errors import Unsupported, argument
 from ckpttool.huggingface import encodings, model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, floating_dtype
@@ -22,15 +21,20 @@ __all__ = ["FlatPlan", "plan_flats"]
 
 @dataclass
 class FlatPlan:
-    """`groups` are (what the optimizer lists, hyperparameters); None where there is no optimizer."""
+    """The flat parameters to write, and the param groups; `params` of a group are what the optimizer lists. None where
+    there is no optimizer."""
 
     layout: FlatLayout
-    groups: list[tuple[list[str], dict[str, Any]]] | None
+    groups: list[Group] | None
     notes: list[str] = field(default_factory=list)
 
 
 def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> FlatPlan:
-    """Plan the flat parameters to write, and what the optimizer lists."""
+    """Plan the flat parameters to write, and what the optimizer lists.
+
+    Raises:
+        Unsupported: FSDP1 cannot flatten the parameters, or the layout given is not that of the state.
+    """
     notes: list[str] = []
     own = options.of(Fsdp1Options)
     groups = _listed_by_group(ckpt, state)
@@ -51,70 +55,92 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
         names = _model_order(ckpt, state, options)
         ordered = [n for n in names if n in params]
         modules = _wrapped_modules(ckpt, ordered, options, notes)
-        if ignored := _ignored_parameters(ordered, modules, state, options):
-            ordered = [n for n in ordered if n not in ignored]
-            notes.append(
-                f"{len(ignored)} frozen parameters have another dtype than the trained ones of their module, which "
-                "FSDP1 does not flatten together; they are whole in every file, for FSDP(ignored_states=...): "
-                f"{', '.join(sorted(ignored)[:4])}" + (", ..." if len(ignored) > 4 else "")
-            )
-        flats = _lay_out_flats(ordered, modules, state, options, 0, world, notes)
-        why = _why_original_params(flats, state, group_of)
-        uop = own.use_orig_params or why is not None
-        if uop:
-            precision = None if own.precision is None else floating_dtype(own.precision)
-            flats = _lay_out_flats(
-                ordered, modules, state, options, 16 // ITEMSIZE[precision] if precision else None, world, []
-            )
-        if why and not own.use_orig_params:
-            notes.append(f"written for FSDP1(use_orig_params=True): {why}")
-        elif not uop:
-            notes.append(
-                "written for FSDP1(use_orig_params=False), its default; "
-                f"{argument('use_orig_params', True, 'Fsdp1Options')} for the other"
-            )
+        flats, uop = _flats_of_modules(ordered, modules, state, options, group_of, world, notes)
+
     in_flats = {p.name for f in flats for p in f.parts}
     copies = tuple((a, b) for a, b in state.tied.items() if a in in_flats)
     for a, b in copies:
         notes.append(
             f'"{a}" and "{b}" are tied and lie in two wrapped modules, where FSDP1 makes two parameters of them'
         )
-    listed: list[tuple[list[str], dict[str, Any]]] | None = None
-    if any(path[0] == "optim" for path in (x.path for c in (ckpt.tensors, ckpt.values) for x in c.values())):
+    listed: list[Group] | None = None
+    paths = [x.path for entries in (ckpt.tensors, ckpt.values) for x in entries.values()]
+    if any(path[0] == "optim" for path in paths):
         owners = dict(copies)
         group = {n: group_of.get(owners.get(n, n)) for n in names if n in in_flats}
-        inside: dict[int | None, list[str]] = {}
-        if uop:
-            for n, i in group.items():
-                inside.setdefault(i, []).append(n)
-        else:
-            for f in flats:
-                for i in dict.fromkeys(group[p.name] for p in f.parts if p.name in group):
-                    inside.setdefault(i, []).append(f.key)
-        listed = [(inside.get(i, []), hyper) for i, (_, hyper) in enumerate(groups)]
+        listed = _listed_by_optimizer(groups, group, flats, uop)
         if given is not None and given.optimizer is not None:
             listed = _in_given_order(given.optimizer, listed, notes)
-    optimizer = None if listed is None else tuple(tuple(g) for g, _ in listed)
+    optimizer = None if listed is None else tuple(g.params for g in listed)
     return FlatPlan(FlatLayout(uop, world, tuple(flats), tuple(names), optimizer, copies), listed, notes)
 
 
-def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[tuple[list[str], dict[str, Any]]]:
-    """Return (FQNs that the source lists, hyperparameters) of every param group, those without state too; of tied
-    ones, the owners."""
+def _flats_of_modules(
+    names: list[str],
+    modules: list[str],
+    state: Training,
+    options: WriteOptions,
+    group_of: Mapping[str, int],
+    world: int,
+    notes: list[str],
+) -> tuple[list[Flat], bool]:
+    """Lay out the parameters of wrapped modules; return the flat parameters, and whether they are for
+    use_orig_params=True: where that was asked for, or another layout cannot hold the state."""
+    own = options.of(Fsdp1Options)
+    if ignored := _ignored_parameters(names, modules, state, options):
+        names = [n for n in names if n not in ignored]
+        notes.append(
+            f"{len(ignored)} frozen parameters have another dtype than the trained ones of their module, which "
+            "FSDP1 does not flatten together; they are whole in every file, for FSDP(ignored_states=...): "
+            f"{', '.join(sorted(ignored)[:4])}" + (", ..." if len(ignored) > 4 else "")
+        )
+    flats = _lay_out_flats(names, modules, state, options, 0, world)
+    why = _why_original_params(flats, state, group_of)
+    if why is None and not own.use_orig_params:
+        notes.append(
+            "written for FSDP1(use_orig_params=False), its default; "
+            f"{argument('use_orig_params', True, 'Fsdp1Options')} for the other"
+        )
+        return flats, False
+    if not own.use_orig_params:
+        notes.append(f"written for FSDP1(use_orig_params=True): {why}")
+    # with use_orig_params, parameters are aligned to 16 bytes of the dtype that the job computes in
+    precision = None if own.precision is None else floating_dtype(own.precision)
+    align = 16 // ITEMSIZE[precision] if precision else None
+    return _lay_out_flats(names, modules, state, options, align, world), True
+
+
+def _listed_by_optimizer(
+    groups: list[Group], group: Mapping[str, int | None], flats: list[Flat], uop: bool
+) -> list[Group]:
+    """Return the param groups with what the job's optimizer lists: parameters with use_orig_params, else flat
+    parameters. `group` is {parameter: its param group}, in the order of the model."""
+    inside: dict[int | None, list[str]] = {}
+    if uop:
+        for n, i in group.items():
+            inside.setdefault(i, []).append(n)
+    else:
+        for f in flats:
+            for i in dict.fromkeys(group[p.name] for p in f.parts if p.name in group):
+                inside.setdefault(i, []).append(f.key)
+    return [Group(tuple(inside.get(i, ())), g.options) for i, g in enumerate(groups)]
+
+
+def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[Group]:
+    """Return the param groups with all FQNs that the source lists, those without state too; of tied ones, the
+    owners."""
     out = []
     for i, g in enumerate(state.groups):
         value = ckpt.values.get(f"optim.param_groups.{i}.params")
         names = list(value.data) if value is not None else list(g.params)
-        out.append((list(dict.fromkeys(state.tied.get(n, n) for n in names if n in state.tensors)), g.options))
+        out.append(Group(tuple(dict.fromkeys(state.tied.get(n, n) for n in names if n in state.tensors)), g.options))
     return out
 
 
-def _in_given_order(
-    given: tuple[tuple[str, ...], ...], made: list[tuple[list[str], dict[str, Any]]], notes: list[str]
-) -> list[tuple[list[str], dict[str, Any]]]:
+def _in_given_order(given: tuple[tuple[str, ...], ...], made: list[Group], notes: list[str]) -> list[Group]:
     """Return the groups in the order of the job's own optimizer, where it lists the same parameters."""
     if [set(g) for g in given] == [set(g) for g, _ in made]:
-        return [(list(g), hyper) for g, (_, hyper) in zip(given, made, strict=True)]
+        return [Group(names, g.options) for names, g in zip(given, made, strict=True)]
     notes.append(
         "the optimizer of the flat layout lists other parameters than the source's; the order is that of the model"
     )
@@ -195,7 +221,6 @@ def _lay_out_flats(
     options: WriteOptions,
     align: int | None,
     world: int,
-    notes: list[str],
 ) -> list[Flat]:
     """Lay out the flat parameters of a wrapping. `align` None is the alignment of the parameters' own dtype.
 

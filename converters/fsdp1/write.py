@@ -154,9 +154,9 @@ def _write_model(out: _DraftFiles, state: Training) -> None:
     places: list[list[int]] = []  # by flat parameter, where each rank's slice begins in its file
     cut = [out.slices(f) for f in layout.flats]
     for r in range(world):
-        tree: dict[str, Any] = {}
+        tree: dict[str, object] = {}
         sizes: dict[str, int] = {}
-        views: dict[str, Any] = {}
+        views: dict[str, object] = {}
         for flat, bounds in zip(layout.flats, cut, strict=True):
             a, b = bounds[r]
             dtype = flat.dtype or "float32"
@@ -188,7 +188,7 @@ def _write_model(out: _DraftFiles, state: Training) -> None:
     _place_model(out, buffers, numbers, places, cut)
 
 
-def _with_views(tree: object, views: dict[str, Any]) -> Any:
+def _with_views(tree: object, views: dict[str, object]) -> Any:
     """Return the same tree with what the file has for its tensors."""
     if isinstance(tree, TensorEntry):
         return views[joined(tree.path[1:])]
@@ -276,12 +276,12 @@ def _write_optimizer(out: _DraftFiles, state: Training, plan: FlatPlan) -> None:
     numbers: list[int] = []
     places: list[dict[tuple[int, str], int]] = []
     for r in range(world):
-        tree: dict[int, dict[str, Any]] = {}
+        tree: dict[int, dict[str, object]] = {}
         sizes: dict[str, int] = {}
         keys: dict[tuple[int, str], str] = {}
         for i, x in enumerate(stored):
             owner = copies.get(x.parts[0].name, x.parts[0].name)
-            slots: dict[str, Any] = {}
+            slots: dict[str, object] = {}
             if x.numels[r] or not layout.use_orig_params or world == 1:
                 slots.update(state.scalars.get(owner, {}))
                 for slot in state.slots.get(owner, {}):
@@ -299,8 +299,8 @@ def _write_optimizer(out: _DraftFiles, state: Training, plan: FlatPlan) -> None:
         numbers.append(out.files.add(f"local_optim_rank{r}.pt", {"state": tree, "param_groups": groups}, sizes))
         places.append({k: out.files.offset(numbers[r], key) for k, key in keys.items()})
     for i, x in enumerate(stored):
-        slots = state.slots.get(copies.get(x.parts[0].name, x.parts[0].name), {})
-        for slot in slots:
+        sources = state.slots.get(copies.get(x.parts[0].name, x.parts[0].name), {})
+        for slot in sources:
             for p in x.parts:
                 owner = copies.get(p.name, p.name)
                 of = f"optim.state.{owner}.{slot}"

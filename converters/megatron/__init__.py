@@ -56,7 +56,7 @@ __all__ = ["LAYOUTS"]
 _NOT_MEGATRON = "no metadata.json with sharded_backend"
 
 
-class Dialect(Protocol):
+class MegatronDialect(Protocol):
     """One of the three formats that a folder of Megatron can have, chosen for one folder."""
 
     evidence: str  # what in the folder shows that it has this format
@@ -68,10 +68,10 @@ class Dialect(Protocol):
         """Return the index with raw byte ranges, as `Layout.locate` does."""
 
 
-_chosen: WeakKeyDictionary[Source, Dialect] = WeakKeyDictionary()
+_chosen: WeakKeyDictionary[Source, MegatronDialect] = WeakKeyDictionary()
 
 
-def _choose_dialect(source: Source) -> Dialect | None:
+def _choose_dialect(source: Source) -> MegatronDialect | None:
     """Tell which format a folder has, listing it once for each source; None where it has none of the three."""
     if source not in _chosen:
         found = DistCheckpointing.find(source) or FsdpDtensor.find(source) or RankFolders.find(source)

@@ -155,7 +155,7 @@ def _restore_enums(x: object) -> Any:
     return x
 
 
-def common_tree(tree: object, what: str) -> dict[str, Any]:
+def common_tree(tree: object, what: str) -> dict[str, object]:
     """Return the tree of common.pt under canonical keys.
 
     What describes the files and not the training (`content_metadata`, `param_state_sharding_type`) is left out.
@@ -167,7 +167,7 @@ def common_tree(tree: object, what: str) -> dict[str, Any]:
         raise Corrupt(f"{what}: holds {short(tree)}, not the common state of a Megatron-Core checkpoint.")
     out: dict[str, Any] = {}
     extra: dict[str, Any] = {}
-    ours: dict[str, dict[str, Any]] = {}
+    ours: dict[str, dict[str, object]] = {}
     for key, x in tree.items():
         if key in ("opt_param_scheduler", "lr_scheduler"):  # verl's
             out["scheduler"] = x

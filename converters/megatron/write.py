@@ -46,7 +46,7 @@ _CONTENT = {
 _OWN = ("optimizer", "opt_param_scheduler", "iteration", "content_metadata", "model", "rng_state", "master", "ckpttool")
 #: Keys by which DistributedOptimizer finds its param groups in a checkpoint (optimizer.py,
 #: param_group_identifier_keys).
-_IDENTIFIERS: dict[str, Any] = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+_IDENTIFIERS: dict[str, object] = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
 
@@ -133,7 +133,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _values_to_be(
-    ckpt: Checkpoint, common: dict[str, Any], dropped: list[Dropped]
+    ckpt: Checkpoint, common: dict[str, object], dropped: list[Dropped]
 ) -> tuple[dict[str, Value], dict[str, str]]:
     """Return (the values that a reader of the folder will find, {those that differ from the source: how}): param
     groups are those that Megatron-Core makes, and each has the step of its parameters."""
@@ -174,7 +174,7 @@ def _common_state(
     objects: dict[str, Leaves],
     dropped: list[Dropped],
     notes: list[str],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, object], dict[str, object]]:
     """Return (common.pt, the values in it that the source did not have).
 
     Values that belong to objects of ranks are added to `objects` instead, what has no place to `dropped`.
@@ -184,7 +184,7 @@ def _common_state(
     extra: Leaves = {}
     ours: Leaves = {}
     groups: dict[int, Leaves] = {}
-    scalars: dict[str, Any] = {}
+    scalars: dict[str, object] = {}
     for v in ckpt.values.values():
         path, data = v.path, v.data
         if (of := _object_key(path)) is not None:
@@ -211,8 +211,8 @@ def _common_state(
             extra[path[1:]] = data
         else:
             ours[path] = data
-    made: dict[str, Any] = {}
-    out: dict[str, Any] = nest(extra) if extra else {}
+    made: dict[str, object] = {}
+    out: dict[str, object] = nest(extra) if extra else {}
     if "args" in out:
         out["args"] = args_of_data(out["args"])
     if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise

@@ -251,7 +251,7 @@ def checkpoint_of_ranks(ranks: RankedSave, optimizer: Mapping[Path, TensorEntry]
     return out
 
 
-def _load_rank_tree(files: Files, name: str) -> tuple[int, dict[str, Any]]:
+def _load_rank_tree(files: Files, name: str) -> tuple[int, dict[str, object]]:
     """Load the file of a rank; return its number among the files, and what it holds."""
     tree, number = load(files, name), files.number(name)
     if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree) or not any(map(_CHUNK.fullmatch, tree)):
@@ -280,7 +280,7 @@ def chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[st
     return out
 
 
-def _facts_of_save(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _facts_of_save(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, object]:
     """Return what the files of one save agree on, with the values of tensors in it: a capturable optimizer has its
     learning rate in one."""
     args, what = arguments[rank.folder], files.path(rank.number)
@@ -293,7 +293,7 @@ def _facts_of_save(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -
     return {k: stored_tensors.inline_tensors(x, read_at, what) for k, x in found.items()}
 
 
-def _shared_param_groups(tree: Mapping[str, Any], what: str) -> list[list[dict[str, Any]]]:
+def _shared_param_groups(tree: Mapping[str, Any], what: str) -> list[list[dict[str, object]]]:
     """Return the param groups of each optimizer of a rank without the numbers of their parameters, of which pipeline
     stages have different ones."""
     return [
@@ -339,7 +339,7 @@ def _place_models(out: RankedSave) -> None:
 
 
 def _count_layer_offsets(
-    out: RankedSave, models: Mapping[int, list[dict[str, Any]]]
+    out: RankedSave, models: Mapping[int, list[dict[str, object]]]
 ) -> dict[tuple[int, int, str], int]:
     """Return {(chunk, stage, path of a list of layers): the number of the first layer there}, counting layers stage
     after stage.

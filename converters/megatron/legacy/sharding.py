@@ -111,13 +111,13 @@ class ShardPlace(NamedTuple):
     known: bool = True
 
 
-def flatten_state_dict(tree: Mapping[Any, Any], what: str, prefix: str = "") -> dict[str, Any]:
+def flatten_state_dict(tree: Mapping[Any, Any], what: str, prefix: str = "") -> dict[str, object]:
     """Return {dotted name: leaf} of a state dict, which in older jobs is dicts in dicts.
 
     Raises:
         Corrupt: a key is not text, or two keys make one name.
     """
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for k, x in tree.items():
         found = flatten_state_dict(x, what, f"{prefix}{k}.") if isinstance(x, dict) else {f"{prefix}{k}": x}
         if not isinstance(k, str) or found.keys() & out.keys():
