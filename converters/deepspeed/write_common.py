@@ -114,33 +114,12 @@ class SavePlan:
     ) -> None:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
         self.ckpt, self.rounded = ckpt, ckpt.rounded
-        codes = encodings.find_in_tensors(state.tensors)
-        if said := next(filter(None, (codes.describe(n) for g in state.groups for n in g.params)), ""):
-            raise Unsupported(f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.ADVICE}")
-        if not any(g.params for g in state.groups):
-            raise Unsupported(
-                "the optimizer of this checkpoint trains no parameter, and no engine of DeepSpeed starts with such a "
-                f"one. {argument('only', ['model'])} writes the weights alone."
-            )
         self.notes = list(state.notes)
-        if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
-            state.groups = [g for g in state.groups if g.params]
-            self.notes.append(
-                f"the param groups {idle} hold nothing that is trained and are left out: an engine of stage {stage} "
-                "does not start with such a group"
-            )
+        self._check_groups()
         self.rest = dict(state.rest)
-        config = self.rest.pop("ds_config", None)
-        self.ds_config: dict[str, object] = config if isinstance(config, dict) else {}
-        for key, x in (
-            ("ds_config", {} if config is None else config),
-            *((k, self.rest.get(k, 0)) for k in DEEPSPEED_COUNTERS),
-        ):
-            if not isinstance(x, dict if key == "ds_config" else int) or any(tensors_of(x)):
-                raise Unsupported(
-                    f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it '
-                    f"out: {argument('only', ['model', 'optim', 'scheduler'])}."
-                )
+        self.ds_config = self._take_config()
+
+        # what the engine computes in, and a configuration that says so
         asked = None if own.precision is None else floating_dtype(own.precision)
         if asked not in (None, "float32", "bfloat16", "float16"):
             raise UsageError(f"{argument('precision', own.precision)}: DeepSpeed computes in bf16, fp16 or fp32.")
@@ -150,6 +129,8 @@ class SavePlan:
         self.sub_group_size = own.sub_group_size or self._sub_group_size()
         self._adjust_config(own.sub_group_size, asked)
         self._note_scheduler(from_deepspeed=ckpt.layout.startswith(("zero", "universal")))
+
+        # counters, which name the save
         self.steps = self._global_steps()
         self.tag = own.write_tag or (
             "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
@@ -162,12 +143,52 @@ class SavePlan:
             **({"global_samples": self.rest.pop("global_samples")} if "global_samples" in self.rest else {}),
         }
         self.rest.pop("global_steps", None)
+
+        # all else is written under its own name, so no name may be one of DeepSpeed's
         self.scaler = self._loss_scaler()
         for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
             raise Unsupported(
                 f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: '
                 f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}."
             )
+
+    def _check_groups(self) -> None:
+        """Check that an engine can start with the param groups; those that it cannot, without parameters, are left out.
+
+        Raises:
+            Unsupported: nothing is trained, or codes of a quantised weight are.
+        """
+        state = self.state
+        codes = encodings.find_in_tensors(state.tensors)
+        if said := next(filter(None, (codes.describe(n) for g in state.groups for n in g.params)), ""):
+            raise Unsupported(f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.ADVICE}")
+        if not any(g.params for g in state.groups):
+            raise Unsupported(
+                "the optimizer of this checkpoint trains no parameter, and no engine of DeepSpeed starts with such a "
+                f"one. {argument('only', ['model'])} writes the weights alone."
+            )
+        if self.stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
+            state.groups = [g for g in state.groups if g.params]
+            self.notes.append(
+                f"the param groups {idle} hold nothing that is trained and are left out: an engine of stage "
+                f"{self.stage} does not start with such a group"
+            )
+
+    def _take_config(self) -> dict[str, object]:
+        """Take ds_config out of the rest; {} where there is none.
+
+        Raises:
+            Unsupported: it is no dict, or a counter of DeepSpeed's is no number.
+        """
+        config = self.rest.pop("ds_config", {})
+        kinds: dict[str, tuple[object, type]] = {k: (self.rest.get(k, 0), int) for k in DEEPSPEED_COUNTERS}
+        for key, (x, kind) in ({"ds_config": ({} if config is None else config, dict)} | kinds).items():
+            if not isinstance(x, kind) or any(tensors_of(x)):
+                raise Unsupported(
+                    f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it '
+                    f"out: {argument('only', ['model', 'optim', 'scheduler'])}."
+                )
+        return config if isinstance(config, dict) else {}
 
     def added_values(self) -> dict[str, object]:
         """Return {name: data} of values that every DeepSpeed save has but the source does not."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ckpttool.engine.flat import flat_layout
 from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
-from ckpttool.engine.flat.split_state import Group, Training
+from ckpttool.engine.flat.split_state import ParamGroup, Training
 from ckpttool.errors import Unsupported, argument
 from ckpttool.huggingface import encodings, model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, floating_dtype
@@ -25,7 +25,7 @@ class FlatPlan:
     there is no optimizer."""
 
     layout: FlatLayout
-    groups: list[Group] | None
+    groups: list[ParamGroup] | None
     notes: list[str] = field(default_factory=list)
 
 
@@ -63,7 +63,7 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
         notes.append(
             f'"{a}" and "{b}" are tied and lie in two wrapped modules, where FSDP1 makes two parameters of them'
         )
-    listed: list[Group] | None = None
+    listed: list[ParamGroup] | None = None
     paths = [x.path for entries in (ckpt.tensors, ckpt.values) for x in entries.values()]
     if any(path[0] == "optim" for path in paths):
         owners = dict(copies)
@@ -111,8 +111,8 @@ def _flats_of_modules(
 
 
 def _listed_by_optimizer(
-    groups: list[Group], group: Mapping[str, int | None], flats: list[Flat], uop: bool
-) -> list[Group]:
+    groups: list[ParamGroup], group: Mapping[str, int | None], flats: list[Flat], uop: bool
+) -> list[ParamGroup]:
     """Return the param groups with what the job's optimizer lists: parameters with use_orig_params, else flat
     parameters. `group` is {parameter: its param group}, in the order of the model."""
     inside: dict[int | None, list[str]] = {}
@@ -123,24 +123,26 @@ def _listed_by_optimizer(
         for f in flats:
             for i in dict.fromkeys(group[p.name] for p in f.parts if p.name in group):
                 inside.setdefault(i, []).append(f.key)
-    return [Group(tuple(inside.get(i, ())), g.options) for i, g in enumerate(groups)]
+    return [ParamGroup(tuple(inside.get(i, ())), g.options) for i, g in enumerate(groups)]
 
 
-def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[Group]:
+def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[ParamGroup]:
     """Return the param groups with all FQNs that the source lists, those without state too; of tied ones, the
     owners."""
     out = []
     for i, g in enumerate(state.groups):
         value = ckpt.values.get(f"optim.param_groups.{i}.params")
         names = list(value.data) if value is not None else list(g.params)
-        out.append(Group(tuple(dict.fromkeys(state.tied.get(n, n) for n in names if n in state.tensors)), g.options))
+        out.append(
+            ParamGroup(tuple(dict.fromkeys(state.tied.get(n, n) for n in names if n in state.tensors)), g.options)
+        )
     return out
 
 
-def _in_given_order(given: tuple[tuple[str, ...], ...], made: list[Group], notes: list[str]) -> list[Group]:
+def _in_given_order(given: tuple[tuple[str, ...], ...], made: list[ParamGroup], notes: list[str]) -> list[ParamGroup]:
     """Return the groups in the order of the job's own optimizer, where it lists the same parameters."""
     if [set(g) for g in given] == [set(g) for g, _ in made]:
-        return [Group(names, g.options) for names, g in zip(given, made, strict=True)]
+        return [ParamGroup(names, g.options) for names, g in zip(given, made, strict=True)]
     notes.append(
         "the optimizer of the flat layout lists other parameters than the source's; the order is that of the model"
     )

@@ -10,7 +10,7 @@ copy in the source, gets one: DistributedOptimizer loads its weights from there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool.engine.conservation import list_changed_values
@@ -73,6 +73,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     Raises:
         Unsupported: the steps of the parameters differ, or the param groups are not those that Megatron-Core has.
     """
+    # tensors under Megatron's keys; those inside objects of ranks are written with these
     tree: Leaves = {}
     tensors: dict[str, TensorEntry] = {}
     dropped: list[Dropped] = []
@@ -95,11 +96,15 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             copy = replace(t, dtype="float32", path=("replica", "param", *t.path))
             tree[(f"optimizer.state.param.{t.path[1]}",)] = tensors[joined(copy.path)] = copy
             copies.append(f"extra.master.{t.path[1]}")
+
+    # values, in common.pt or in those objects
     notes: list[str] = []
     common, made = _common_state(ckpt, trained, objects, dropped, notes)
     for key, leaves in objects.items():
-        x = leaves[()] if () in leaves else nest(leaves)
+        x = _whole(leaves)
         tree[(key,)] = Whole(x) if any(isinstance(leaf, TensorEntry) for leaf in leaves.values()) else x
+
+    # a folder of dcp, with two files more before .metadata, which comes last
     out = _dcp_write.write(
         replace(ckpt, tensors=tensors),
         source,
@@ -115,6 +120,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out.checkpoint.files[-1:-1] = ["common.pt", "metadata.json"]
     out.checkpoint.sizes[-1:-1] = [len(data), len(_METADATA)]
     out.files[-1:-1] = [DraftFile("common.pt", len(data), data), DraftFile("metadata.json", len(_METADATA), _METADATA)]
+
+    # what is declared of it
     out.dropped += dropped
     out.notes += notes
     out.synthesized_tensors += copies
@@ -168,6 +175,55 @@ def _object_key(path: Path) -> str | None:
     return str(path[1]) if path[0] == "extra" and len(path) > 1 and "/shard_" in str(path[1]) else None
 
 
+@dataclass
+class _Values:
+    """The values of a checkpoint by their place in common.pt; `ours` have none in Megatron-Core."""
+
+    scheduler: Leaves = field(default_factory=dict)
+    scaler: Leaves = field(default_factory=dict)
+    extra: Leaves = field(default_factory=dict)
+    ours: Leaves = field(default_factory=dict)
+    groups: dict[int, Leaves] = field(default_factory=dict)  # by number of the param group
+    steps: dict[str, object] = field(default_factory=dict)  # by name of the value
+
+
+def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dropped]) -> _Values:
+    """Sort the values of a checkpoint by their place. Those of objects of ranks are added to `objects`."""
+    out = _Values()
+    for v in ckpt.values.values():
+        path, data = v.path, v.data
+        if (of := _object_key(path)) is not None:
+            objects.setdefault(of, {})[path[2:]] = data
+        elif path[:2] == ("optim", "param_groups") and len(path) > 3:
+            out.groups.setdefault(int(path[2]), {})[path[3:]] = data
+        elif path[:2] == ("optim", "state") and path[3:] == ("step",):
+            out.steps[joined(path)] = decode_number(data.dtype, data.data) if isinstance(data, Inline) else data
+        elif path[0] == "optim":
+            dropped.append(
+                Dropped(
+                    joined(path),
+                    0,
+                    "neither a step nor a param group, which is all that Megatron-Core saves besides tensors",
+                )
+            )
+        elif path[0] == "scheduler":
+            out.scheduler[path[1:]] = data
+        elif path[0] == "scaler":
+            out.scaler[path[1:]] = data
+        elif path == ("trainer", "iteration"):
+            continue
+        elif path[0] == "extra" and len(path) > 1 and path[1] not in _OWN:
+            out.extra[path[1:]] = data
+        else:
+            out.ours[path] = data
+    return out
+
+
+def _whole(leaves: Leaves) -> object:
+    """Return the tree of some leaves, which may be one leaf alone."""
+    return leaves[()] if () in leaves else nest(leaves)
+
+
 def _common_state(
     ckpt: Checkpoint,
     trained: Mapping[str, None],
@@ -179,40 +235,9 @@ def _common_state(
 
     Values that belong to objects of ranks are added to `objects` instead, what has no place to `dropped`.
     """
-    scheduler: Leaves = {}
-    scaler: Leaves = {}
-    extra: Leaves = {}
-    ours: Leaves = {}
-    groups: dict[int, Leaves] = {}
-    scalars: dict[str, object] = {}
-    for v in ckpt.values.values():
-        path, data = v.path, v.data
-        if (of := _object_key(path)) is not None:
-            objects.setdefault(of, {})[path[2:]] = data
-        elif path[:2] == ("optim", "param_groups") and len(path) > 3:
-            groups.setdefault(int(path[2]), {})[path[3:]] = data
-        elif path[:2] == ("optim", "state") and path[3:] == ("step",):
-            scalars[joined(path)] = decode_number(data.dtype, data.data) if isinstance(data, Inline) else data
-        elif path[0] == "optim":
-            dropped.append(
-                Dropped(
-                    joined(path),
-                    0,
-                    "neither a step nor a param group, which is all that Megatron-Core saves besides tensors",
-                )
-            )
-        elif path[0] == "scheduler":
-            scheduler[path[1:]] = data
-        elif path[0] == "scaler":
-            scaler[path[1:]] = data
-        elif path == ("trainer", "iteration"):
-            continue
-        elif path[0] == "extra" and len(path) > 1 and path[1] not in _OWN:
-            extra[path[1:]] = data
-        else:
-            ours[path] = data
+    found = _sort_values(ckpt, objects, dropped)
     made: dict[str, object] = {}
-    out: dict[str, object] = nest(extra) if extra else {}
+    out: dict[str, object] = nest(found.extra) if found.extra else {}
     if "args" in out:
         out["args"] = args_of_data(out["args"])
     if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise
@@ -221,37 +246,33 @@ def _common_state(
     if iteration is None:
         iteration = made["trainer.iteration"] = step_count(ckpt.value) or 0
     out["iteration"] = iteration
-    if scheduler:
-        out["opt_param_scheduler"] = scheduler[()] if () in scheduler else nest(scheduler)
-    if groups or trained:
-        whole = None if not scaler else scaler[()] if () in scaler else nest(scaler)
-        out["optimizer"] = _optimizer_state(ckpt, groups, scalars, whole, notes)
-    elif scaler:
-        ours |= {("scaler", *p): x for p, x in scaler.items()}
-    if ours:
-        out["ckpttool"] = nest(ours)
+    if found.scheduler:
+        out["opt_param_scheduler"] = _whole(found.scheduler)
+    if found.groups or trained:
+        out["optimizer"] = _optimizer_state(ckpt, found, notes)
+    elif found.scaler:
+        found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
+    if found.ours:
+        out["ckpttool"] = nest(found.ours)
     out["content_metadata"] = _CONTENT
     return out, made
 
 
-def _optimizer_state(
-    ckpt: Checkpoint,
-    groups: Mapping[int, Mapping[Path, Any]],
-    scalars: Mapping[str, Any],
-    scaler: object,
-    notes: list[str],
-) -> dict[Any, Any]:
+def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> object:
     """Return the optimizer's part of common.pt.
 
     Raises:
         Unsupported: parameters are at different steps, or in other param groups than Megatron-Core would make.
     """
-    steps = dict.fromkeys(float(x) for x in scalars.values() if isinstance(x, (int, float)))
+    steps = dict.fromkeys(float(x) for x in values.steps.values() if isinstance(x, (int, float)))
     if len(steps) > 1:
         several = ", ".join(f"{s:g}" for s in list(steps)[:4])
         raise Unsupported(f"Parameters are at different steps ({several}); Megatron-Core has one step for all of them.")
-    found = [{k: x for k, x in nest(g).items() if k != "params"} for _, g in sorted(groups.items())]
-    members = [list(g.get(("params",), ())) for _, g in sorted(groups.items())]
+
+    # the groups, which Megatron-Core finds in a checkpoint by their identifiers, and fills by its own rule
+    groups = [g for _, g in sorted(values.groups.items())]
+    found = [{k: x for k, x in nest(g).items() if k != "params"} for g in groups]
+    members = [list(g.get(("params",), ())) for g in groups]
     if not found or not all("wd_mult" in g or "pre_wd_mult" in g for g in found):
         found, members = _to_megatron_groups(ckpt, found, members, notes)
     for g, names in zip(found, members, strict=True):
@@ -274,20 +295,15 @@ def _optimizer_state(
                 f"Megatron-Core keeps the step in the group alone. {argument('only', ['model'])} leaves the optimizer "
                 "out."
             )
-    chains = sorted({g.get("chained", 0) for g in found})
-    one = [
-        {
-            "optimizer": {
-                "param_groups": [
-                    {k: x for k, x in g.items() if k != "chained"} for g in found if g.get("chained", 0) == c
-                ]
-            },
-            "param_state_sharding_type": "fully_reshardable",
-            **({} if scaler is None else {"grad_scaler": scaler}),
-        }
-        for c in chains
-    ]
-    return one[0] if len(one) == 1 else dict(enumerate(one))
+
+    # one optimizer, or a chain of several
+    scaler = _whole(values.scaler) if values.scaler else None
+    chain = []
+    for number in sorted({g.get("chained", 0) for g in found}):
+        own = [{k: x for k, x in g.items() if k != "chained"} for g in found if g.get("chained", 0) == number]
+        one = {"optimizer": {"param_groups": own}, "param_state_sharding_type": "fully_reshardable"}
+        chain.append(one if scaler is None else one | {"grad_scaler": scaler})
+    return chain[0] if len(chain) == 1 else dict(enumerate(chain))
 
 
 def _to_megatron_groups(
