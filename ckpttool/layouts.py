@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .formats import other_files
 from .huggingface import model_names
+from .index import trainers
 from .index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from .index.composites import Composite, add_composite
 from .index.draft import Draft
@@ -30,6 +31,7 @@ from .index.names import COMPONENTS, CanonicalState, restore_own_tree
 from .index.optimizer_names import Orders
 from .index.param_groups import Groups
 from .options import option
+from .program import ForTrainer, Program, Saves
 from .storage import remote, urls
 from .storage.source import Source, read_error
 
@@ -46,14 +48,17 @@ __all__ = [
     "detect",
     "find",
     "flags_of",
+    "for_trainers",
     "known_orders",
     "late",
     "layouts",
     "option",
     "options_of",
     "place",
+    "program_of",
     "target_of",
     "tree_of",
+    "with_tree_of",
     "written",
 ]
 
@@ -170,18 +175,6 @@ def tree_of(
     return (options.tree(leaves), []) if options.tree is not None else restore_own_tree(leaves, origin, same)
 
 
-class Saves(NamedTuple):
-    """How a layout keeps several saves in one folder: each in a folder of its own, named by a tag.
-
-    Args:
-        pointers: files next to those folders that hold the tag of the newest save.
-        folder: what only names of such folders contain.
-    """
-
-    pointers: frozenset[str]
-    folder: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """One layout: what `LAYOUTS` of a module in converters/ lists, and what the entry point of another package names.
@@ -222,7 +215,9 @@ class Layout:
         keeps_calls: it holds every value as data. The others write pickles, in which no class may be called that
         ckpttool does not know
             (formats/pickles.py); values with such calls are listed as dropped.
+        refuses_numbers: a state whose optimizer could not be named is refused, unless it may be carried as data.
         saves: how one folder can contain several saves; None if a folder is one save.
+        program: what is known of the program that writes it: next steps, files beside it, `--for`, ...
         check_replaceable: raises if what is at a destination must not be replaced.
         replacing: entered while what is at a destination is replaced; raises as `check_replaceable`.
     """
@@ -249,9 +244,16 @@ class Layout:
     of_trainer: bool = False
     keeps_subclasses: bool = False
     keeps_calls: bool = False
+    refuses_numbers: bool = False
     saves: Saves | None = None
+    program: Program = Program()  # noqa: RUF009
     check_replaceable: Callable[[str], None] = lambda path: None
     replacing: Callable[[str], AbstractContextManager[None]] = lambda path: nullcontext()
+
+    @property
+    def of_weights(self) -> bool:
+        """Whether it holds the weights of a model and nothing else, unless an option asks for more."""
+        return self.holds(None) == {"model"}
 
 
 def late(where: str) -> Callable[..., Any]:
@@ -291,6 +293,13 @@ def layouts() -> dict[str, Layout]:
             found[layout.name] = layout
     found.update(_of_packages(tuple(sys.path)))
     return found
+
+
+def _known_trees() -> list[trainers.TrainerTree]:
+    return [x.program.tree for x in layouts().values() if x.program.tree is not None]
+
+
+trainers.known_trees = _known_trees
 
 
 class LayoutWarning(UserWarning):
@@ -370,6 +379,27 @@ def find(name: str) -> Layout:
     close = get_close_matches(wanted, [*known, *by_alias], 1)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise UsageError(f"Unknown layout {name!r}.{hint} Choose one of: {', '.join(known)}.")
+
+
+def program_of(name: str | None) -> Program:
+    """Return what is known of the program behind the layout that `Checkpoint.layout` names: nothing where no layout is
+    named so."""
+    found = layouts().get(name or "")
+    return Program() if found is None else found.program
+
+
+def with_tree_of(trainer: str | None) -> Layout | None:
+    """Return the layout of the trainer that is known by the keys of its tree (`Checkpoint.trainer`); None where there
+    is none."""
+    return next((x for x in layouts().values() if x.program.tree and x.program.tree.name == trainer), None)
+
+
+def for_trainers() -> dict[str, tuple[Layout, ForTrainer]]:
+    """Return {what `--for` calls a program: (the layout that it resumes from, more about it)}, those with directories
+    of their own first."""
+    rows = [(layout, program) for layout in layouts().values() for program in layout.program.resumed_by]
+    rows.sort(key=lambda row: (not row[0].of_trainer, "" if row[0].of_trainer else row[1].name))
+    return {program.name: (layout, program) for layout, program in rows}
 
 
 def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from .engine.workers.executors import WorkersSpec
 
 __all__ = [
+    "ARCHIVE_LAYOUT",
+    "DEFAULT_LAYOUT",
+    "HUB_LAYOUT",
     "ConvertKeywords",
     "ExportKeywords",
     "ExtractKeywords",
@@ -46,6 +49,13 @@ __all__ = [
     "silent",
     "split_keywords",
 ]
+
+#: The layout that is written where none was asked for: a job with any number of ranks loads it.
+DEFAULT_LAYOUT = "dcp"
+#: The layout of a repository on the Hub.
+HUB_LAYOUT = "hf"
+#: The layout of the archives that `audit` makes.
+ARCHIVE_LAYOUT = "audit"
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")

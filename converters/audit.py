@@ -30,6 +30,7 @@ from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile, EarlierFile, Sink
 from ckpttool.index.names import find_misplaced_path, own_tree_is_readable, refuse_surrogates, step_count
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
+from ckpttool.program import Program
 from ckpttool.storage.source import Source
 
 if TYPE_CHECKING:  # every command asks every layout whether a path is its own, and most paths are not archives
@@ -354,5 +355,6 @@ LAYOUTS = (
         replacing=replacing,
         reader_uses=(),
         writer_uses=("config",),
+        program=Program(next_step=lambda advice: f"ckpttool audit restore {advice.quoted} OUT --to dcp -n RANKS"),
     ),
 )

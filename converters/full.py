@@ -49,6 +49,7 @@ from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.names import canonical
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, known_orders, tree_of
+from ckpttool.program import Advice, Program
 from ckpttool.storage import source
 from ckpttool.storage.source import Source
 
@@ -213,6 +214,13 @@ def _not_loadable(x: Any) -> str | None:
     return None
 
 
+def _next_step(advice: Advice) -> str:
+    if advice.adapter is not None:
+        return advice.extract_adapter()
+    job, model = advice.convert("--to dcp -n RANKS"), advice.convert("--to hf --config MODEL")
+    return f"for a job of several ranks: {job}; for transformers: {model}"
+
+
 LAYOUTS = (
     Layout(
         name="full",
@@ -227,5 +235,6 @@ LAYOUTS = (
         reader_uses=("config", "like"),
         writer_uses=(),
         keeps_subclasses=True,
+        program=Program(next_step=_next_step),
     ),
 )

@@ -38,6 +38,7 @@ from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, Value, joined
 from ckpttool.layouts import Layout, Place, ReadOptions
+from ckpttool.program import Advice, Program, SeenFolder, Unfinished
 from ckpttool.storage.source import Source
 
 __all__ = ["LAYOUTS"]
@@ -448,6 +449,17 @@ def _as_dicts(x: Any) -> Any:
     return {k: _as_dicts(v) for k, v in x.items()} if isinstance(x, dict) else x
 
 
+def _next_step(advice: Advice) -> str:
+    return f"resumes in nanotron; for a job of torch's own: {advice.convert('--to dcp -n RANKS')}"
+
+
+def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    begun = folder.layout is None and "optimizer" in folder.names
+    if begun and "optimizer_config.json" in folder.source.list("optimizer"):
+        return Unfinished(f"no {_META}, which nanotron writes last")
+    return None
+
+
 LAYOUTS = (
     Layout(
         name="nanotron",
@@ -457,5 +469,6 @@ LAYOUTS = (
         reader_uses=(),
         writer_uses=(),
         of_trainer=True,
+        program=Program(next_step=_next_step, unfinished=_unfinished, step_word=""),
     ),
 )

@@ -59,6 +59,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.composites import shape_of
 from ckpttool.index.names import ROLES, canonical, with_canonical_keys
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
+from ckpttool.program import Program
 from ckpttool.storage.source import Source
 
 __all__ = ["LAYOUTS"]
@@ -431,5 +432,6 @@ LAYOUTS = (
         read=read,
         reader_uses=("config", "like"),
         writer_uses=(),
+        program=Program(is_part=lambda name, beside: name == "sharded"),
     ),
 )

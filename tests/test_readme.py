@@ -27,9 +27,8 @@ from stores import moto
 from typer.testing import CliRunner
 
 import ckpttool
-from ckpttool.cli.convert import TRAINERS
 from ckpttool.cli.main import app
-from ckpttool.layouts import layouts
+from ckpttool.layouts import for_trainers, layouts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FIXTURES = REPOSITORY / "fixtures"
@@ -277,7 +276,9 @@ def test_the_table_of_trainers_is_true(page: str) -> None:
     (row,) = [line for line in README.splitlines() if f"(docs/how-to/trainers/{page}.md)" in line]
     name, _, resumes, *state = [cell.strip() for cell in row.strip("|").split("|")]
     assert f"**{layout}**" in name
-    assert resumes == ("yes" if layout in {layout for layout, _ in TRAINERS.values()} else "no")
+    assert resumes == (
+        "yes" if layout in {x.name for x, program in for_trainers().values() if not program.refused} else "no"
+    )
     with ckpttool.open(FIXTURES / checkpoint) as opened:
         found = {str(path[0]) for path in opened.checkpoint.leaves()}
         as_data = any(path[:3] == ("extra", "recipe_state", "optimizer") for path in opened.checkpoint.leaves())

@@ -22,6 +22,7 @@ from ..engine.workers.coordinator import workers_for_reading
 from ..engine.workers.executors import Workers, WorkersSpec
 from ..errors import CkpttoolError, Corrupt, Differs, argument
 from ..layouts import Place, ReadOptions, find
+from ..options import ARCHIVE_LAYOUT
 from ..printable import count_noun
 from ..storage.source import Source
 from . import archive_plan as plan
@@ -191,7 +192,7 @@ def _check_root(out: ArchiveVerdict, root: str) -> None:
 
 def _components_of(archive: Archive) -> list[str]:
     """Return the components that an archive holds, once its records are proved to agree."""
-    ckpt = find("audit").read(Place(archive, None), ReadOptions())
+    ckpt = find(ARCHIVE_LAYOUT).read(Place(archive, None), ReadOptions())
     return sorted({str(ckpt.component(n)) for n in [*ckpt.tensors, *ckpt.values]})
 
 

@@ -18,6 +18,7 @@ from ..engine.opening import CheckpointPath
 from ..errors import CkpttoolError, Interrupted
 from ..layouts import Place, place
 from ..options import (
+    ARCHIVE_LAYOUT,
     ExportKeywords,
     OpenOptions,
     RestoreKeywords,
@@ -96,7 +97,7 @@ def export_archive(
         src,
         dst,
         replace(reading, only=options.only),
-        replace(writing, to="audit", options=options),
+        replace(writing, to=ARCHIVE_LAYOUT, options=options),
         replace(running, verify=running.verify and not sealed),
     )
     if clock:
@@ -193,5 +194,5 @@ def restore_archive(
         spool, name = decrypt_to_spool(where.source, where.file, identities, folder, running.progress)
         where.source.close()
         where = Place(spool, name)
-    done = run_conversion(where, dst, replace(reading, source_layout="audit"), writing, running)
+    done = run_conversion(where, dst, replace(reading, source_layout=ARCHIVE_LAYOUT), writing, running)
     return replace(done, source=archive)

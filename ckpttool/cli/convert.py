@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ..options import OpenOptions, RunOptions, WriteRequest
 from ..printable import count_noun
 from .help import READING, about
-from .layout_options import add_layout_options
+from .layout_options import add_layout_options, trainers
 from .results import describe_read_back, print_notes, print_result
 from .shared_options import add_shared_options
 from .terminal import (
@@ -34,43 +34,24 @@ if TYPE_CHECKING:
 
 __all__ = ["convert"]
 
-#: {what `--for` calls a trainer: (the layout that it resumes from, whether with canonical keys)}
-TRAINERS = {
-    "accelerate": ("accelerate", False),
-    "trainer": ("trainer", False),
-    "lightning": ("lightning", False),
-    "torchtitan": ("torchtitan", False),
-    "deepspeed": ("zero3", False),
-    "torch": ("dcp", True),
-}
-
-_MEANT = {"trainer": "Hugging Face Trainer, TRL", "torch": "a loop of your own, with dcp.load"}
-
-#: {a trainer that --for does not write for: why, and what to do}
-_NOT_WRITTEN = {
-    "verl": "it resumes from pickled DTensors, which are bound to one version of torch and to the ranks that wrote "
-    "them. Write the weights with --to hf, and give that folder as the path of the model.",
-    "torchtune": "a recipe resumes from its own recipe_state.pt. Write the weights with --to hf, and give that folder "
-    "as checkpoint_dir; or weights and optimizer under its names with --map torchtune-llama3, and put "
-    "them into its two files (docs, torchtune).",
-}
-
 
 def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
-    """The layout that a trainer resumes from, and whether it asks for canonical keys.
+    """Return the layout that a trainer resumes from, and whether it asks for canonical keys.
 
     Raises:
         UsageError: there is no such trainer, or `--to` asks for something else.
     """
-    found = TRAINERS.get(name.lower())
-    if why := _NOT_WRITTEN.get(name.lower()):
-        raise UsageError(f"ckpttool reads checkpoints of {name}, but does not write them: {why}")
-    if found is None:
-        known = ", ".join(n + (f" ({_MEANT[n]})" if n in _MEANT else "") for n in TRAINERS)
-        raise UsageError(f"Unknown trainer {name!r}. Choose one of: {known}.")
+    from ..layouts import for_trainers
+
+    known = for_trainers()
+    if name.lower() not in known:
+        raise UsageError(f"Unknown trainer {name!r}. Choose one of: {', '.join(trainers(called=True))}.")
+    layout, program = known[name.lower()]
+    if program.refused:
+        raise UsageError(f"ckpttool reads checkpoints of {program.name}, but does not write them: {program.refused}")
     if to is not None:
-        raise UsageError(f"--for {name} chooses the layout {found[0]}; leave --to {to} out, or --for.")
-    return found
+        raise UsageError(f"--for {name} chooses the layout {layout.name}; leave --to {to} out, or --for.")
+    return layout.name, program.canonical_keys
 
 
 @about(
@@ -102,9 +83,9 @@ def convert(
         str | None,
         typer.Option(
             "--for",
-            help=f"Trainer that will resume from it, instead of --to: {', '.join(TRAINERS)}.",
+            help="Trainer that will resume from it, instead of --to: {trainers}.",
             metavar="TRAINER",
-            autocompletion=lambda: list(TRAINERS),
+            autocompletion=lambda: trainers(),
         ),
     ] = None,
     latest: Latest = False,

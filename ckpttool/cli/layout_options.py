@@ -14,16 +14,24 @@ import typer
 from typer.core import TyperOption
 
 from ..errors import UsageError
-from ..options import WriteRequest
+from ..options import HUB_LAYOUT, WriteRequest
 from .help import WRITING, Command
 from .terminal import parse_size
 
 if TYPE_CHECKING:
     from ..layouts import Layout
 
-__all__ = ["HfCommand", "LayoutCommand", "add_layout_options"]
+__all__ = ["HfCommand", "LayoutCommand", "add_layout_options", "trainers"]
 
 _META = "ckpttool.layout_options"
+
+
+def trainers(called: bool = False) -> list[str]:
+    """Return the names that `--for` takes; with `called` also what people call them."""
+    from ..layouts import for_trainers
+
+    known = [program for _, program in for_trainers().values() if not program.refused]
+    return [p.name + (f" ({p.called})" if called and p.called else "") for p in known]
 
 
 def add_layout_options(ctx: typer.Context, writing: WriteRequest, dst: str) -> WriteRequest:
@@ -48,6 +56,9 @@ class LayoutCommand(Command):
     def params(self) -> list[Any]:
         """Make the command's own options, then those of layouts, when they are first asked for."""
         if self._made is None:
+            for option in self._own:
+                if "{trainers}" in (option.help or ""):
+                    option.help = option.help.format(trainers=", ".join(trainers()))
             self._made = [*self._own, *(o for o in _make_options(self.targets) if o.opts[0] not in self.without)]
         return self._made
 
@@ -62,7 +73,7 @@ class LayoutCommand(Command):
 class HfCommand(LayoutCommand):
     """A command that writes hf."""
 
-    targets = ("hf",)
+    targets = (HUB_LAYOUT,)
 
 
 def _make_options(targets: tuple[str, ...] | None) -> list[TyperOption]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..options import OpenOptions, WriteRequest
+from ..options import HUB_LAYOUT, OpenOptions, WriteRequest
 from .help import READING, about
 from .layout_options import add_layout_options
 from .results import print_notes
@@ -85,7 +85,7 @@ def push(
 
     from ..hub.push import push_checkpoint
 
-    writing = add_layout_options(ctx, replace(writing, to="hf"), target)
+    writing = add_layout_options(ctx, replace(writing, to=HUB_LAYOUT), target)
     src = find_newest(src, latest, quiet or as_json)
     with Meter(quiet) as meter:
         done = push_checkpoint(

@@ -14,7 +14,7 @@ from typing import Unpack
 
 from .. import layouts
 from ..errors import UsageError
-from ..options import ExtractKeywords, MergeKeywords, MergeRequest, list_keywords, split_keywords
+from ..options import HUB_LAYOUT, ExtractKeywords, MergeKeywords, MergeRequest, list_keywords, split_keywords
 from .conversion import ConvertResult, run_conversion
 from .opening import CheckpointPath
 
@@ -58,7 +58,7 @@ def adapter_extract(
     config = keywords.get("config")
     if config is not None and os.path.isdir(config) and not os.path.exists(os.path.join(config, "config.json")):
         adapter_config, keywords["config"] = adapter_config or config, None  # no reader can use it
-    hf = layouts.find("hf")
+    hf = layouts.find(HUB_LAYOUT)
     assert hf.options is not None
     options = hf.options(
         adapter=True,
@@ -70,7 +70,7 @@ def adapter_extract(
         strip_prefix=strip_prefix,
     )
     reading, writing, running = split_keywords(keywords)
-    return run_conversion(src, dst, reading, replace(writing, to="hf", options=options), running)
+    return run_conversion(src, dst, reading, replace(writing, to=HUB_LAYOUT, options=options), running)
 
 
 @list_keywords
@@ -129,5 +129,5 @@ def merge_target(to: str | None, dst: str | os.PathLike[str]) -> layouts.Layout:
         try:
             return layouts.target_of(None, dst)
         except UsageError:
-            to = "hf"
+            to = HUB_LAYOUT
     return layouts.target_of(to, dst)

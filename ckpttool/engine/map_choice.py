@@ -20,6 +20,7 @@ from ..index.checkpoint import Checkpoint
 from ..index.expressions import evaluate_size
 from ..index.map_groups import names_not_covered
 from ..index.name_maps import NameMap
+from ..options import HUB_LAYOUT
 from ..storage.source import Source
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
@@ -134,7 +135,7 @@ def _find_heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[
         ):
             continue
         try:
-            with open_checkpoint(path, OpenOptions(source_layout="hf", only=("model",))) as export:
+            with open_checkpoint(path, OpenOptions(source_layout=HUB_LAYOUT, only=("model",))) as export:
                 there = export.locate()
                 wanted = {
                     n: t

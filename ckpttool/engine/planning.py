@@ -38,7 +38,7 @@ from ..index.optimizers import describe_lost_slots, find_per_rank_slots
 from ..index.param_groups import names_by_group, regroup
 from ..index.schedulers import complete_scheduler_state
 from ..index.vocabulary import vocabulary_of
-from ..options import OpenOptions, PlanKeywords, WriteRequest, list_keywords, split_keywords
+from ..options import HUB_LAYOUT, OpenOptions, PlanKeywords, WriteRequest, list_keywords, split_keywords
 from ..printable import Shown, count_noun
 from ..storage.source import Source
 from . import mixups
@@ -148,7 +148,7 @@ def plan_conversion(
         source = opened.locate()
         if reading.fill_from is not None:
             opened = _fill_lost(opened, reading, account)  # it opens another checkpoint, which is closed with this one
-        opened = _change(opened, writing, model.config, account, to_hub=target.name == "hf")
+        opened = _change(opened, writing, model.config, account, to_hub=target.name == HUB_LAYOUT)
         prepared = _prepare(opened, target, dst, writing, model, account)
         opened = replace(opened, checkpoint=prepared.checkpoint)
         # the draft, which must account for every entry
@@ -364,7 +364,7 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
         _refuse_odd_optimizer(ckpt)
     unnamed = [] if drop else unnamed_optimizer_state(ckpt)
     numbered = next((n.removeprefix(f"{KEEPS_NUMBERS}: ") for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), None)
-    by_name = target.needs_named_optimizer or target.name == "dcp"  # a job of ranks asks for names
+    by_name = target.needs_named_optimizer or target.refuses_numbers  # a job of ranks asks for names
     if numbered and not drop and by_name and any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
             f"{target.name} needs the names of the parameters: {numbered} {argument('drop', True)} keeps the state "

@@ -17,7 +17,15 @@ from ..engine import conversion
 from ..engine.conversion import ConvertResult
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, Unsafe
-from ..options import OpenOptions, PullKeywords, RunOptions, WriteRequest, list_keywords, split_keywords
+from ..options import (
+    DEFAULT_LAYOUT,
+    OpenOptions,
+    PullKeywords,
+    RunOptions,
+    WriteRequest,
+    list_keywords,
+    split_keywords,
+)
 from ..storage import retries
 from .client import RemoteFile, Repository, RepositoryState, parse_target
 
@@ -41,7 +49,7 @@ def pull(
     dst: str | os.PathLike[str],
     *,
     revision: str | None = None,
-    to: str | None = "dcp",
+    to: str | None = DEFAULT_LAYOUT,
     **keywords: Unpack[PullKeywords],
 ) -> Pulled:
     """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit.

@@ -31,6 +31,7 @@ from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument, note_change
 from ..index.names import step_count
 from ..options import (
+    HUB_LAYOUT,
     OpenOptions,
     Progress,
     PushKeywords,
@@ -186,7 +187,7 @@ class Push:
             )
         self.src, self.repo_id, self.revision = src, repo_id, revision or named
         self.public, self.pull, self.message, self.jobs = public, pull_request, message, threads
-        self.reading, self.writing = reading, replace(writing, to="hf")
+        self.reading, self.writing = reading, replace(writing, to=HUB_LAYOUT)
         self.planned = planned = planning.plan_conversion(src, f"{repo_id}/", reading, self.writing)
         self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
         try:

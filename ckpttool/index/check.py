@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from ..errors import Corrupt
+from ..options import ARCHIVE_LAYOUT, HUB_LAYOUT
 from . import boxes
 from .checkpoint import ITEMSIZE, MAX_NUMEL, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
 from .trees import check_no_leaf_inside_leaf
@@ -68,7 +69,7 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
         Corrupt: with the tensor, the file and the numbers.
     """
     item = ITEMSIZE.get(t.dtype)
-    if item is None or (t.dtype in NOT_TORCHS and ckpt.layout not in ("hf", "audit")):
+    if item is None or (t.dtype in NOT_TORCHS and ckpt.layout not in (HUB_LAYOUT, ARCHIVE_LAYOUT)):
         raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
     numel = t.numel
     others = numel or prod(n or 1 for n in t.shape)  # torch computes strides of empty tensors too

@@ -1,17 +1,17 @@
-"""What is special about the trees of some trainers. The one table in which the core names trainers."""
+"""What is special about the trees of some trainers. Which these are, layouts.py tells."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from .checkpoint import Path
 
-__all__ = ["TRAINERS", "Trainer", "fuses_parameters", "of_composer", "schedules_by_epoch", "trainer_of"]
+__all__ = ["TrainerTree", "fuses_parameters", "of_composer", "schedules_by_epoch", "trainer_of"]
 
 
-class Trainer(NamedTuple):
+class TrainerTree(NamedTuple):
     """A trainer whose checkpoints are known by the keys at the root of their tree.
 
     Args:
@@ -29,29 +29,24 @@ class Trainer(NamedTuple):
     schedules_by_epoch: bool = False
 
 
-#: The first that fits is the trainer of a tree.
-TRAINERS = (
-    Trainer("Lightning", frozenset(("loops", "callbacks"))),
-    Trainer(
-        "torchtitan", frozenset(("train_state",)), model_at_root=True, fuses_parameters=True, schedules_by_epoch=True
-    ),
-)
+#: Gives what is known; the first that fits is the trainer of a tree. layouts.py, which is above, puts its own here.
+known_trees: Callable[[], Iterable[TrainerTree]] = tuple
 
 
 def trainer_of(keys: set[Any], *, model_at_root: bool) -> str | None:
-    """The name of the trainer that writes trees with these keys at the root; None where it is not in the table.
+    """Return the name of the trainer that writes trees with these keys at the root; None where it is not known.
 
     `model_at_root`: the tree has an optimizer under a key of its own, and no model.
     """
     found = {str(k) for k in keys}
-    for trainer in TRAINERS:
-        if trainer.keys <= found and (model_at_root or not trainer.model_at_root):
-            return trainer.name
+    for tree in known_trees():
+        if tree.keys <= found and (model_at_root or not tree.model_at_root):
+            return tree.name
     return None
 
 
 def of_composer(leaves: Mapping[Path, Any]) -> dict[Path, Any] | None:
-    """The leaves of a tree of Composer under the usual keys; None of any other tree.
+    """Return the leaves of a tree of Composer under the usual keys; None of any other tree.
 
     {"state": {"model", "optimizers": {class: state}, "schedulers": {class: state}, "timestamp", "callbacks", ...},
     "rng": [...]}
@@ -78,10 +73,10 @@ def of_composer(leaves: Mapping[Path, Any]) -> dict[Path, Any] | None:
 
 
 def fuses_parameters(name: str | None) -> bool:
-    """Whether the optimizer of a trainer may name fused parameters, which the model does not have."""
-    return any(trainer.fuses_parameters for trainer in TRAINERS if trainer.name == name)
+    """Say whether the optimizer of a trainer may name fused parameters, which the model does not have."""
+    return any(tree.fuses_parameters for tree in known_trees() if tree.name == name)
 
 
 def schedules_by_epoch(name: str | None) -> bool:
-    """Whether a trainer saves `last_epoch` alone of a LambdaLR."""
-    return any(trainer.schedules_by_epoch for trainer in TRAINERS if trainer.name == name)
+    """Say whether a trainer saves `last_epoch` alone of a LambdaLR."""
+    return any(tree.schedules_by_epoch for tree in known_trees() if tree.name == name)

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
 from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.index.checkpoint import (
@@ -47,7 +48,8 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import shape_of
 from ckpttool.index.names import canonical
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late, with_tree_of
+from ckpttool.program import Advice, ForTrainer, Program, SeenFolder, Unfinished
 from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
 
@@ -376,6 +378,38 @@ def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
                 )
 
 
+def _next_step(advice: Advice) -> str:
+    """Say what the trainer whose tree it is says; else that torch reads it."""
+    if (trainer := with_tree_of(advice.ckpt.trainer)) is not None:
+        return trainer.program.next_step(advice)
+    if advice.adapter is not None:
+        return advice.extract_adapter()
+    model = advice.convert("--to hf --config MODEL")
+    return f"torch.distributed.checkpoint reads it at any world size; for transformers: {model}"
+
+
+def lacks_index(names: Sequence[str]) -> bool:
+    """Say whether names are those of a save that ended before its index was written."""
+    begun = any(n.endswith(".distcp") for n in names) or ".metadata.tmp" in names
+    return begun and not any(map(_INDEX.fullmatch, names))
+
+
+def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    return Unfinished("no .metadata, which is written last") if lacks_index(folder.names) else None
+
+
+def _is_export(source: Source) -> bool:
+    """Say whether a folder holds a model and nothing else, as torchtitan exports it at its last step."""
+    try:
+        index = read(Place(source, None), ReadOptions())
+    except CkpttoolError:
+        return False
+    return {index.component(n) for n in (*index.tensors, *index.values)} == {"model"}
+
+
+#: An index of a folder, or of one rank.
+_INDEX = re.compile(r"(__\d+)?\.metadata")
+_FILES = re.compile(r"(?s)(__\d+)?\.metadata(\.tmp)?|.*\.distcp")
 LAYOUTS = (
     Layout(
         name="dcp",
@@ -389,5 +423,14 @@ LAYOUTS = (
         reader_uses=("config", "like"),
         writer_uses=("world_size",),
         keeps_subclasses=True,
+        refuses_numbers=True,
+        program=Program(
+            next_step=_next_step,
+            without_weights=", or move this folder and that of the weights into one",
+            is_piece=lambda source, name: _FILES.fullmatch(name) is not None,
+            unfinished=_unfinished,
+            is_export=_is_export,
+            resumed_by=(ForTrainer("torch", "a loop of your own, with dcp.load", canonical_keys=True),),
+        ),
     ),
 )

@@ -23,7 +23,7 @@ from ckpttool.index.checkpoint import (
     Path,
     TensorEntry,
 )
-from ckpttool.layouts import Saves
+from ckpttool.program import Saves
 from ckpttool.storage.source import Source
 
 from ..rank_files import first_difference
@@ -61,7 +61,12 @@ __all__ = [
 
 
 #: Each save is a folder named by its tag, next to a file that names the newest.
-SAVES = Saves(frozenset(("latest", "latest_universal")), "global_step")
+SAVES = Saves(
+    "DeepSpeed",
+    frozenset(("latest", "latest_universal")),
+    "global_step",
+    r"(bf16_)?zero_pp_rank_\d+.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model_.*\.pt",
+)
 
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")

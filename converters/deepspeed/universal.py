@@ -31,6 +31,7 @@ from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value
 from ckpttool.layouts import Layout, Place, ReadOptions, late
+from ckpttool.program import Advice, Program
 
 from ..options import UniversalOptions
 from . import files as ds
@@ -180,6 +181,10 @@ def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> d
     return out
 
 
+def _next_step(advice: Advice) -> str:
+    return f"resumes in DeepSpeed with load_universal; without it: {advice.convert('--to zero3 -n RANKS')}"
+
+
 LAYOUTS = (
     Layout(
         name="universal",
@@ -194,5 +199,6 @@ LAYOUTS = (
         reader_uses=("tag",),
         writer_uses=("like",),
         saves=ds.SAVES,
+        program=Program(next_step=_next_step),
     ),
 )

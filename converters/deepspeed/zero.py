@@ -33,6 +33,7 @@ _load_legacy_checkpoint), runtime/bf16_optimizer.py, runtime/fp16/unfused_optimi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,6 +45,7 @@ from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Salvage, TensorEntry, Value
 from ckpttool.layouts import Layout, Place, ReadOptions, late
+from ckpttool.program import Advice, ForTrainer, Program, StateFile
 
 from ..options import ZeroOptions
 from . import files as ds
@@ -456,6 +458,27 @@ def _replace_masters(out: Checkpoint, reading: SaveReader, model: File, masters:
     out.notes.append(DERIVED)
 
 
+def _next_step(advice: Advice) -> str:
+    """Say that DeepSpeed resumes at the same world size, and how at another one."""
+    again = advice.convert(f"--to {advice.ckpt.layout} -n RANKS")
+    return f"resumes in DeepSpeed at {advice.ranks}; at another world size: {again}"
+
+
+#: What every stage has.
+_PROGRAM = Program(next_step=_next_step, step_word="global_step")
+_PROGRAM_OF_STAGE_3 = replace(
+    _PROGRAM,
+    is_piece=lambda source, name: re.fullmatch(ds.SAVES.files, name) is not None,
+    is_part=lambda name, beside: name == "zero",
+    state_files=(
+        StateFile(
+            r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_?optim_states\.pt|global_step\d+/", "DeepSpeed optimizer", "optim"
+        ),
+    ),
+    resumed_by=(ForTrainer("deepspeed"),),
+)
+
+
 def _layout(stage: int, title: str, detect: Callable[[Place], tuple[bool, str]]) -> Layout:
     """Make the layout of a stage."""
     aliases = ("deepspeed", "zero") if stage == 3 else ()
@@ -470,6 +493,7 @@ def _layout(stage: int, title: str, detect: Callable[[Place], tuple[bool, str]])
         aliases=aliases,
         needs_named_optimizer=True,
         saves=ds.SAVES,
+        program=_PROGRAM_OF_STAGE_3 if stage == 3 else _PROGRAM,
         reader_uses=("tag",),
         writer_uses=("like", "world_size"),
     )

@@ -42,6 +42,7 @@ from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.layouts import Layout, ModelHints, Place, ReadOptions, checkpoint_of, late
+from ckpttool.program import Advice, Program
 from ckpttool.storage.source import Source
 
 from ..options import Fsdp1Options
@@ -252,6 +253,10 @@ def _cut_flat_parameters(
     return out, ModelInfo(layout, {n: params[n] for n in out if n in params}, tied, own)
 
 
+def _next_step(advice: Advice) -> str:
+    return f"resumes in its job at {advice.ranks}; at another world size: {advice.convert('--to dcp -n RANKS')}"
+
+
 LAYOUTS = (
     Layout(
         name="fsdp1",
@@ -264,5 +269,6 @@ LAYOUTS = (
         aliases=("local", "local_state_dict"),
         reader_uses=("config", "like", "flat_layout", "wrap"),
         needs_named_optimizer=True,
+        program=Program(next_step=_next_step),
     ),
 )

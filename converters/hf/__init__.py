@@ -33,12 +33,13 @@ from typing import Any
 from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported
 from ckpttool.formats import other_files, safetensors_header
-from ckpttool.huggingface import model_files
+from ckpttool.huggingface import hub_names, model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, Salvage, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import CanonicalState
 from ckpttool.index.vocabulary import is_vocabulary
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
+from ckpttool.program import Advice, Program
 from ckpttool.storage import urls
 from ckpttool.storage.source import Source
 
@@ -310,6 +311,38 @@ def _holds(own: object) -> frozenset[str]:
     return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
 
 
+#: Names in a folder of a model, as transformers, PEFT or torch saves one.
+_OWN = re.compile(
+    r"(config|adapter_config)\.json|model\.safetensors(\.index\.json)?|adapter_model\.safetensors|"
+    r".+-\d{5}-of-\d{5}\.(safetensors|bin)"
+)
+
+
+def _next_step(advice: Advice) -> str:
+    """Say what from_pretrained does with the folder, or why it should not read it."""
+    ckpt = advice.ckpt
+    shapes = {joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"}
+    values = [n for n in shapes if n.endswith(".values")]
+    if changed := sum(f"{n.removesuffix('.values')}.indices" in shapes for n in values):
+        return (
+            f"an update of {changed} weight{'s'[: changed > 1]} (.values at .indices) and no model: apply it to the "
+            "weights that it was made from, with the program that made it, and give those"
+        )
+    if ckpt.config is not None and (odd := hub_names.find_contradiction(ckpt.config, shapes)) is not None:
+        return (
+            f"config.json is of another model than the weights ({odd}): from_pretrained would fill what is missing "
+            f"with random numbers. With the config of this very model: {advice.convert('--to hf --config MODEL')}"
+        )
+    job = advice.convert("--to dcp -n RANKS")
+    if any(_SHARD.fullmatch(f.rpartition("/")[2]) for f in ckpt.files) and "optim" not in advice.components:
+        return (
+            "from_pretrained reads it; if save_optimizer_distributed wrote an optimizer, move both folders into one "
+            f"and give that; weights alone for a training job: {job}"
+        )
+    reads = "reads it" if ckpt.config is not None else "needs a config.json beside it"
+    return f"from_pretrained {reads}; for a training job: {job}"
+
+
 _FOLDER = Layout(
     name="hf",
     title="Hugging Face safetensors",
@@ -326,6 +359,11 @@ _FOLDER = Layout(
     keeps_config=True,
     reader_uses=("config",),
     writer_uses=("config",),
+    program=Program(
+        next_step=_next_step,
+        is_export=lambda source: True,
+        is_stray=lambda names: not any(map(_OWN.fullmatch, names)),
+    ),
 )
 _FILE = replace(
     _FOLDER,

@@ -39,16 +39,19 @@ the folders in fixtures/, which 0.16.1 wrote.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from ckpttool.errors import Unsupported
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.layouts import Layout, Place, ReadOptions, late
+from ckpttool.program import Advice, Program, SeenFolder, StateFile
 from ckpttool.storage.source import Source
 
 from .dist_checkpointing import DistCheckpointing
 from .fsdp_dtensor import FsdpDtensor
+from .keys import RANK
 from .legacy import RankFolders
 
 __all__ = ["LAYOUTS"]
@@ -115,6 +118,42 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     return dialect.locate(ckpt, source)
 
 
+#: Files in the folder of a model-parallel rank.
+_RANK_FILES = frozenset(("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt", "optim.pt"))
+
+
+def _next_step(advice: Advice) -> str:
+    return (
+        f"resumes in Megatron-Core; at any other TP and PP size: {advice.convert('--to megatron -n FILES')}; for "
+        f"torch's own, under Megatron's names: {advice.convert('--to dcp -n RANKS')}"
+    )
+
+
+def _is_piece(source: Source, name: str) -> bool:
+    return name in _RANK_FILES and RANK.fullmatch(source.root.rstrip("/").rpartition("/")[2]) is not None
+
+
+def _gaps(folder: SeenFolder) -> Iterator[str]:
+    """Yield metadata.json, folders of model-parallel ranks that should be there by the numbers of the others, and files
+    that the others have."""
+    if {".metadata", "common.pt"} <= set(folder.names) and "metadata.json" not in folder.names:
+        yield "no metadata.json"
+    folders = {n: set(folder.source.list(n)) - {"optim.pt"} for n in folder.names if RANK.fullmatch(n)}
+    files: set[str] = set().union(*folders.values())
+    of: dict[int, set[tuple[int, ...]]] = {}  # {tensor-parallel rank: the other numbers}
+    for name, has in folders.items():
+        if has:
+            m = RANK.fullmatch(name)
+            assert m is not None
+            of.setdefault(int(m[1]), set()).add(tuple(int(n) for n in m.groups()[1:] if n is not None))
+            yield from (f"no {name}/{file}" for file in sorted(files - has))
+    most = max(map(len, of.values()), default=0)  # experts may be on some tensor-parallel ranks alone, on each as many
+    for first in range(max(of, default=-1) + 1):
+        here = of.get(first, set())
+        for rest in sorted(set().union(*of.values()) - here) if len(here) < most else ():
+            yield "no " + "_".join((f"mp_rank_{first:02d}", *(f"{n:03d}" for n in rest)))
+
+
 LAYOUTS = (
     Layout(
         name="megatron",
@@ -129,5 +168,16 @@ LAYOUTS = (
         prepare=late("ckpttool.converters.megatron.write:prepare"),
         writer_uses=("world_size",),
         needs_named_optimizer=True,
+        program=Program(
+            next_step=_next_step,
+            state_files=(StateFile(r"common\.pt", "param groups, scheduler, arguments", "optim"),),
+            rank_folders=RANK.pattern,
+            is_piece=_is_piece,
+            gaps=_gaps,
+            about_masters=(
+                ". Megatron-Core itself saves such masters in fully_reshardable where embeddings are tied and the "
+                "pipeline has several stages, or with overlapped gradient reduction"
+            ),
+        ),
     ),
 )

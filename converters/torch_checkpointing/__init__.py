@@ -52,6 +52,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.composites import class_label, shape_of
 from ckpttool.index.names import ROLES, canonical
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
+from ckpttool.program import Advice, Program, SeenFolder, Unfinished
 from ckpttool.storage.source import Source
 
 from ..rank_files import Files, Rank, assemble_tensor, compare_replicas, load, merge_other_state, record_other_copies
@@ -400,6 +401,31 @@ def _inside(x: Any) -> list[Any]:
     return out
 
 
+#: The file of an item and a rank.
+_ITEM = re.compile(r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl")
+
+
+def _next_step(advice: Advice) -> str:
+    again = advice.convert("--to torch_checkpointing -n RANKS")
+    if METADATA in advice.ckpt.files:
+        return (
+            f"torch_checkpointing's CheckpointManager loads it on up to {advice.ranks} with DefaultResharder, "
+            f"nothing to convert; on more: {again}"
+        )
+    return f"resumes in its job at {advice.ranks}; at another world size: {again}"
+
+
+def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    if folder.layout is None and folder.is_temporary and any(map(_ITEM.fullmatch, folder.names)):
+        return Unfinished(folder.STILL_WRITTEN, "torch_checkpointing")
+    return None
+
+
+def _is_piece(source: Source, name: str) -> bool:
+    # a server may have no listing of the folder
+    return bool(_ITEM.fullmatch(name)) and not source.root.startswith("http") and METADATA in source.list()
+
+
 LAYOUTS = (
     Layout(
         name="torch_checkpointing",
@@ -412,5 +438,6 @@ LAYOUTS = (
         reader_uses=("config", "like"),
         writer_uses=("world_size",),
         needs_named_optimizer=True,
+        program=Program(next_step=_next_step, unfinished=_unfinished, is_piece=_is_piece),
     ),
 )

@@ -55,18 +55,22 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any
 
 from ckpttool import layouts
+from ckpttool.engine.discover.unread_files import kind_of
 from ckpttool.engine.recorded import RECORD
+from ckpttool.index.trainers import TrainerTree
+from ckpttool.program import Advice, ForTrainer, Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage import remote
 from ckpttool.storage.overlay import parent_of
 from ckpttool.storage.source import Source
 
+from .. import dcp
+from ..deepspeed import zero
 from ..deepspeed.files import SAVES
 from ..options import DirectoryOptions
 from .automodel import AUTOMODEL, TRANSFORMERS
-from .dialect import DATA, LEFT_OVER, TREE, Dialect, Part, of_one_model
+from .dialect import DATA, DEEPSPEED, LEFT_OVER, TREE, Dialect, Part, of_one_model
 from .filenames import (
     RANDOM_STATES,
     RNG_STATE,
@@ -88,17 +92,16 @@ __all__ = ["LAYOUTS"]
 def _saves(source: Source) -> list[Part]:
     """The saves of DeepSpeed's engines that make up a directory: the one that `latest` names, or one a model
     (Accelerate)."""
-    zero = layouts.find("zero3")
     models = [
-        Part(name, zero.name, "model", (str(i),))
+        Part(name, DEEPSPEED, "model", (str(i),))
         for name, i in numbered(source.list(), r"pytorch_model(?:_(\d+))?")
         if _is_deepspeed(source.below(name))
     ]
-    return models if len(models) > 1 else [Part("", zero.name, "model")]
+    return models if len(models) > 1 else [Part("", DEEPSPEED, "model")]
 
 
 def _is_deepspeed(source: Source) -> bool:
-    return any(layouts.find(name).detect(layouts.Place(source, None))[0] for name in ("zero3", "zero2"))
+    return any(layout.detect(layouts.Place(source, None))[0] for layout in zero.LAYOUTS)
 
 
 def _is_accelerate(source: Source) -> tuple[bool, str]:
@@ -158,6 +161,51 @@ def _parts_of(rng: str, source: Source) -> list[Part]:
     return [*state, *rest_in(names, rng), *counters]
 
 
+#: Folders of dcp that hold one model or one optimizer of a directory.
+_HALF = r"pytorch_model_fsdp_\d+|optimizer_\d+"
+_OF_DEEPSPEED = r"(.*/)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_states\.pt"
+
+
+def _next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice) -> str:
+    """Say what Trainer or Accelerate does with a directory, by the files that it is made of.
+
+    Args:
+        trainer: its name in sentences.
+        whole: pattern of a file that it writes for FULL_STATE_DICT only.
+        of_fsdp1: what to know where FSDP1 has written the same SHARDED directory, which its files do not tell.
+    """
+
+    def has(pattern: str) -> bool:
+        return any(re.match(pattern, n) for n in advice.ckpt.files)
+
+    again = advice.convert(f"--for {advice.ckpt.layout} -n RANKS")
+    if any(re.fullmatch(_OF_DEEPSPEED, n) for n in advice.ckpt.files):
+        return (
+            f"resumes in {trainer} with DeepSpeed at {advice.ranks}; at another world size: "
+            f"{advice.convert('--for deepspeed -n RANKS')}"
+        )
+    if not advice.has_optimizer:
+        return f"{trainer} starts with a new optimizer from these weights; {advice.publish()}"
+    if has(r"pytorch_model_fsdp_rank\d+\.bin"):
+        return f"resumes in {trainer} at {advice.ranks}; at another world size: {again}"
+    if has(r"pytorch_model_fsdp_\d+/"):
+        full = advice.convert(f"--for {advice.ckpt.layout} --state-dict-type full -n RANKS")
+        return (
+            f"saved with FSDP2, it resumes at any world size in {trainer}, nothing to convert; saved with FSDP1, "
+            f"{of_fsdp1}: {full}"
+        )
+    if has(whole):
+        return f"resumes at any world size in {trainer} with FSDP; nothing to convert"
+    return f"resumes in {trainer} without FSDP; for a job with FSDP: {again}"
+
+
+def _unfinished_half(folder: SeenFolder) -> Unfinished | None:
+    for half in (n for n in folder.names if re.fullmatch(_HALF, n)):
+        if not any(re.fullmatch(r"(__\d+)?\.metadata", n) for n in folder.source.list(half)):
+            return Unfinished(f"no {half}/.metadata, which is written last")
+    return None
+
+
 ACCELERATE = Dialect(
     name="accelerate",
     title="Accelerate",
@@ -167,7 +215,36 @@ ACCELERATE = Dialect(
     parts=partial(_parts_of, RANDOM_STATES),
     world_size=partial(_ranks, RANDOM_STATES),
     saves=SAVES,
+    program=Program(
+        next_step=partial(_next_step, "Accelerate", r"pytorch_model_fsdp(_\d+)?\.bin", "convert it to whole files"),
+        state_files=(
+            StateFile(r"dl_state_dict(_\d+)?\.(bin|pt|pth|ckpt)", "data loader", "dataloader"),
+            StateFile(r"custom_checkpoint_\d+\.pkl", "registered objects", "extra"),
+        ),
+        halves=(Half(_HALF),),
+        part_folders=_HALF,
+        is_part=lambda name, beside: re.fullmatch(r"optimizer_\d+", name) is not None,
+        unfinished=_unfinished_half,
+        resumed_by=(ForTrainer("accelerate"),),
+        saves_every_rng=True,
+    ),
 )
+_CHECKPOINT = r"checkpoint-\d+"
+_NO_STATE = "no trainer_state.json, which Trainer writes last"
+
+
+def _unfinished_of_trainer(folder: SeenFolder) -> Unfinished | None:
+    """Tell a checkpoint-N that has state of a trainer and no trainer_state.json."""
+    if not re.fullmatch(_CHECKPOINT, folder.name) or "trainer_state.json" in folder.names:
+        return None
+    if folder.layout == SCRIPT.name:  # LLaMA-Factory names its folders so, too
+        return None
+    kinds = {kind[1] for n in folder.names if (kind := kind_of(n)) is not None}
+    if kinds & {"optim", "scheduler", "rng"} or any(re.fullmatch(_HALF, n) for n in folder.names):
+        return Unfinished(_NO_STATE, "trainer")
+    return None
+
+
 TRAINER = Dialect(
     name="trainer",
     title="Hugging Face Trainer",
@@ -179,6 +256,20 @@ TRAINER = Dialect(
     notes=_notes_of_trainer,
     aliases=("hf-trainer", "trl"),
     saves=SAVES,
+    program=Program(
+        next_step=partial(
+            _next_step,
+            "Trainer",
+            r"optimizer(_\d+)?\.bin",
+            "Trainer resumes from it with other losses, but not from this",
+        ),
+        state_files=(StateFile(r"trainer_state\.json", "counters of the trainer", "trainer"),),
+        unfinished=_unfinished_of_trainer,
+        gap_beside=lambda name: _NO_STATE if re.fullmatch(_CHECKPOINT, name) else None,
+        step_word="checkpoint",
+        resumed_by=(ForTrainer("trainer", "Hugging Face Trainer, TRL"),),
+        saves_every_rng=True,
+    ),
 )
 
 
@@ -189,6 +280,16 @@ def _is_lightning(source: Source) -> tuple[bool, str]:
     return ".metadata" in names, "has meta.pt and .metadata" if ".metadata" in names else "meta.pt, but no .metadata"
 
 
+def _next_step_of_lightning(advice: Advice) -> str:
+    if advice.ckpt.layout != LIGHTNING.name:
+        again = advice.convert("--for lightning -n RANKS")
+        return f"Lightning resumes from a folder with meta.pt, which is not here: {again}"
+    model = advice.publish(" --config MODEL")
+    if not advice.has_optimizer:
+        return f"Lightning starts with a new optimizer from these weights; {model}"
+    return f"resumes at any world size in Lightning; nothing to convert ({model})"
+
+
 LIGHTNING = Dialect(
     name="lightning",
     title="Lightning",
@@ -197,6 +298,12 @@ LIGHTNING = Dialect(
     own_keys=True,
     write=layouts.late("ckpttool.converters.trainers.write:write_lightning"),
     parts=lambda source: [Part("", "dcp", "model"), Part("meta.pt", TREE, "trainer")],
+    program=Program(
+        next_step=_next_step_of_lightning,
+        state_files=(StateFile(r"meta\.pt", "loops, schedulers, hyperparameters", "trainer"),),
+        resumed_by=(ForTrainer("lightning"),),
+        tree=TrainerTree("Lightning", frozenset(("loops", "callbacks"))),
+    ),
 )
 
 
@@ -233,6 +340,10 @@ def _parts_of_verl(source: Source) -> list[Part]:
     return out
 
 
+def _next_step_of_verl(advice: Advice) -> str:
+    return f"resumes in verl at {advice.ranks}; for transformers: {advice.convert('--to hf')}"
+
+
 VERL = Dialect(
     name="verl",
     title="verl",
@@ -240,18 +351,45 @@ VERL = Dialect(
     siblings=_loader_of_verl,
     parts=_parts_of_verl,
     own_keys=True,
+    program=Program(
+        next_step=_next_step_of_verl,
+        state_files=(
+            StateFile(r"optim_world_size_\d+_rank_\d+\.pt", "optimizer", "optim"),
+            StateFile(r"extra_state_world_size_\d+_rank_\d+\.pt", "scheduler and RNG", "rng"),
+        ),
+        halves=(
+            Half(
+                "actor|critic",
+                StateFile(r"data\.pt", "data loader", "dataloader"),
+                lambda above, names, name: re.fullmatch(r".*/global_step_\d+", above) is not None,
+            ),
+        ),
+        is_part=lambda name, beside: name == "data.pt" and "actor" in beside,
+        resumed_by=(
+            ForTrainer(
+                "verl",
+                refused="it resumes from pickled DTensors, which are bound to one version of torch and to the ranks "
+                "that wrote them. Write the weights with --to hf, and give that folder as the path of the model.",
+            ),
+        ),
+    ),
 )
 
 
-def _of_dcp(what: str) -> Any:
-    return lambda *args: getattr(layouts.find("dcp"), what)(*args)
+def _next_step_of_torchtitan(advice: Advice) -> str:
+    if not any(advice.ckpt.component(n) == "dataloader" for n in (*advice.ckpt.tensors, *advice.ckpt.values)):
+        return "resumes at any world size in torchtitan; nothing to convert"
+    return (
+        "resumes at any world size in torchtitan, nothing to convert; at another one, load with "
+        'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
+    )
 
 
 TORCHTITAN = layouts.Layout(
     name="torchtitan",
     title="step folder of torchtitan, for its CheckpointManager",
-    read=_of_dcp("read"),
-    locate=_of_dcp("locate"),
+    read=dcp.read,
+    locate=dcp.locate,
     detect=lambda where: (False, "is read as dcp"),
     write=layouts.late("ckpttool.converters.trainers.write:write_titan"),
     prepare=lambda ckpt, source, options: of_one_model(ckpt),
@@ -261,6 +399,18 @@ TORCHTITAN = layouts.Layout(
     needs_named_optimizer=True,
     of_trainer=True,
     keeps_subclasses=True,
+    program=Program(
+        next_step=_next_step_of_torchtitan,
+        step_word="step",
+        resumed_by=(ForTrainer("torchtitan"),),
+        tree=TrainerTree(
+            "torchtitan",
+            frozenset(("train_state",)),
+            model_at_root=True,
+            fuses_parameters=True,
+            schedules_by_epoch=True,
+        ),
+    ),
 )
 LAYOUTS = (
     *(

@@ -28,6 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ckpttool.program import Advice, Program, SeenFolder, Unfinished
 from ckpttool.storage.source import Source
 
 from .dialect import DATA, Dialect, Part
@@ -103,6 +104,16 @@ def _automodel_ranks(source: Source) -> int | None:
     return max((int(m["rank"] or 0) + 1 for m in found), default=None)
 
 
+def _next_step_of_automodel(advice: Advice) -> str:
+    return f"resumes in NeMo AutoModel at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
+
+
+def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    if folder.layout is not None and not folder.is_temporary and _MARKER in folder.names:
+        return Unfinished(f"has {_MARKER}: the save did not finish")
+    return None
+
+
 AUTOMODEL = Dialect(
     name="automodel",
     title="NeMo AutoModel",
@@ -111,6 +122,7 @@ AUTOMODEL = Dialect(
     world_size=_automodel_ranks,
     notes=_automodel_notes,
     aliases=("nemo-automodel",),
+    program=Program(next_step=_next_step_of_automodel, unfinished=_unfinished),
 )
 
 # -------------------------------------------------------------------------------------------------------- transformers
@@ -148,10 +160,18 @@ def _transformers_parts(source: Source) -> Sequence[Part]:
     return [Part(weights, "hf", "model"), Part(optimizer, "dcp", "optim"), *rest_in(source.list(), RNG_STATE)]
 
 
+def _next_step_of_transformers(advice: Advice) -> str:
+    return (
+        "resumes at any world size with from_pretrained(distributed_config=...) and load_optimizer_distributed; "
+        "nothing to convert"
+    )
+
+
 TRANSFORMERS = Dialect(
     name="transformers_sharded",
     title="transformers, distributed_checkpoint=True",
     detect=_is_transformers,
     parts=_transformers_parts,
     aliases=("transformers-sharded",),
+    program=Program(next_step=_next_step_of_transformers),
 )

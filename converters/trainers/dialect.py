@@ -43,11 +43,15 @@ from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original_
 from ckpttool.index.optimizer_names import possible_orders
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
+from ckpttool.program import Program, Saves
 from ckpttool.storage.overlay import add_siblings
 from ckpttool.storage.source import Source
 
+from .. import dcp, hf
+
 __all__ = [
     "DATA",
+    "DEEPSPEED",
     "FOREIGN",
     "LEFT_OVER",
     "TREE",
@@ -71,7 +75,7 @@ _OURS = "ckpttool"
 #: The file in which ckpttool keeps what the trainer of a directory has no file for.
 LEFT_OVER = "ckpttool_state.pt"
 #: The layout of a save of DeepSpeed's engine at any stage, which holds a model and its optimizer.
-_DEEPSPEED = "zero3"
+DEEPSPEED = "zero3"
 _MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
 
 
@@ -123,6 +127,7 @@ class Dialect:
         own_keys: the parts are one tree with keys of its own, which dcp and full put back.
         aliases: other names of the layout.
         saves: how DeepSpeed keeps several saves in such a folder, where it is inside.
+        program: what is known of the trainer besides: next steps, files beside its directory, `--for`, ...
     """
 
     name: str
@@ -137,7 +142,8 @@ class Dialect:
     own_keys: bool = False
     suffixes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    saves: layouts.Saves | None = None
+    saves: Saves | None = None
+    program: Program = Program()  # noqa: RUF009
 
     def layout(self) -> layouts.Layout:
         """The layout that reads such directories."""
@@ -159,6 +165,7 @@ class Dialect:
             writer_uses=("config", "like", "world_size"),
             needs_named_optimizer=True,
             saves=self.saves,
+            program=self.program,
         )
 
     def _detect(self, where: Place) -> tuple[bool, str]:
@@ -209,7 +216,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
             out.unread.append(Unread(part.name, size, f"cannot be read: {e}", part.component, damaged))
             continue
         of_engine = of_engine or (
-            part.layout == _DEEPSPEED and any(v.path[0] == "scheduler" for v in found.values.values())
+            part.layout == DEEPSPEED and any(v.path[0] == "scheduler" for v in found.values.values())
         )
     _refuse_cut_weights(out)
     # a part may lack the file of a rank
@@ -250,7 +257,7 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
     mine = options if part.whole else replace(options, only=None)
     if model:
         mine = replace(mine, orders=lambda _: _orders(model, whole, options))
-    if part.layout == _DEEPSPEED:
+    if part.layout == DEEPSPEED:
         if options.tag is not None and part.name:
             raise UsageError(
                 f"{argument('tag', options.tag)} chooses one of several saves of an engine; the folders of "
@@ -565,13 +572,7 @@ def _free(out: Checkpoint, path: Path, part: Part) -> None:
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     """The same index with raw byte ranges: items of dcp have been looked into, names of the Hub are those in memory."""
     if any(t.coding != "raw" for t in ckpt.tensors.values()):
-        ckpt = _by("dcp", ckpt, source)
+        ckpt = dcp.locate(ckpt, source)
     if ckpt.config is not None and any(f.endswith(".safetensors") for f in ckpt.files):
-        ckpt = _by("hf", ckpt, source)
+        ckpt = hf.locate(ckpt, source)
     return ckpt
-
-
-def _by(layout: str, ckpt: Checkpoint, source: Source) -> Checkpoint:
-    found = layouts.find(layout).locate
-    assert found is not None
-    return found(ckpt, source)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ckpttool import layouts
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats.subclasses import put_together
 from ckpttool.formats.torch_pickles import TensorRef
@@ -27,6 +26,8 @@ from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
+from .. import full
+from ..dcp.write import write as write_dcp
 from ..options import DirectoryOptions
 from .dialect import LEFT_OVER, live_name
 
@@ -75,10 +76,9 @@ def state_drafts(
         if not part.tensors and not part.values:
             continue
         part = replace(part, origin={}, ranks={}, notes=[])
-        layout = layouts.find("dcp" if sharded else "full")
-        assert layout.write is not None
+        write = write_dcp if sharded else full.write
         tree = partial(_own_tree, (key,) if sharded else (), numbers)  # the state dict alone in a file
-        draft = layout.write(part, source, replace(options, target=name, own=None, tree=tree))
+        draft = write(part, source, replace(options, target=name, own=None, tree=tree))
         if numbers and component == "optim":
             _declare_order(draft, numbers)
         out.append((f"{name}/" if sharded else "", draft))

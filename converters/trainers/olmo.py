@@ -15,6 +15,7 @@ distributed/checkpoint/filesystem.py of ai2-olmo-core 3.0.0; fixtures/olmo_jobs.
 
 from __future__ import annotations
 
+from ckpttool.program import Advice, Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage.source import Source
 
 from .dialect import DATA, Dialect, Part
@@ -58,6 +59,17 @@ def _notes(source: Source) -> list[str]:
     return out
 
 
+def _next_step(advice: Advice) -> str:
+    own = advice.convert("--to dcp -n RANKS")
+    return f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {own})"
+
+
+def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    if _MODEL in folder.names and _LAST not in folder.names:
+        return Unfinished(f"no {_LAST}, which OLMo-core writes last")
+    return None
+
+
 OLMO = Dialect(
     name="olmo",
     title="OLMo-core",
@@ -66,4 +78,11 @@ OLMO = Dialect(
     notes=_notes,
     aliases=("olmo-core",),
     world_size=lambda source: max((rank + 1 for _, rank in _ranks(source)), default=None),
+    program=Program(
+        next_step=_next_step,
+        halves=(Half(_MODEL, StateFile(f"{_TRAIN}/", "training progress and RNG", "trainer")),),
+        part_folders=f"{_MODEL}|{_TRAIN}",
+        is_part=lambda name, beside: name == _TRAIN and _MODEL in beside,
+        unfinished=_unfinished,
+    ),
 )

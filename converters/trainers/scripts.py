@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from ckpttool.program import Advice, Half, Program
 from ckpttool.storage.source import Source
 
 from .automodel import AUTOMODEL, TRANSFORMERS
@@ -106,4 +107,21 @@ def _parts(source: Source) -> list[Part]:
     return out
 
 
-SCRIPT = Dialect(name="script", title="a training script", detect=_detect, parts=_parts)
+def _next_step(advice: Advice) -> str:
+    job, model = advice.convert("--to dcp -n RANKS"), advice.convert("--to hf")
+    return f"for a job of several ranks: {job}; for transformers: {model}"
+
+
+SCRIPT = Dialect(
+    name="script",
+    title="a training script",
+    detect=_detect,
+    parts=_parts,
+    program=Program(
+        next_step=_next_step,
+        halves=(
+            Half("model|weights", belongs=lambda above, names, name: not {"optim", "optimizer"}.isdisjoint(names)),
+        ),
+        part_folders="model|weights|optim(izer)?",
+    ),
+)

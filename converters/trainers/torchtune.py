@@ -21,11 +21,12 @@ directories of the corpus, which its checkpointer wrote.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
+from ckpttool.program import Advice, ForTrainer, Half, Program, StateFile
 from ckpttool.storage import remote
 from ckpttool.storage.overlay import parent_of
 from ckpttool.storage.source import Source
@@ -105,7 +106,7 @@ def _recipe(source: Source) -> tuple[str | None, str]:
     assert m is not None
     kind, number = m[1], int(m[2])
     with remote.open_source(parent) as above:
-        numbers = {int(other[2]) for n in above.list() if (other := _FOLDER.fullmatch(n)) and other[1] == kind}
+        numbers = _numbers(above.list(), kind)
     last = number >= max(numbers)
     try:
         tree: Any = torch_zip.read(source.reader_of(file), 0, source.size(file), f"{source.root}/{file}")
@@ -123,6 +124,25 @@ def _recipe(source: Source) -> tuple[str | None, str]:
     return file, f"is that of {kind}_{run - (kind == 'epoch')}"
 
 
+def _numbers(names: Iterable[str], kind: str) -> set[int]:
+    """The numbers of the epochs, or of the steps, of which there are folders."""
+    return {int(m[2]) for n in names if (m := _FOLDER.fullmatch(n)) and m[1] == kind}
+
+
+def _is_last(above: str, names: Sequence[str], name: str) -> bool:
+    """Say whether a folder is that of the last epoch or step: the recipe's state is that of the last one."""
+    m = _FOLDER.fullmatch(name)
+    return m is not None and int(m[2]) == max(_numbers(names, m[1]))
+
+
+def _next_step(advice: Advice) -> str:
+    model = advice.convert("--to hf")
+    if not any(_INSIDE in n for n in advice.ckpt.files):
+        return f"torchtune starts with a new optimizer from these weights; for transformers: {model}"
+    return f"resumes in torchtune with should_load_recipe_state=True; for transformers: {model}"
+
+
+_RECIPE = StateFile(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")
 TORCHTUNE = Dialect(
     name="torchtune",
     title="torchtune",
@@ -130,4 +150,18 @@ TORCHTUNE = Dialect(
     siblings=_siblings,
     parts=_parts,
     notes=_notes,
+    program=Program(
+        next_step=_next_step,
+        state_files=(_RECIPE,),
+        halves=(Half(_FOLDER.pattern, _RECIPE, _is_last),),
+        is_part=lambda name, beside: name == "recipe_state",
+        resumed_by=(
+            ForTrainer(
+                "torchtune",
+                refused="a recipe resumes from its own recipe_state.pt. Write the weights with --to hf, and give that "
+                "folder as checkpoint_dir; or weights and optimizer under its names with --map torchtune-llama3, and "
+                "put them into its two files (docs, torchtune).",
+            ),
+        ),
+    ),
 )

@@ -18,9 +18,10 @@ veomni/checkpoint/layout.py of github.com/ByteDance-Seed/VeOmni at 7ad95cc.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ckpttool.errors import Unsupported
+from ckpttool.program import Advice, Program, SeenFolder
 from ckpttool.storage.source import Source
 
 from .dialect import DATA, Dialect, Part
@@ -87,6 +88,15 @@ def _notes(source: Source) -> Sequence[str]:
     return (f"no {_MANIFEST}, which VeOmni writes last: the save had not ended, and VeOmni does not resume from it",)
 
 
+def _next_step(advice: Advice) -> str:
+    return f"resumes in VeOmni at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
+
+
+def _gaps(folder: SeenFolder) -> Iterator[str]:
+    if "model" in folder.names and _MANIFEST not in folder.names:
+        yield f"no {_MANIFEST}, which VeOmni writes last"
+
+
 VEOMNI = Dialect(
     name="veomni",
     title="VeOmni",
@@ -94,4 +104,5 @@ VEOMNI = Dialect(
     parts=_parts,
     notes=_notes,
     world_size=lambda source: len(_ranks(source, _STATE)) or None,
+    program=Program(next_step=_next_step, gaps=_gaps),
 )

@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ckpttool import layouts
 from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import small
 from ckpttool.errors import Unsupported, argument
@@ -22,6 +21,7 @@ from ckpttool.index.names import canonical, describe_weights_elsewhere, step_cou
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
+from ..dcp.write import write as write_dcp
 from .filenames import RNG_KEYS
 from .join import SmallFile, data_files, joined_drafts, left_over, state_drafts
 
@@ -312,8 +312,6 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             placed.add(("scheduler",))
         elif "scheduler" not in ckpt.values:
             made["scheduler",] = []
-    dcp = layouts.find("dcp")
-    assert dcp.write is not None
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
@@ -324,7 +322,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     small = [*rest, SmallFile("meta.pt", meta)]
     parts = [
         ("", data_files(ckpt, small, options)),
-        ("", dcp.write(state, source, replace(options, own=None, tree=tree))),
+        ("", write_dcp(state, source, replace(options, own=None, tree=tree))),
     ]
     out = joined_drafts("lightning", ckpt, parts, options, world)
     out.notes += [*notes, *kept]
@@ -397,10 +395,8 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         ("scheduler", "last_epoch"): step,
     }
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
-    dcp = layouts.find("dcp")
-    assert dcp.write is not None
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
-    draft = dcp.write(
+    draft = write_dcp(
         replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, own=None, tree=_titan_tree)
     )
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}

@@ -24,7 +24,9 @@ from ... import layouts
 from ...errors import CkpttoolError, NotPermitted, NotRecognised, UsageError, argument
 from ...formats import other_files
 from ...layouts import Layout, Place
+from ...options import DEFAULT_LAYOUT
 from ...printable import printable
+from ...program import SeenFolder
 from ...storage import remote, urls
 from ...storage.source import Source
 from .unread_files import human, kind_of
@@ -126,7 +128,7 @@ def detect(where: Place) -> Layout:
     """
     if where.file is not None:
         _refuse_piece(where.source, where.file)
-    elif re.fullmatch(_OF_MEGATRON, _name(where.source)) and (whole := _folder_of(where.source)) is not None:
+    elif _is_folder_of_rank(_name(where.source)) and (whole := _folder_of(where.source)) is not None:
         raise _piece(where, *whole)
     try:
         layout = layouts.detect(where)
@@ -159,18 +161,11 @@ def detect(where: Place) -> Layout:
             )
         error.below = found
         raise error from None
-    if where.file is None and layout.name == "hf" and _is_stray(where.source.list()):
+    if where.file is None and layout.program.is_stray(where.source.list()):
         found = below(where.source)
-        if any(c.layout != "hf" for c in found.checkpoints):
+        if any(c.layout != layout.name for c in found.checkpoints):
             raise _stray(where.source, found)
     return layout
-
-
-def _is_stray(names: Iterable[str]) -> bool:
-    """Whether the safetensors files among the names of a folder are no model as transformers, PEFT or torch saves
-    one."""
-    own = r"(config|adapter_config)\.json|model\.safetensors(\.index\.json)?|adapter_model\.safetensors"
-    return not any(re.fullmatch(own, n) or re.fullmatch(_SHARD, n) or re.fullmatch(_SHARD_OF_RANK, n) for n in names)
 
 
 def _stray(source: Source, found: Checkpoints) -> NotRecognised:
@@ -217,31 +212,26 @@ def _count(found: Checkpoints) -> str:
 
 
 # Patterns are text here: re compiles each at its first use and keeps it, and most commands need few of them.
-_OF_DCP = r"(?s)(__\d+)?\.metadata(\.tmp)?|.*\.distcp"
-_OF_DEEPSPEED = r"(bf16_)?zero_pp_rank_\d+.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model_.*\.pt"
 _RANK = r"(?P<head>.*?(?:rank|shard)[_-]?)(?P<number>\d{1,6})(?P<tail>(?:[._-].*)?\.(?:pt|pth|bin|ckpt|tar))"
 _SHARD = r"(?P<head>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})(?P<tail>\.(?:safetensors|bin))"
 _SHARD_OF_RANK = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
-#: The folder of a model-parallel rank of Megatron-LM.
-_OF_MEGATRON = r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?"
-_MEGATRON_FILES = frozenset(("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt", "optim.pt"))
-#: The file of an item and a rank of torch_checkpointing.
-_ITEM_OF_RANK = r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl"
-#: Folders of dcp that are one half of a trainer's directory, and names that those and others have.
-_HALF = r"pytorch_model_fsdp_\d+|optimizer_\d+"
-_MAYBE_HALF = r"model|weights|optim(izer)?|model_and_optim|train"
+
+
+def _matches_any(patterns: Iterable[str | None], name: str) -> bool:
+    return any(p is not None and re.fullmatch(p, name) is not None for p in patterns)
+
+
+def _is_folder_of_rank(name: str) -> bool:
+    """Say whether a folder of this name holds files of one rank, and by itself is no checkpoint."""
+    return _matches_any((x.program.rank_folders for x in layouts.layouts().values()), name)
 
 
 def _is_piece(source: Source, name: str) -> bool:
     """Whether a file holds a part of a checkpoint, and by itself is none, although a layout may take it for one."""
-    if re.fullmatch(_OF_DCP, name) or re.fullmatch(_OF_DEEPSPEED, name):
-        return True
-    if name in _MEGATRON_FILES and re.fullmatch(_OF_MEGATRON, _name(source)):
+    if any(layout.program.is_piece(source, name) for layout in layouts.layouts().values()):
         return True
     if source.root.startswith("http"):  # a server may have no listing of the folder
         return False
-    if re.fullmatch(_ITEM_OF_RANK, name) and "metadata.pkl" in source.list():
-        return True
     if re.fullmatch(_SHARD_OF_RANK, name):
         return sum(1 for n in source.list() if re.fullmatch(_SHARD_OF_RANK, n)) > 1
     if m := re.fullmatch(_SHARD, name):
@@ -270,10 +260,12 @@ def _refuse_piece(source: Source, name: str) -> None:
         return
     if (folder := _folder_of(source)) is not None:
         raise _piece(Place(source, name), *folder)
-    if re.fullmatch(_OF_DCP, name):
-        why = layouts.find("dcp").detect(Place(source, None))[1]
+    dcp = layouts.find(DEFAULT_LAYOUT)
+    if dcp.program.is_piece(source, name):
+        why = dcp.detect(Place(source, None))[1]
         raise NotRecognised(
-            f"{_shown(source, name)} is one file of a dcp checkpoint, and its folder cannot be read either: {why}."
+            f"{_shown(source, name)} is one file of a {dcp.name} checkpoint, and its folder cannot be read either: "
+            f"{why}."
         )
 
 
@@ -281,7 +273,8 @@ def _folder_of(source: Source) -> tuple[str, Layout] | None:
     """(path, layout) of the checkpoint whose folder this is: the folder, or that of the trainer that it is a half
     of."""
     parent, _, name = source.root.rpartition("/")
-    if re.fullmatch(_HALF, name) or re.fullmatch(_MAYBE_HALF, name) or re.fullmatch(_OF_MEGATRON, name):
+    parts = (x.program.part_folders for x in layouts.layouts().values())
+    if _matches_any(parts, name) or _is_folder_of_rank(name):
         try:
             with remote.open_source(parent) as above:
                 layout = layouts.detect(Place(above, None))
@@ -307,11 +300,8 @@ def _shown(source: Source, name: str) -> str:
 
 # ----------------------------------------------------------------------------------------------------- many places
 
-#: Folders that are part of a checkpoint, or none at all, whatever lies in them.
-_NO_CHECKPOINT = (
-    r"(?s)\..*|optimizer_\d+|recipe_state|sharded|zero|runs|logs|wandb|tensorboard|lightning_logs|__pycache__"
-)
-_FILE = r"(?s).*\.(pt|pth|ckpt|bin|tar\.zst(\.age)?)"
+#: Folders that are no checkpoints, whatever lies in them.
+_NO_CHECKPOINT = r"(?s)\..*|runs|logs|wandb|tensorboard|lightning_logs|__pycache__"
 _TEMPORARY = r"(?s)tmp[-_.].*|.*[-_.](tmp|incomplete|partial)"
 _STEP = r"(?i)(?:step|checkpoint|ckpt|iter|iteration|batch)s?[-_=]?(\d{1,15})(?!\d)"
 _NAMED_STEP = r"(?i)steps?[-_=]?(\d{1,15})(?!\d)"
@@ -330,7 +320,7 @@ def below(source: Source) -> Checkpoints:
     exports: set[int] = set()
     for saves in runs.values():
         last = saves[::-1][: _MOST_EXPORTS + 1]
-        newer = list(takewhile(lambda c: _weights_only(source, c, saves), last))  # noqa: B023
+        newer = list(takewhile(lambda c: layouts.program_of(c.layout).is_export(source.below(c.name)), last))
         if newer == last:  # the run saves its weights apart from the rest
             newer = []
         exports |= {id(c) for c in newer}
@@ -339,20 +329,6 @@ def below(source: Source) -> Checkpoints:
             chosen.add(id(best))
     rows = [replace(c, newest=id(c) in chosen, weights_only=id(c) in exports) for c in rows]
     return Checkpoints(_shown(source, ""), rows, walk.left_out)
-
-
-def _weights_only(source: Source, c: Found, run: Iterable[Found]) -> bool:
-    """Whether a job cannot resume from a save of a run: its index has a model and nothing else, or it is an export for
-    transformers."""
-    if c.layout == "hf":
-        return any(other.layout != "hf" for other in run)
-    if c.layout != "dcp":
-        return False
-    try:
-        index = layouts.find("dcp").read(Place(source.below(c.name), None), layouts.ReadOptions())
-    except CkpttoolError:
-        return False
-    return {index.component(n) for n in (*index.tensors, *index.values)} == {"model"}
 
 
 def _age(c: Found) -> tuple[int, int, str]:
@@ -378,45 +354,46 @@ class _Walk:
 
     def __init__(self, source: Source) -> None:
         self.source, self.left_out = source, 0
-        self.known = tuple(layouts.layouts().values())  # asking for them looks for other packages
+        self.known = layouts.layouts()  # asking for them looks for other packages
         self.listings = _MOST_REMOTE if source.is_remote else _MOST
 
     def rows(self, folder: str) -> Iterator[Found]:
+        """Yield the checkpoints in a folder and, down to `_DEPTH`, in its folders."""
         names = self.source.list(folder)
-        trainers = False  # whether a folder here has trainer_state.json, so that its siblings should
+        complete: set[str] = set()  # the layouts of which a complete save is here, so that those beside it should be
         out: list[Found] = []
         for name in sorted(names, key=lambda n: [-1 if x is None else x for x in _numbers(n)], reverse=True):
             path = f"{folder}/{name}" if folder else name
-            if self._leads_to_another(path, names):
+            if self._leads_to_another(path, names) or any(x.program.is_part(name, names) for x in self.known.values()):
                 continue
             if not self.source.glance(path)[0]:
-                if name == "data.pt" and "actor" in names:  # the data loader of verl
-                    continue
                 out += self._file(folder, path, name, names)
-            elif not re.fullmatch(_NO_CHECKPOINT, name) and not (name == "train" and "model_and_optim" in names):
-                if self.listings <= 0:
-                    self.left_out += 1
-                    continue
-                self.listings -= 1
-                found = self._folder(path, name)
-                inner: list[Found] = []
-                if (
-                    found is not None
-                    and found.layout == "hf"
-                    and _is_stray(self.source.list(path))
-                    and path.count("/") + 1 < _DEPTH
-                ):
-                    inner = list(self.rows(path))
-                if any(c.layout != "hf" for c in inner):
+                continue
+            if re.fullmatch(_NO_CHECKPOINT, name):
+                continue
+            if self.listings <= 0:
+                self.left_out += 1
+                continue
+            self.listings -= 1
+            found = self._folder(path, name)
+            deeper = path.count("/") + 1 < _DEPTH
+            if found is None:
+                yield from self.rows(path) if deeper else ()
+                continue
+            # files that may be there by chance hide no checkpoints below them
+            if deeper and layouts.program_of(found.layout).is_stray(self.source.list(path)):
+                inner = list(self.rows(path))
+                if any(c.layout != found.layout for c in inner):
                     yield from inner
-                elif found is not None:
-                    trainers |= found.layout == "trainer" and found.complete
-                    out.append(found)
-                elif path.count("/") + 1 < _DEPTH:
-                    yield from self.rows(path)
+                    continue
+            if found.complete:
+                complete.add(found.layout)
+            out.append(found)
         for c in out:
-            if trainers and c.layout == "hf" and re.fullmatch(r"checkpoint-\d+", os.path.basename(c.name)):
-                c = replace(c, complete=False, lacks=_NO_TRAINER_STATE)
+            gaps = (self.known[n].program.gap_beside(os.path.basename(c.name)) for n in complete if n in self.known)
+            lacks = next((gap for gap in gaps if gap is not None), None)
+            if lacks is not None and self.known[c.layout].of_weights:
+                c = replace(c, complete=False, lacks=lacks)
             yield c
 
     def _leads_to_another(self, path: str, names: Iterable[str]) -> bool:
@@ -428,40 +405,50 @@ class _Walk:
         return name in names and folder == os.path.realpath(os.path.dirname(here))
 
     def _folder(self, path: str, name: str) -> Found | None:
+        """Return what a folder is: a checkpoint of one layout, or the beginning of one; None where it is neither."""
         inside = self.source.below(path)
         names = self.source.list(path)
-        layout = _matching(Place(inside, None), self.known)
-        lacks = next(_lacks(inside, names, name, layout), "")
-        if layout is None and not lacks:
+        layout = _matching(Place(inside, None), self.known.values())
+        temporary = re.fullmatch(_TEMPORARY, name) is not None
+        seen = SeenFolder(inside, names, name, layout.name if layout else None, temporary)
+        begun = (x.program.unfinished(seen) for x in self.known.values())
+        unfinished = next((found for found in begun if found is not None), None)
+        if unfinished is not None:
+            lacks = unfinished.lacks
+            layout = self.known[unfinished.layout] if unfinished.layout else layout
+        elif layout is None:
             return None
-        if lacks == _NO_TRAINER_STATE:
-            layout = layouts.find("trainer")
-        known = layout.name if layout else "torch_checkpointing" if lacks == _STILL_WRITTEN else "dcp"
+        else:
+            lacks = next(_gaps(seen, layout), "")
         sizes = [size for _, size in _files(inside, names)]
+        known = layout.name if layout else DEFAULT_LAYOUT
         return self._found(path, known, layout, lacks, len(sizes), sum(sizes))
 
     def _file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[Found]:
         """A checkpoint in one file, unless names say that it is a part of one or no state of a model."""
         kind = kind_of(name)
-        if (
-            not re.fullmatch(_FILE, name)
-            or name.startswith(".")
-            or re.fullmatch(_SHARD, name)
-            or re.fullmatch(_RANK, name)
-        ):
+        of_suffix = (x.name for x in self.known.values() if x.is_file and x.suffixes and name.endswith(x.suffixes))
+        layout = next(of_suffix, None)
+        if layout is None or name.startswith(".") or re.fullmatch(_SHARD, name) or re.fullmatch(_RANK, name):
             return
-        if re.fullmatch(_OF_DEEPSPEED, name) or (kind is not None and not kind[0].startswith("weights")):
+        if kind is not None and not kind[0].startswith("weights"):
             return
-        layout: str | None = "audit" if ".tar.zst" in name else "full"
+        if any(x.saves and re.fullmatch(x.saves.files, name) for x in self.known.values()):
+            return
         if not self.source.is_remote:
             inside = self.source.below(folder) if folder else self.source
-            found = _matching(Place(inside, name), self.known)
+            found = _matching(Place(inside, name), self.known.values())
             layout = found.name if found else None
         if layout is not None:
             size = self.source.glance(path)[1] or 0
             lacks = "" if size else "the file is empty"
             yield self._found(
-                path, layout, None, lacks or (_STILL_WRITTEN if re.fullmatch(_TEMPORARY, name) else ""), 1, size
+                path,
+                layout,
+                None,
+                lacks or (SeenFolder.STILL_WRITTEN if re.fullmatch(_TEMPORARY, name) else ""),
+                1,
+                size,
             )
 
     def _found(self, path: str, layout: str, of: Layout | None, lacks: str, files: int, size: int) -> Found:
@@ -470,11 +457,11 @@ class _Walk:
             step, epoch = _numbers(part)
             if step is not None or epoch is not None:
                 break
-        if step is None and layout == "nanotron" and (name := path.rpartition("/")[2]).isdigit():
+        if step is None and layouts.program_of(layout).step_word == "" and (name := path.rpartition("/")[2]).isdigit():
             step = int(name)
         trainer = None
         if of is not None:
-            trainer = of.title.removeprefix("directory of ") if of.of_trainer else "DeepSpeed" if of.saves else None
+            trainer = of.title.removeprefix("directory of ") if of.of_trainer else of.saves.engine if of.saves else None
         return Found(
             _shown(self.source, path),
             path,
@@ -514,80 +501,29 @@ def _files(inside: Source, names: Iterable[str]) -> Iterator[tuple[str, int]]:
                 yield f"{name}/{inner}", size or 0
 
 
-_NO_TRAINER_STATE = "no trainer_state.json, which Trainer writes last"
-_STILL_WRITTEN = "its name is that of an unfinished save"
-
-
-def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -> Iterator[str]:
-    """What a folder lacks of a complete checkpoint, the most telling first; nothing for a folder that is none."""
-    halves = [n for n in names if re.fullmatch(_HALF, n)]
-    for folder in ["", *halves]:
-        here = inside.list(folder) if folder else names
-        head = f"{folder}/" if folder else ""
-        has_index = any(re.fullmatch(r"(__\d+)?\.metadata", n) for n in here)
-        if ((any(n.endswith(".distcp") for n in here) or ".metadata.tmp" in here) and not has_index) or (
-            folder and not has_index
-        ):
-            yield f"no {head}.metadata, which is written last"
-    is_script = layout is not None and layout.name == "script"  # LLaMA-Factory names its folders so, too
-    is_trainer = re.fullmatch(r"checkpoint-\d+", name) and "trainer_state.json" not in names and not is_script
-    if is_trainer and (halves or any((kind_of(n) or ("", ""))[1] in ("optim", "scheduler", "rng") for n in names)):
-        yield _NO_TRAINER_STATE
-    if layout is None and "optimizer" in names and "optimizer_config.json" in inside.list("optimizer"):
-        yield "no checkpoint_metadata.json, which nanotron writes last"
-    if "model_and_optim" in names and ".metadata.json" not in names:
-        yield "no .metadata.json, which OLMo-core writes last"
-    if layout is None:
-        if re.fullmatch(_TEMPORARY, name) and any(re.fullmatch(_ITEM_OF_RANK, n) for n in names):
-            yield _STILL_WRITTEN
-        return
-    if re.fullmatch(_TEMPORARY, name) or ".incomplete" in names:  # the latter of NeMo AutoModel
-        yield _STILL_WRITTEN if re.fullmatch(_TEMPORARY, name) else "has .incomplete: the save did not finish"
-    if layout.name == "veomni" and "model" in names and "checkpoint_manifest.json" not in names:
-        yield "no checkpoint_manifest.json, which VeOmni writes last"
-    if layout.name == "megatron":
-        yield from _megatron_gaps(inside, names)
-    pointers = layout.saves.pointers if layout.saves else frozenset[str]()
+def _gaps(seen: SeenFolder, layout: Layout) -> Iterator[str]:
+    """Yield what a folder of a layout lacks of a complete checkpoint, the most telling first."""
+    if seen.is_temporary:
+        yield seen.STILL_WRITTEN
+    yield from layout.program.gaps(seen)
     tags = [""]
-    if pointers and not any(re.fullmatch(_OF_DEEPSPEED, n) for n in names):
-        saves = [
-            n for n in names if inside.glance(n)[0] and any(re.fullmatch(_OF_DEEPSPEED, x) for x in inside.list(n))
-        ]
-        tags = saves or tags
-        if saves and not pointers & set(names):
-            yield "no latest, which DeepSpeed writes last"
+    saves = layout.saves
+    if saves is not None and not any(re.fullmatch(saves.files, n) for n in seen.names):
+        folders = [n for n in seen.names if seen.source.glance(n)[0]]
+        tags = [n for n in folders if any(re.fullmatch(saves.files, x) for x in seen.source.list(n))] or tags
+        if tags != [""] and saves.pointers.isdisjoint(seen.names):
+            yield f"no latest, which {saves.engine} writes last"
     for tag in tags:
-        here = inside.list(tag) if tag else names
-        yield from _gaps(here)
+        here = seen.source.list(tag) if tag else seen.names
+        yield from _missing_numbers(here)
         for n in here:
-            is_folder, size = inside.glance(f"{tag}/{n}" if tag else n)
+            is_folder, size = seen.source.glance(f"{tag}/{n}" if tag else n)
             if not is_folder and size == 0 and (n.endswith((".safetensors", ".pt", ".bin", ".metadata"))):
                 yield f"{n} is empty"
 
 
-def _megatron_gaps(inside: Source, names: Iterable[str]) -> Iterator[str]:
-    """metadata.json, folders of model-parallel ranks that should be there by the numbers of the others, and files that
-    the others have."""
-    if {".metadata", "common.pt"} <= set(names) and "metadata.json" not in names:
-        yield "no metadata.json"
-    folders = {n: set(inside.list(n)) - {"optim.pt"} for n in names if re.fullmatch(_OF_MEGATRON, n)}
-    files: set[str] = set().union(*folders.values())
-    of: dict[int, set[tuple[int, ...]]] = {}  # {tensor-parallel rank: the other numbers}
-    for name, has in folders.items():
-        if has:
-            m = re.fullmatch(_OF_MEGATRON, name)
-            assert m is not None
-            of.setdefault(int(m[1]), set()).add(tuple(int(n) for n in m.groups()[1:] if n is not None))
-            yield from (f"no {name}/{file}" for file in sorted(files - has))
-    most = max(map(len, of.values()), default=0)  # experts may be on some tensor-parallel ranks alone, on each as many
-    for first in range(max(of, default=-1) + 1):
-        here = of.get(first, set())
-        for rest in sorted(set().union(*of.values()) - here) if len(here) < most else ():
-            yield "no " + "_".join((f"mp_rank_{first:02d}", *(f"{n:03d}" for n in rest)))
-
-
-def _gaps(names: Iterable[str]) -> Iterator[str]:
-    """The ranks and shards that should be among some names, by the numbers of the others."""
+def _missing_numbers(names: Iterable[str]) -> Iterator[str]:
+    """Yield the ranks and shards that should be among some names, by the numbers of the others."""
     ranks: dict[str, dict[str, set[int]]] = {}
     shards: dict[tuple[str, str, str], set[int]] = {}
     for name in names:
@@ -629,7 +565,7 @@ def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
         )
     with where.source as source:
         itself = _matching(Place(source, None), layouts.layouts().values())
-        if itself is not None and itself.name != "hf":
+        if itself is not None and not itself.of_weights:
             return os.fspath(path), ""
         found = below(source)
     answer = found.newest

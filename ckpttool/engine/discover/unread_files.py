@@ -11,9 +11,9 @@ lists the others, so that every command can name them and a conversion does not 
 A file was read when the source opened it. Names alone decide what a file holds, and sizes come from the directory or
 from the listing of the store. Only one under a name that no trainer uses is opened, on a disk: another whole checkpoint
 of the same model, such as ckpt.pt next to a DCP folder's files, is nothing that this one lacks. For a folder these are
-all files in it and, next to it, the names in `_NEXT_TO`. For a single file it is the names in `_NAMES` that hold state,
-and no others: a folder of downloads is not one checkpoint. State that the checkpoint already holds (a scheduler in
-DeepSpeed's own file) is listed, but is not a loss.
+all files in it and, next to it, the other half (`Program.halves`). For a single file it is the names that hold state
+(`kind_of`), and no others: a folder of downloads is not one checkpoint. State that the checkpoint already holds (a
+scheduler in DeepSpeed's own file) is listed, but is not a loss.
 
 Sources: transformers/trainer.py (_save_optimizer_and_scheduler, _save_rng_state), accelerate/checkpointing.py and
 utils/constants.py, torchtune/training/checkpointing/_checkpointer.py, lightning/pytorch/strategies/fsdp.py,
@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from functools import cache
 
 from ... import layouts
 from ...errors import CkpttoolError, Unsupported
 from ...huggingface import lora, model_files
 from ...index.checkpoint import Checkpoint, Unread
-from ...layouts import Saves
 from ...printable import printable
+from ...program import Saves, StateFile
 from ...storage import remote
 from ...storage.overlay import parent_of
 from ...storage.source import Source
@@ -42,38 +42,23 @@ __all__ = ["NOT_READ", "human", "kind_of", "listed", "lost", "note", "unread"]
 NOT_READ = "in a file that was not read"
 
 
-class _Kind(NamedTuple):
-    """Files that trainers write: a pattern of names (of folders with "/"), what they hold, which component of a state
-    it is. "adapter" is one beside the weights of a model; "" is no state: arguments, the same weights in another
-    form."""
-
-    pattern: str
-    what: str
-    component: str
-
-
 _TORCH = r"\.(bin|pt|pth|ckpt)"
+#: Names that several trainers and scripts use; those of one trainer are in its `Program.state_files`.
 _NAMES = (
-    _Kind(rf"(optimizer|optim)(_\d+)?(_rank\d+)?{_TORCH}|optimizer\.safetensors|optimizer_\d+/", "optimizer", "optim"),
-    _Kind(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_?optim_states\.pt|global_step\d+/", "DeepSpeed optimizer", "optim"),
-    _Kind(r"optim_world_size_\d+_rank_\d+\.pt", "optimizer", "optim"),
-    _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim"),
-    _Kind(r"common\.pt", "param groups, scheduler, arguments", "optim"),
-    _Kind(rf"(lr_)?scheduler(_\d+)?{_TORCH}", "scheduler", "scheduler"),
-    _Kind(rf"random_states_\d+\.pkl|(rng|random)_states?(_\d+)?({_TORCH}|\.pkl)", "RNG", "rng"),
-    _Kind(rf"(grad_)?scaler(_\d+)?{_TORCH}", "gradient scaler", "scaler"),
-    _Kind(rf"sampler(_\d+)?{_TORCH}|(dl_state_dict|dataloader)(_\d+)?{_TORCH}", "data loader", "dataloader"),
-    _Kind(r"extra_state_world_size_\d+_rank_\d+\.pt", "scheduler and RNG", "rng"),
-    _Kind(r"meta\.pt", "loops, schedulers, hyperparameters", "trainer"),
-    _Kind(r"trainer_state\.json", "counters of the trainer", "trainer"),
-    _Kind(r"custom_checkpoint_\d+\.pkl", "registered objects", "extra"),
-    _Kind(r"adapter_model\.(safetensors|bin|pt)", "adapter", "adapter"),
-    _Kind(r"optim(izer)?s?(_states?)?/", "optimizer", "optim"),
-    _Kind(r"(lr_)?schedulers?/", "scheduler", "scheduler"),
-    _Kind(r"(rng|random)(_states?)?/", "RNG", "rng"),
-    _Kind(r"(data_?loaders?|samplers?)(_states?)?/", "data loader", "dataloader"),
-    _Kind(rf"(training_args|args|hparams){_TORCH}", "arguments", ""),
-    _Kind(
+    StateFile(
+        rf"(optimizer|optim)(_\d+)?(_rank\d+)?{_TORCH}|optimizer\.safetensors|optimizer_\d+/", "optimizer", "optim"
+    ),
+    StateFile(rf"(lr_)?scheduler(_\d+)?{_TORCH}", "scheduler", "scheduler"),
+    StateFile(rf"(rng|random)_states?(_\d+)?({_TORCH}|\.pkl)", "RNG", "rng"),
+    StateFile(rf"(grad_)?scaler(_\d+)?{_TORCH}", "gradient scaler", "scaler"),
+    StateFile(rf"sampler(_\d+)?{_TORCH}|dataloader(_\d+)?{_TORCH}", "data loader", "dataloader"),
+    StateFile(r"adapter_model\.(safetensors|bin|pt)", "adapter", "adapter"),
+    StateFile(r"optim(izer)?s?(_states?)?/", "optimizer", "optim"),
+    StateFile(r"(lr_)?schedulers?/", "scheduler", "scheduler"),
+    StateFile(r"(rng|random)(_states?)?/", "RNG", "rng"),
+    StateFile(r"(data_?loaders?|samplers?)(_states?)?/", "data loader", "dataloader"),
+    StateFile(rf"(training_args|args|hparams){_TORCH}", "arguments", ""),
+    StateFile(
         r"(pytorch_model|pytorch_model_fsdp|model|consolidated|diffusion_pytorch_model|openvino_model|tf_model|flax_model|"
         r"rust_model|ggml-model)([-._]\w+)*\.(bin|pt|pth|safetensors|h5|msgpack|ot)|[^/]*\.(gguf|onnx|tflite|mlmodel)|"
         r"pytorch_model_fsdp_\d+/|sharded/|original/|consolidated/",
@@ -81,7 +66,6 @@ _NAMES = (
         "",
     ),
 )
-_NAMED = "|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(_NAMES))
 #: What a name that no trainer is known to write suggests, in the checkpoint's own folder.
 _WORDS = (
     ("optim", "optimizer", "optim"),
@@ -102,14 +86,6 @@ _PLAIN = (
 )
 #: Folders that are saves of their own, of other steps.
 _SAVES = r"(checkpoint|ckpt|step|epoch|iter|tag)[-_=]?\d.*/"
-#: {name of a checkpoint's folder: names in the folder above that belong to it}; None for those of `_NAMES`.
-_NEXT_TO = (
-    (r"pytorch_model_fsdp_\d+|optimizer_\d+", None),
-    (r"model_and_optim", _Kind(r"train/", "training progress and RNG", "trainer")),
-    (r"(epoch|step)_\d+", _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")),
-    (r"model|weights", None),
-    (r"actor|critic", _Kind(r"data\.pt", "data loader", "dataloader")),
-)
 _ORDER = ("optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra", "adapter", "")
 _MOST = 1000  # rows; those beyond are one more
 
@@ -168,19 +144,18 @@ def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
     large = sum(t.nbytes for t in ckpt.tensors.values() if t.path[0] == "model")
     if (row.what, row.component) != ("unknown", "extra") or not model or (row.bytes or 0) < large:
         return False
-    full = layouts.find("full")
+    numbered = False
     with Source(source.root) as again:
         where = layouts.Place(again, row.name)
         try:
-            if not again.exists(row.name) or not full.detect(where)[0]:
+            if not again.exists(row.name):
                 return False
+            layout = layouts.detect(where)
             try:
-                found = full.read(where, layouts.ReadOptions())
+                found = layout.read(where, layouts.ReadOptions())
             except Unsupported:  # an optimizer that numbers its parameters
-                found = full.read(where, layouts.ReadOptions(only=frozenset(["model"])))
+                found = layout.read(where, layouts.ReadOptions(only=frozenset(["model"])))
                 numbered = True
-            else:
-                numbered = False
         except CkpttoolError:
             return False
     optimizer = numbered or any(t.path[0] == "optim" for t in found.tensors.values())
@@ -196,10 +171,10 @@ def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
     left_out = {"modules_to_save", *seen.names}
     model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
     held = {".".join(k for k in n.split(".") if k not in left_out): shape for n, shape in model.items()}
-    layout = layouts.find("hf" if row.name.endswith(".safetensors") else "full")
     with Source(source.root) as again:
+        where = layouts.Place(again, row.name)
         try:
-            found = layout.read(layouts.Place(again, row.name), layouts.ReadOptions())
+            found = layouts.detect(where).read(where, layouts.ReadOptions())
         except CkpttoolError:
             return False
     saved = {n: t.shape for n, t in found.tensors.items()}
@@ -237,26 +212,23 @@ def _around(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unr
 def _above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
     """State in the folder above, where a trainer spreads one checkpoint over several folders."""
     parent, name = parent_of(source)
-    halves = [kind for pattern, kind in _NEXT_TO if re.fullmatch(pattern, name)]
-    if not parent or not (halves or saves):
+    known = (half for layout in layouts.layouts().values() for half in layout.program.halves)
+    half = next((h for h in known if re.fullmatch(h.folder, name)), None)
+    if not parent or (half is None and saves is None):
         return
     with remote.open_source(parent) as above:
         names = above.list()
-        if name in ("model", "weights") and not {"optim", "optimizer"} & set(names):
-            return  # halves of nothing
-        if not halves and (saves is None or not saves.pointers & set(names)):
+        if half is not None and not half.belongs(parent, names, name):
+            return
+        if half is None and (saves is None or not saves.pointers & set(names)):
             return
         stem = re.sub(r"\d+", "", name)
         same = {n for n in names if re.sub(r"\d+", "", n) == stem}  # other steps, or another model and its optimizer
-        if stem in ("epoch_", "step_") and max(same, key=_number) != name:
-            return  # the recipe's state is that of the last one
-        if stem in ("actor", "critic") and not re.fullmatch(r".*/global_step_\d+", parent):
-            return
         same |= {n.split("/")[1] for n in source.identities() if n.startswith("../")}
-        yield from _siblings(above, same, held, "../", halves[0] if halves else None)
+        yield from _siblings(above, same, held, "../", None if half is None else half.other)
 
 
-def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: _Kind | None) -> Iterator[Unread]:
+def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: StateFile | None) -> Iterator[Unread]:
     """State in a folder under names that trainers use (all of them, or those of one kind), but for components that the
     checkpoint has."""
     for entry in source.list():
@@ -272,10 +244,6 @@ def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: 
 def _holds_state(source: Source, folder: str, kind: tuple[str, str]) -> bool:
     """Whether a folder with such a name holds files of state; a folder of programs may be called dataloader, too."""
     return not kind[1] or any(n == ".metadata" or re.fullmatch(_STATE, n) for n in source.list(folder))
-
-
-def _number(name: str) -> int:
-    return int("".join(c for c in name if c in "0123456789") or 0)
 
 
 def _kind(name: str) -> tuple[str, str] | None:
@@ -294,8 +262,14 @@ def _kind(name: str) -> tuple[str, str] | None:
 
 def kind_of(name: str) -> tuple[str, str] | None:
     """(what, component) of a name that trainers use; of a folder with "/"."""
-    m = re.fullmatch(_NAMED, name)
-    return None if m is None else next(k[1:] for i, k in enumerate(_NAMES) if m[f"k{i}"] is not None)
+    known = (*_NAMES, *(f for layout in layouts.layouts().values() for f in layout.program.state_files))
+    m = _pattern_of(known).fullmatch(name)
+    return None if m is None else next(k[1:] for i, k in enumerate(known) if m[f"k{i}"] is not None)
+
+
+@cache
+def _pattern_of(known: tuple[StateFile, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(known)))
 
 
 def _row(name: str, size: int | None, what: str, component: str, held: set[str]) -> Unread:

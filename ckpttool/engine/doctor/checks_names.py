@@ -7,12 +7,14 @@ import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 
+from ... import layouts
 from ...errors import CkpttoolError, argument
 from ...formats import safetensors_header
 from ...huggingface import encodings, model_names
 from ...index.checkpoint import ranks_without_rng_state
 from ...index.fqns import WRAPPERS
 from ...index.vocabulary import embedding_and_head, vocabulary_of
+from ...options import HUB_LAYOUT
 from ...storage.source import Source
 from ..discover import detection
 from .checks import Examined, check
@@ -76,7 +78,7 @@ def _renamed_weights(at: Examined) -> Mapping[str, str]:
     """Return {name in the file: canonical name, "" if it is not known} of weights whose two names differ."""
     ckpt = at.ckpt
     out = {str(p[-1]): str(q[1]) for q, p in ckpt.origin.items() if q[0] == "model" and len(q) == 2}
-    if ckpt.layout == "hf":
+    if ckpt.layout == HUB_LAYOUT:
         clean = {t.parameter for t in ckpt.tensors.values() if t.component == "model"}
         for file in ckpt.files:
             if file.endswith(".safetensors"):
@@ -160,7 +162,7 @@ def find_empty_weights(at: Examined) -> list[Finding]:
             folder = at.source.root
             config = ["--config", folder] if at.source.exists("config.json") else []
             target = f"{folder.rstrip('/')}-hf"
-            repair = shlex.join(["ckpttool", "convert", engine_folder, target, "--to", "hf", *config])
+            repair = shlex.join(["ckpttool", "convert", engine_folder, target, "--to", HUB_LAYOUT, *config])
             text += f"; {engine_folder} has them"
         else:
             text += (
@@ -211,7 +213,7 @@ def _engine_folders(at: Examined) -> Iterator[str]:
             rows = detection.below(there).checkpoints
         for c in reversed(rows):
             path = os.path.join(folder, c.name)
-            of_engine = c.complete and c.layout not in ("hf", "full", "audit")
+            of_engine = c.complete and not ((layout := layouts.find(c.layout)).is_file or layout.of_weights)
             if of_engine and os.path.abspath(path) != os.path.abspath(root):
                 yield path
 
@@ -255,7 +257,15 @@ def find_broken_ties(at: Examined) -> list[Finding]:
         f"and drops the second. Which of them is right cannot be known from the files; {argument('untie', True)} "
         "writes both"
     )
-    command = ["ckpttool", "convert", at.request.path, f"{at.request.path.rstrip('/')}-untied", "--to", "hf", "--untie"]
+    command = [
+        "ckpttool",
+        "convert",
+        at.request.path,
+        f"{at.request.path.rstrip('/')}-untied",
+        "--to",
+        HUB_LAYOUT,
+        "--untie",
+    ]
     repair = shlex.join([*command, *(["--config", at.request.config] if at.request.config else [])])
     return [Finding(TIED_WEIGHTS, DAMAGE, None, names, text, repair)]
 

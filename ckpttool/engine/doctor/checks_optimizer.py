@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 
+from ... import layouts
 from ...bounded_json import parse
 from ...errors import CkpttoolError, Corrupt
 from ...formats.stored_tensors import decode_number
@@ -197,15 +198,14 @@ def _folder_step(at: Examined) -> int | None:
     """Return the step in the name of the folder, where the program that wrote the checkpoint has named it: Trainer's
     checkpoint-N, DeepSpeed's global_stepN, torchtitan's step-N. None for other programs and names."""
     ckpt = at.ckpt
-    if ckpt.layout == "trainer" or (at.opened.folder and at.source.exists("trainer_state.json")):
-        name, word = os.path.basename(os.path.abspath(at.source.root)), "checkpoint"
-    elif ckpt.layout.startswith("zero"):
+    of_tree, layout = layouts.with_tree_of(ckpt.trainer), at.opened.layout
+    word = (layout if of_tree is None else of_tree).program.step_word
+    name = os.path.basename(os.path.abspath(at.source.root))
+    if at.opened.folder and at.source.exists("trainer_state.json"):
+        word = "checkpoint"
+    elif layout.saves is not None and word == layout.saves.folder:  # a folder in the one that was opened
         folders = {os.path.dirname(f) for f in ckpt.files}
-        name, word = os.path.basename(folders.pop() or at.source.root) if len(folders) == 1 else "", "global_step"
-    elif ckpt.trainer == "torchtitan":
-        name, word = os.path.basename(os.path.abspath(at.source.root)), "step"
-    else:
-        return None
+        name = os.path.basename(folders.pop() or at.source.root) if len(folders) == 1 else ""
     m = _IN_NAME.fullmatch(name)
     return int(m[2]) if m is not None and m[1].lower() == word else None
 

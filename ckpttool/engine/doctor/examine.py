@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from ... import layouts
 from ...errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteError, Unsupported, UsageError, argument
-from ...options import Search, list_keywords
+from ...options import HUB_LAYOUT, Search, list_keywords
 from ...printable import Shown
 from ...storage import urls
 from ...storage.source import Source
@@ -177,7 +177,7 @@ def _read_with_less(
         Unsupported: not even those.
     """
     ways = [replace(options, like=request.like)] if request.like is not None else []
-    by_itself = [replace(options, source_layout="hf")] if options.source_layout is None else []
+    by_itself = [replace(options, source_layout=HUB_LAYOUT)] if options.source_layout is None else []
     for way in (*ways, replace(options, only=("model",)), *by_itself):
         try:
             with open_checkpoint(path, way, check_hints=False) as opened:

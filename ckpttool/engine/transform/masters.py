@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from ... import layouts
 from ...errors import Corrupt, argument
 from ...index import boxes
 from ...index.checkpoint import Checkpoint, TensorEntry, joined
@@ -168,17 +169,12 @@ def describe_differences(ckpt: Checkpoint, found: Mapping[str, MasterDifference]
         for n, o in list(found.items())[:_SHOWN]
     ]
     more = f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
-    megatron = (
-        ". Megatron-Core itself saves such masters in fully_reshardable where embeddings are tied and the pipeline has "
-        "several stages, or with overlapped gradient reduction"
-        if ckpt.layout == "megatron"
-        else ""
-    )
+    known = layouts.program_of(ckpt.layout).about_masters
     return (
         f"{len(found):,} of {len(pairs):,} fp32 masters do not round to the weights beside them. {'; '.join(rows)}"
         f"{more}. The model computes with the weights, and training goes on from the masters, so they are from "
         "different steps, or one of the two was changed or restored in part. Take another copy of this step, or an "
-        f"earlier step{megatron}"
+        f"earlier step{known}"
     )
 
 

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...layouts import program_of
 from ..trace.model import Trace
 from .differences import are_alike
 
@@ -18,8 +19,6 @@ __all__ = ["Marked", "SideStateDiff", "compare_side_state", "is_comparable", "is
 
 #: Values of a scheduler that change while it computes and mean nothing afterwards.
 _TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
-#: Layouts of trainers that save the random states of every rank.
-_EVERY_RANK = frozenset(("trainer", "accelerate"))
 _FEW = 8  # values of a list that are shown
 #: How DeepSpeed cut the state, in its own configuration: a conversion to another stage changes it.
 _CUTS = "extra.ds_config.zero_optimization."
@@ -109,7 +108,7 @@ def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStat
     out = SideStateDiff(held=bool(ours))
     if is_recording(reference) and (not theirs or reference.start != got.start):
         return (
-            _compare_random_states(reference, ours, got.layout in _EVERY_RANK)
+            _compare_random_states(reference, ours, program_of(got.layout).saves_every_rng)
             if component == "rng" and reference.start == got.start
             else out
         )
