@@ -56,6 +56,7 @@ __all__ = [
     "options_of",
     "place",
     "program_of",
+    "read_as",
     "target_of",
     "tree_of",
     "with_tree_of",
@@ -200,6 +201,7 @@ class Layout:
         endings that
             it may have although files have them too (Lightning's .ckpt).
         aliases: other names that people use for it.
+        reads_as: other names that `Checkpoint.layout` has of what it reads.
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
         reader_uses: those of READ_HINTS that `read` looks at; the others are refused where no writer looks at them
         either.
@@ -236,6 +238,7 @@ class Layout:
     as_file: Layout | None = None
     suffixes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    reads_as: tuple[str, ...] = ()
     own_keys: bool = False
     reader_uses: tuple[str, ...] = READ_HINTS
     writer_uses: tuple[str, ...] = WRITE_HINTS
@@ -381,10 +384,15 @@ def find(name: str) -> Layout:
     raise UsageError(f"Unknown layout {name!r}.{hint} Choose one of: {', '.join(known)}.")
 
 
+def read_as(name: str | None) -> Layout | None:
+    """Return the layout that `Checkpoint.layout` names; None where no layout is named so."""
+    return next((x for x in layouts().values() if name == x.name or name in x.reads_as), None)
+
+
 def program_of(name: str | None) -> Program:
     """Return what is known of the program behind the layout that `Checkpoint.layout` names: nothing where no layout is
     named so."""
-    found = layouts().get(name or "")
+    found = read_as(name)
     return Program() if found is None else found.program
 
 

@@ -205,7 +205,7 @@ class Program:
         rows: {table of the documents: its rows about this layout, each of cells in Markdown}; see docs/_hooks.py.
     """
 
-    next_step: Callable[[Advice], str] = Advice.publish
+    next_step: Callable[[Advice], str] = lambda advice: f"for transformers: {advice.convert('--to hf --config MODEL')}"
     without_weights: str = ""
     state_files: tuple[StateFile, ...] = ()
     halves: tuple[Half, ...] = ()

@@ -337,6 +337,27 @@ def replacing(path: str) -> AbstractContextManager[None]:
     return archive_store.replacing(path)
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-layouts": (
+        (
+            "**audit**",
+            "one self-describing archive, `.tar.zst`",
+            "",
+            "everything",
+        ),
+    ),
+    "layouts": (
+        (
+            "**audit**",
+            "archives of `audit export`, `.tar.zst`; `audit restore` reads encrypted ones",
+            (
+                "one file, ordered by tensor names: the same manifest and tensors whatever the source layout and "
+                "world size. `convert` writes archives too, without a ledger"
+            ),
+        ),
+    ),
+}
 LAYOUTS = (
     Layout(
         name="audit",
@@ -355,6 +376,8 @@ LAYOUTS = (
         replacing=replacing,
         reader_uses=(),
         writer_uses=("config",),
-        program=Program(next_step=lambda advice: f"ckpttool audit restore {advice.quoted} OUT --to dcp -n RANKS"),
+        program=Program(
+            rows=_ROWS, next_step=lambda advice: f"ckpttool audit restore {advice.quoted} OUT --to dcp -n RANKS"
+        ),
     ),
 )

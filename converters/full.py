@@ -221,6 +221,24 @@ def _next_step(advice: Advice) -> str:
     return f"for a job of several ranks: {job}; for transformers: {model}"
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-layouts": (
+        (
+            "**full**",
+            "one `torch.save` file",
+            "`.pt`, `.pth`, `.bin`, `.ckpt`, legacy and zip",
+            "everything `weights_only=True` loads",
+        ),
+    ),
+    "layouts": (
+        (
+            "**full**",
+            "`.pt`, `.pth`, `.bin`, `.ckpt`: zip and legacy `torch.save`; shared storages, views, strides",
+            "a zip with correct CRC32s and 64-byte alignment, for `torch.load(weights_only=True, mmap=True)`",
+        ),
+    ),
+}
 LAYOUTS = (
     Layout(
         name="full",
@@ -235,6 +253,6 @@ LAYOUTS = (
         reader_uses=("config", "like"),
         writer_uses=(),
         keeps_subclasses=True,
-        program=Program(next_step=_next_step),
+        program=Program(rows=_ROWS, next_step=_next_step),
     ),
 )

@@ -460,6 +460,51 @@ def _unfinished(folder: SeenFolder) -> Unfinished | None:
     return None
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-trainers": (
+        (
+            "[nanotron](docs/how-to/trainers/nanotron.md) (**nanotron**)",
+            "tensor and pipeline parallel, ZeRO-0 and 1",
+            "yes",
+            "yes",
+            "yes",
+            "none saved",
+        ),
+    ),
+    "layouts": (
+        (
+            "**nanotron**",
+            (
+                "nanotron's step folders: a file for every part of a tensor, tensor and pipeline parallel; "
+                "optimizer of ZeRO-0 and ZeRO-1, fp32 copies, scheduler, RNG of every rank; not experts on ranks of "
+                "their own"
+            ),
+            "not written",
+        ),
+    ),
+    "directories": (
+        (
+            "nanotron's step folders",
+            "`nanotron`",
+            (
+                "weights of tensor and pipeline parallel ranks, optimizer (ZeRO-0 and 1), fp32 copies, scheduler, "
+                "RNG of every rank"
+            ),
+        ),
+    ),
+    "resumed": (
+        (
+            "nanotron",
+            "yes",
+            "not written",
+            "yes",
+            "yes",
+            "of every rank",
+            "nanotron saves none",
+        ),
+    ),
+}
 LAYOUTS = (
     Layout(
         name="nanotron",
@@ -469,6 +514,6 @@ LAYOUTS = (
         reader_uses=(),
         writer_uses=(),
         of_trainer=True,
-        program=Program(next_step=_next_step, unfinished=_unfinished, step_word=""),
+        program=Program(rows=_ROWS, next_step=_next_step, unfinished=_unfinished, step_word=""),
     ),
 )

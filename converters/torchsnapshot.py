@@ -424,6 +424,36 @@ def _primitive(kind: str, text: Any, what: str) -> Any:
     raise Unsupported(f"{what}: an entry of type {kind!a:.80}, which ckpttool does not know.")
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-trainers": (
+        (
+            "[torchsnapshot](docs/how-to/trainers/torchsnapshot.md) (**torchsnapshot**)",
+            "every rank",
+            "yes",
+            "under your key",
+            "under your key",
+            "under your key",
+        ),
+    ),
+    "layouts": (
+        (
+            "**torchsnapshot**",
+            (
+                "what `Snapshot.take` writes: sharded, chunked and replicated tensors, objects, values of every "
+                "rank; a manifest in YAML is refused"
+            ),
+            "not written",
+        ),
+    ),
+    "directories": (
+        (
+            "what torchsnapshot's `Snapshot.take` writes",
+            "`torchsnapshot`",
+            ("everything in the manifest: sharded, chunked and replicated tensors, values, objects, RNG of every rank"),
+        ),
+    ),
+}
 LAYOUTS = (
     Layout(
         name="torchsnapshot",
@@ -432,6 +462,6 @@ LAYOUTS = (
         read=read,
         reader_uses=("config", "like"),
         writer_uses=(),
-        program=Program(is_part=lambda name, beside: name == "sharded"),
+        program=Program(rows=_ROWS, is_part=lambda name, beside: name == "sharded"),
     ),
 )

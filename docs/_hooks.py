@@ -4,6 +4,7 @@
 <!-- exit-codes -->               ckpttool.errors.EXIT_CODES
 <!-- causes -->                   every kind of cause that resume-verify reports
 <!-- layouts -->                  every installed layout and what it holds
+<!-- rows: resumed -->            a table of TABLES, whose rows stand with the layouts and trainers (`Program.rows`)
 <!-- modules -->                  every module, with the first sentence of its docstring
 <!-- findings -->                 every kind of finding of `doctor`, and whether it takes --read-data
 """
@@ -24,12 +25,23 @@ from ckpttool.cli.main import app
 from ckpttool.engine.doctor.checks import kinds_from_data, load_checks
 from ckpttool.engine.doctor.findings import KINDS, ordered_kinds
 from ckpttool.errors import EXIT_CODES
-from ckpttool.layouts import layouts
+from ckpttool.layouts import for_trainers, layouts
 from ckpttool.resume.diagnosis.kinds import list_kinds
 
 #: What an option takes -> how the table shows it.
 _VALUES = {"integer range": "N", "integer": "N", "float range": "X", "float": "X", "text": "TEXT"}
 
+#: {table of which the rows stand in `Program.rows`: its head}. README.md has the first two, and a test compares them.
+TABLES = {
+    "readme-layouts": ("`--to`", "what it is", "reads, besides what ckpttool writes", "holds"),
+    "readme-trainers": (
+        "trainer (layout)", "read", "resumes (`--for`)", "optimizer", "scheduler", "RNG", "data loader",
+    ),
+    "layouts": ("", "reads", "writes"),
+    "directories": ("directory", "layout", "what is read"),
+    "for": ("`--for`", "what it writes", "how it is resumed"),
+    "resumed": ("trainer", "read", "resumes", "optimizer", "scheduler", "RNG", "data loader"),
+}  # fmt: skip
 
 _tree: tempfile.TemporaryDirectory[str] | None = None
 
@@ -136,6 +148,7 @@ def exports(page: str) -> str:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs with the text of each page."""
     markdown = re.sub(r"^<!-- options: (.+?) -->$", lambda m: options_table(m[1]), markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^<!-- rows: (.+?) -->$", lambda m: rows_table(m[1]), markdown, flags=re.MULTILINE)
     markdown = markdown.replace("<!-- exports -->", exports(markdown))
     made = {
         "<!-- causes -->": causes_table,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,3 +170,12 @@ def files_of(path: Path) -> dict[str, bytes]:
         return {"": path.read_bytes()}
     found = {str(p.relative_to(path)): p for p in sorted(path.rglob("*")) if p.is_file()}
     return {name: p.read_bytes() for name, p in found.items() if name != "ckpttool.json"}
+
+
+def hooks() -> Any:
+    """docs/_hooks.py, which makes the tables of the site."""
+    found = importlib.util.spec_from_file_location("_hooks", REPOSITORY / "docs" / "_hooks.py")
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module

@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -183,6 +183,62 @@ def test_no_two_layouts_have_one_name() -> None:
 
     names = [x.name for module in BUILT_IN for x in importlib.import_module(module).LAYOUTS]
     assert len(set(names)) == len(names) > 5
+
+
+#: Words that are the name of a layout or a trainer and mean something else in a module.
+OTHER_MEANINGS = {
+    "audit.verification": {"full"},  # how deep an archive is verified
+    "audit.verify": {"full"},
+    "cli.audit.verify": {"full"},
+    "cli.audit.__init__": {"audit"},  # the group of commands
+    "extras": {"audit"},  # what pip installs
+    "engine.salvage": {"hf"},  # the program of huggingface_hub
+    "huggingface.hub_names": {"olmo"},  # a `model_type`
+    "huggingface.model_files": {"hf"},  # a folder
+    "resume.report.html_page": {"full"},  # a key of JSON
+    "storage.listings": {"hf"},  # the scheme of a URL
+    "storage.remote": {"hf"},
+}
+MOST_NAMES_IN_THE_CORE = 10
+
+
+def names_of_layouts_and_trainers() -> set[str]:
+    """What layouts, trainers and the programs of `--for` are called; torch is also a package."""
+    from ckpttool.layouts import BUILT_IN, for_trainers
+
+    known = [x for module in BUILT_IN for x in importlib.import_module(module).LAYOUTS]
+    titles = {x.title.removeprefix("directory of ") for x in known if x.of_trainer}
+    trees = {x.program.tree.name for x in known if x.program.tree is not None}
+    return {*(x.name for x in known), *titles, *trees, *for_trainers()} - {"torch", "deepspeed"}
+
+
+def is_about_a_layout(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
+    """Whether a constant is compared with the name of a layout or given as one; "trainer" is also a component."""
+    above = parents[node]
+    if isinstance(above, (ast.Tuple, ast.Set, ast.List)):
+        above = parents[above]
+    if isinstance(above, ast.Compare):
+        return any(isinstance(x, ast.Attribute) and x.attr in ("layout", "name", "trainer") for x in ast.walk(above))
+    if isinstance(above, ast.keyword):
+        return above.arg in ("to", "source_layout", "layout")
+    return isinstance(above, ast.Call) and ast.unparse(above.func).endswith(("find", "program_of"))
+
+
+def test_the_core_names_few_layouts_and_trainers() -> None:
+    """What is known of one stands with it (Layout, Dialect, Program), so that adding one touches one file."""
+    names, found = names_of_layouts_and_trainers(), []
+    assert {"dcp", "zero3", "Lightning", "torchtitan", "NeMo AutoModel"} <= names
+    for module in (m for m in MODULES if not m.startswith("ckpttool.converters")):
+        tree = tree_of(module)
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or node.value not in names or isinstance(parents[node], ast.Expr):
+                continue
+            if node.value in OTHER_MEANINGS.get(short(module), ()):
+                continue
+            if node.value != "trainer" or is_about_a_layout(node, parents):
+                found.append(f"{MODULES[module].relative_to(ROOT)}:{node.lineno}: {node.value!r}")
+    assert len(found) <= MOST_NAMES_IN_THE_CORE, "\n" + "\n".join(found)
 
 
 def test_the_public_door_is_sorted_and_every_name_opens() -> None:

@@ -4,7 +4,6 @@ site is built, with its warnings as errors."""
 from __future__ import annotations
 
 import html
-import importlib.util
 import json
 import os
 import re
@@ -22,6 +21,7 @@ import yaml
 from fake_hub import Hub
 from huggingface_hub.utils import close_session
 from pages import program
+from peers import hooks
 from ranks import forked, one_at_a_time, torchrun
 from stores import moto
 from typer.testing import CliRunner
@@ -42,15 +42,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "COLUMNS": "160",
 }
-
-
-def hooks() -> Any:
-    """docs/_hooks.py, which makes the tables of the site."""
-    found = importlib.util.spec_from_file_location("_hooks", DOCS / "_hooks.py")
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 HOOKS = hooks()
@@ -476,7 +467,27 @@ def test_every_command_line_of_every_page_has_only_options_that_are_there() -> N
 
 def test_every_layout_stands_in_the_readme_and_in_the_reference() -> None:
     names = set(layouts())
-    assert names <= set(re.findall(r"\w+", README)) and names <= set(re.findall(r"\w+", PAGES["reference/layouts.md"]))
+    page = HOOKS.on_page_markdown(PAGES["reference/layouts.md"])
+    assert names <= set(re.findall(r"\w+", README)) and names <= set(re.findall(r"\w+", page))
+
+
+@pytest.mark.parametrize("table", ["readme-layouts", "readme-trainers"])
+def test_the_tables_of_the_readme_are_those_of_the_layouts_and_trainers(table: str) -> None:
+    """GitHub shows README.md without docs/_hooks.py."""
+    made = HOOKS.rows_table(table)
+    head = made.partition("\n")[0]
+    assert head in README
+    there = README[README.index(head) :].partition("\n\n")[0]
+    assert there == made, f"put this into README.md:\n{made}"
+
+
+def test_every_row_of_a_layout_is_in_a_table_that_a_page_has() -> None:
+    shown = {mark for text in PAGES.values() for mark in re.findall(r"^<!-- rows: (.+?) -->$", text, re.MULTILINE)}
+    assert shown | {"readme-layouts", "readme-trainers"} == set(HOOKS.TABLES)
+    for layout in layouts().values():
+        for table, rows in layout.program.rows.items():
+            made = {"for": 1, "readme-trainers": 1}.get(table, 0)  # the cells that the hook adds
+            assert all(len(row) + made == len(HOOKS.TABLES[table]) for row in rows), (layout.name, table)
 
 
 def test_the_site_builds_without_a_warning_and_has_every_page_and_option(tmp_path: Path) -> None:

@@ -410,6 +410,65 @@ def _is_export(source: Source) -> bool:
 #: An index of a folder, or of one rank.
 _INDEX = re.compile(r"(__\d+)?\.metadata")
 _FILES = re.compile(r"(?s)(__\d+)?\.metadata(\.tmp)?|.*\.distcp")
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-layouts": (
+        (
+            "**dcp**",
+            "`torch.distributed.checkpoint` folder",
+            "FSDP2, HSDP, tensor parallel; torchtitan, Lightning, Accelerate; zstd and safetensors items",
+            "everything",
+        ),
+    ),
+    "readme-trainers": (
+        (
+            "[your loop](docs/how-to/trainers/torch.md) (**dcp**, **full**, **script**)",
+            "`dcp.save`, `torch.save`; `model.pt` next to `optimizer.pt`",
+            "yes",
+            "yes",
+            "yes",
+            "yes",
+        ),
+    ),
+    "layouts": (
+        (
+            "**dcp**",
+            (
+                "everything `torch.distributed.checkpoint` writes: several files per rank, one file per tensor, one "
+                "`.metadata` per rank, `stream.zstd` items, safetensors items; FSDP2, HSDP, tensor parallel, "
+                "replicated tensors, empty shards, flat or raw optimizer state"
+            ),
+            (
+                "one data file per rank with exactly what that rank of an FSDP2 job reads; `.metadata` last; the "
+                "same bytes for the same state"
+            ),
+        ),
+    ),
+    "directories": (
+        (
+            "AReaL's DCP folder, everything under the key `dcp`",
+            "`dcp`",
+            "weights, optimizer; `dcp` and `full` keep the key",
+        ),
+    ),
+    "for": (
+        (
+            "a `dcp` folder with `model`, `optim`, `scheduler`",
+            "`dcp.load` and `set_state_dict`",
+        ),
+    ),
+    "resumed": (
+        (
+            "your own loop with DCP",
+            "yes",
+            "yes, any world size",
+            "yes",
+            "yes",
+            "if your loop saves it",
+            "if your loop saves it",
+        ),
+    ),
+}
 LAYOUTS = (
     Layout(
         name="dcp",
@@ -425,6 +484,7 @@ LAYOUTS = (
         keeps_subclasses=True,
         refuses_numbers=True,
         program=Program(
+            rows=_ROWS,
             next_step=_next_step,
             without_weights=", or move this folder and that of the weights into one",
             is_piece=lambda source, name: _FILES.fullmatch(name) is not None,

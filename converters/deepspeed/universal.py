@@ -185,6 +185,24 @@ def _next_step(advice: Advice) -> str:
     return f"resumes in DeepSpeed with load_universal; without it: {advice.convert('--to zero3 -n RANKS')}"
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-layouts": (
+        (
+            "**universal**",
+            "DeepSpeed Universal Checkpoint",
+            "what `ds_to_universal.py` makes",
+            "everything",
+        ),
+    ),
+    "layouts": (
+        (
+            "**universal**",
+            "what `ds_to_universal.py` writes, for any stage",
+            "the same; DeepSpeed's loader restores less than the files hold, see [formats](formats.md#universal)",
+        ),
+    ),
+}
 LAYOUTS = (
     Layout(
         name="universal",
@@ -199,6 +217,6 @@ LAYOUTS = (
         reader_uses=("tag",),
         writer_uses=("like",),
         saves=ds.SAVES,
-        program=Program(next_step=_next_step),
+        program=Program(rows=_ROWS, next_step=_next_step),
     ),
 )

@@ -464,10 +464,72 @@ def _next_step(advice: Advice) -> str:
     return f"resumes in DeepSpeed at {advice.ranks}; at another world size: {again}"
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-layouts": (
+        (
+            "**zero3**, **zero2**, **zero1**",
+            "DeepSpeed ZeRO folder",
+            "fp32, bf16, fp16, CPU offload, sub-groups, hpZ",
+            "everything",
+        ),
+    ),
+    "readme-trainers": (
+        (
+            "[DeepSpeed](docs/how-to/trainers/deepspeed.md) (**zero3**)",
+            "ZeRO stages 0 to 3",
+            "yes",
+            "yes",
+            "none saved",
+            "none saved",
+        ),
+    ),
+    "layouts": (
+        (
+            "**zero3**",
+            (
+                "saves of a stage 3 engine: sub-groups, several param groups, frozen and tied parameters, "
+                "persistent small parameters, hpZ, fp32, bf16, fp16 with its loss scaler, CPU offload, saves at "
+                "step 0"
+            ),
+            "files that a stage 3 engine resumes from at any world size, and that `zero_to_fp32.py` reads",
+        ),
+    ),
+    "for": (
+        (
+            "a ZeRO-3 folder with `latest`",
+            "`engine.load_checkpoint(DIR)`",
+        ),
+    ),
+    "resumed": (
+        (
+            "DeepSpeed ZeRO-1 to 3",
+            "yes",
+            "yes, any world size",
+            "yes",
+            "yes",
+            "in the trainer's files",
+            "in the trainer's files",
+        ),
+    ),
+}
+
+
+#: The same of stages 2 and 1.
+_ROWS_2 = {
+    "layouts": (
+        (
+            "**zero2**, **zero1**",
+            "stages 2, 1 and 0: padding, round-robin gradients, `elastic_checkpoint`, `BF16_Optimizer`",
+            "the same for stages 2 and 1",
+        ),
+    ),
+}
 #: What every stage has.
 _PROGRAM = Program(next_step=_next_step, step_word="global_step")
 _PROGRAM_OF_STAGE_3 = replace(
     _PROGRAM,
+    rows=_ROWS,
     is_piece=lambda source, name: re.fullmatch(ds.SAVES.files, name) is not None,
     is_part=lambda name, beside: name == "zero",
     state_files=(
@@ -491,9 +553,10 @@ def _layout(stage: int, title: str, detect: Callable[[Place], tuple[bool, str]])
         prepare=late("ckpttool.converters.deepspeed.write_zero:prepare"),
         options=ZeroOptions,
         aliases=aliases,
+        reads_as=("zero0",) if stage == 2 else (),
         needs_named_optimizer=True,
         saves=ds.SAVES,
-        program=_PROGRAM_OF_STAGE_3 if stage == 3 else _PROGRAM,
+        program=_PROGRAM_OF_STAGE_3 if stage == 3 else replace(_PROGRAM, rows=_ROWS_2 if stage == 2 else {}),
         reader_uses=("tag",),
         writer_uses=("like", "world_size"),
     )

@@ -257,6 +257,27 @@ def _next_step(advice: Advice) -> str:
     return f"resumes in its job at {advice.ranks}; at another world size: {advice.convert('--to dcp -n RANKS')}"
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-layouts": (
+        (
+            "**fsdp1**",
+            "FSDP1 files of each rank",
+            "LOCAL_STATE_DICT, ShardedTensor, DTensor; FairScale",
+            "everything",
+        ),
+    ),
+    "layouts": (
+        (
+            "**fsdp1**",
+            (
+                "one file per rank: LOCAL_STATE_DICT, ShardedTensor, DTensor, raw or FSDP optimizer state, both "
+                "settings of `use_orig_params`; FairScale shards"
+            ),
+            ("LOCAL_STATE_DICT and `optimizer.state_dict()` files, with a `flat_layout.json` that makes them readable"),
+        ),
+    ),
+}
 LAYOUTS = (
     Layout(
         name="fsdp1",
@@ -269,6 +290,6 @@ LAYOUTS = (
         aliases=("local", "local_state_dict"),
         reader_uses=("config", "like", "flat_layout", "wrap"),
         needs_named_optimizer=True,
-        program=Program(next_step=_next_step),
+        program=Program(rows=_ROWS, next_step=_next_step),
     ),
 )

@@ -343,6 +343,27 @@ def _next_step(advice: Advice) -> str:
     return f"from_pretrained {reads}; for a training job: {job}"
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-layouts": (
+        (
+            "**hf**",
+            "Hugging Face safetensors folder",
+            "shards, PEFT adapters ([extracted and merged](docs/how-to/adapters.md)), torch's own HF shards",
+            "weights; all state with `--include-optimizer`",
+        ),
+    ),
+    "layouts": (
+        (
+            "**hf**",
+            ("`model.safetensors`, shards with an index, any `*.safetensors`, torch's `shard-*-model-*.safetensors`"),
+            (
+                "names, tensors and headers as `save_pretrained` writes them; tied weights once; shards split as "
+                "huggingface_hub splits them; one file if the destination is named `*.safetensors`"
+            ),
+        ),
+    ),
+}
 _FOLDER = Layout(
     name="hf",
     title="Hugging Face safetensors",
@@ -360,6 +381,7 @@ _FOLDER = Layout(
     reader_uses=("config",),
     writer_uses=("config",),
     program=Program(
+        rows=_ROWS,
         next_step=_next_step,
         is_export=lambda source: True,
         is_stray=lambda names: not any(map(_OWN.fullmatch, names)),

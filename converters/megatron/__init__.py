@@ -154,6 +154,61 @@ def _gaps(folder: SeenFolder) -> Iterator[str]:
             yield "no " + "_".join((f"mp_rank_{first:02d}", *(f"{n:03d}" for n in rest)))
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-trainers": (
+        (
+            "[Megatron-Core, NeMo 2](docs/how-to/trainers/megatron.md) (**megatron**)",
+            "`torch_dist`, every sharding of the optimizer; `mp_rank_XX` of all ranks",
+            "yes",
+            "yes",
+            "yes",
+            "none saved",
+        ),
+    ),
+    "layouts": (
+        (
+            "**megatron**",
+            (
+                "Megatron-Core's `iter_N` in the format `torch_dist`: plain and stacked layers, any tensor, "
+                "pipeline and expert parallel size, the optimizer as `fully_reshardable`, "
+                "`fully_sharded_model_space` (flat ranges, too) or `dp_reshardable`; Megatron-FSDP's "
+                "`fsdp_dtensor`; the older `mp_rank_XX/model_optim_rng.pt` and `distrib_optim.pt` of all tensor-, "
+                "pipeline- and expert-parallel ranks; NeMo 2's `weights/` and `context/`; verl's `dist_ckpt/` "
+                "folders. See [Megatron-Core](../how-to/trainers/megatron.md)"
+            ),
+            (
+                "a folder that `dist_checkpointing.load` reads at any tensor, pipeline and data parallel size: "
+                "plain layers, the optimizer as `fully_reshardable`, fp32 copies of the weights where the source "
+                "has none"
+            ),
+        ),
+    ),
+    "directories": (
+        (
+            (
+                "Megatron-Core's `iter_N` (`torch_dist`, `fsdp_dtensor`, and `mp_rank_XX/model_optim_rng.pt` of all "
+                "ranks), NeMo 2's `weights/` and `context/`, verl's `dist_ckpt/` folders"
+            ),
+            "`megatron`",
+            (
+                "weights, optimizer, param groups, scheduler, RNG of every model-parallel rank, arguments; all "
+                "`dist_ckpt/` folders of verl are one state"
+            ),
+        ),
+    ),
+    "resumed": (
+        (
+            "Megatron-Core, NeMo 2",
+            "yes, `torch_dist`",
+            "yes, `--to megatron`: any TP, PP and DP size",
+            "yes",
+            "yes",
+            "of every model-parallel rank",
+            "files beside it are named, not read",
+        ),
+    ),
+}
 LAYOUTS = (
     Layout(
         name="megatron",
@@ -169,6 +224,7 @@ LAYOUTS = (
         writer_uses=("world_size",),
         needs_named_optimizer=True,
         program=Program(
+            rows=_ROWS,
             next_step=_next_step,
             state_files=(StateFile(r"common\.pt", "param groups, scheduler, arguments", "optim"),),
             rank_folders=RANK.pattern,

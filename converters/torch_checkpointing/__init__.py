@@ -426,6 +426,32 @@ def _is_piece(source: Source, name: str) -> bool:
     return bool(_ITEM.fullmatch(name)) and not source.root.startswith("http") and METADATA in source.list()
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-layouts": (
+        (
+            "**torch_checkpointing**",
+            "[folder of Meta's torch_checkpointing](docs/how-to/trainers/torch-checkpointing.md)",
+            "`.pt`, safetensors and JSON items",
+            "everything",
+        ),
+    ),
+    "layouts": (
+        (
+            "**torch_checkpointing**",
+            (
+                "folders of Meta's torch_checkpointing 0.1: `metadata.pkl` (DTensor placements, also strided ones; "
+                "`default_tensor_v1`) with items of torch.save, safetensors, JSON and raw bytes; without "
+                "`metadata.pkl` what DTensors in the files tell"
+            ),
+            (
+                "model and optimizer cut along dim 0, for its CheckpointManager with DefaultResharder; every other "
+                "item on every rank, RNG states each on its own. See "
+                "[torch_checkpointing](../how-to/trainers/torch-checkpointing.md)"
+            ),
+        ),
+    ),
+}
 LAYOUTS = (
     Layout(
         name="torch_checkpointing",
@@ -438,6 +464,6 @@ LAYOUTS = (
         reader_uses=("config", "like"),
         writer_uses=("world_size",),
         needs_named_optimizer=True,
-        program=Program(next_step=_next_step, unfinished=_unfinished, is_piece=_is_piece),
+        program=Program(rows=_ROWS, next_step=_next_step, unfinished=_unfinished, is_piece=_is_piece),
     ),
 )

@@ -206,6 +206,67 @@ def _unfinished_half(folder: SeenFolder) -> Unfinished | None:
     return None
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS_OF_ACCELERATE = {
+    "readme-trainers": (
+        (
+            "[Accelerate](docs/how-to/trainers/accelerate.md) (**accelerate**)",
+            "the same, LOCAL, several models",
+            "yes",
+            "yes",
+            "yes",
+            "yes",
+        ),
+    ),
+    "layouts": (
+        (
+            "**accelerate**, **trainer**, **lightning**, **torchtitan**",
+            (
+                "whole directories of Accelerate, HF Trainer and TRL, Lightning; torchtitan's is read as `dcp`: see "
+                "[Convert a trainer's checkpoint](../how-to/trainers.md)"
+            ),
+            "what these trainers resume from, for FSDP SHARDED or, with `--state-dict-type full`, FULL",
+        ),
+    ),
+    "directories": (
+        (
+            ("what Accelerate's `save_state` writes: FSDP SHARDED, FULL and LOCAL, DDP; several models and optimizers"),
+            "`accelerate`",
+            "weights, optimizers, schedulers, scaler, data loaders, RNG of every rank, registered objects",
+        ),
+        (
+            "the same two with DeepSpeed inside: `latest` and a save of the engine",
+            "`trainer`, `accelerate`",
+            "the save (ZeRO stage 0 to 3), and the trainer's own files as above",
+        ),
+    ),
+    "for": (
+        (
+            "`pytorch_model_fsdp_0/` and `optimizer_0/`, schedulers, scaler, `random_states_<rank>.pkl`",
+            "`accelerator.load_state(DIR)`",
+        ),
+    ),
+    "resumed": (
+        (
+            "Accelerate: FSDP SHARDED, FULL, DDP",
+            "yes",
+            "yes, any world size",
+            "yes",
+            "yes",
+            "of the ranks that the source has",
+            "`sampler.bin`, `dl_state_dict.bin` are kept",
+        ),
+        (
+            "Accelerate: FSDP1 LOCAL, several models",
+            "yes",
+            "not written",
+            "yes",
+            "yes",
+            "read",
+            "read",
+        ),
+    ),
+}
 ACCELERATE = Dialect(
     name="accelerate",
     title="Accelerate",
@@ -216,6 +277,7 @@ ACCELERATE = Dialect(
     world_size=partial(_ranks, RANDOM_STATES),
     saves=SAVES,
     program=Program(
+        rows=_ROWS_OF_ACCELERATE,
         next_step=partial(_next_step, "Accelerate", r"pytorch_model_fsdp(_\d+)?\.bin", "convert it to whole files"),
         state_files=(
             StateFile(r"dl_state_dict(_\d+)?\.(bin|pt|pth|ckpt)", "data loader", "dataloader"),
@@ -245,6 +307,64 @@ def _unfinished_of_trainer(folder: SeenFolder) -> Unfinished | None:
     return None
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS_OF_TRAINER = {
+    "readme-trainers": (
+        (
+            "[HF Trainer, TRL](docs/how-to/trainers/hf-trainer.md) (**trainer**)",
+            "FSDP SHARDED, FULL; DDP; LoRA; DeepSpeed",
+            "yes",
+            "yes",
+            "yes",
+            "none saved",
+        ),
+    ),
+    "directories": (
+        (
+            "`checkpoint-N` of HF Trainer and TRL: FSDP SHARDED and FULL, DDP, one GPU, LoRA",
+            "`trainer`",
+            (
+                "weights (`safetensors` or `.bin`, one file or shards) or adapter, optimizer, scheduler, scaler, "
+                "RNG of every rank, `trainer_state.json`"
+            ),
+        ),
+    ),
+    "for": (
+        (
+            "the same with `rng_state_<rank>.pth` and `trainer_state.json`",
+            "`Trainer.train(resume_from_checkpoint=DIR)`",
+        ),
+    ),
+    "resumed": (
+        (
+            "HF Trainer, TRL: FSDP SHARDED, FULL",
+            "yes",
+            "yes, any world size",
+            "yes",
+            "yes",
+            "of the ranks that the source has",
+            "Trainer skips the batches that `trainer_state.json` counts",
+        ),
+        (
+            "HF Trainer: DDP, one GPU",
+            "yes",
+            "yes, any world size",
+            "yes",
+            "yes",
+            "as above",
+            "as above",
+        ),
+        (
+            "HF Trainer: LoRA",
+            "yes",
+            "with FSDP; `adapter_model.safetensors` of other jobs is not written",
+            "yes",
+            "yes",
+            "as above",
+            "as above",
+        ),
+    ),
+}
 TRAINER = Dialect(
     name="trainer",
     title="Hugging Face Trainer",
@@ -257,6 +377,7 @@ TRAINER = Dialect(
     aliases=("hf-trainer", "trl"),
     saves=SAVES,
     program=Program(
+        rows=_ROWS_OF_TRAINER,
         next_step=partial(
             _next_step,
             "Trainer",
@@ -290,6 +411,43 @@ def _next_step_of_lightning(advice: Advice) -> str:
     return f"resumes at any world size in Lightning; nothing to convert ({model})"
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS_OF_LIGHTNING = {
+    "readme-trainers": (
+        (
+            "[Lightning](docs/how-to/trainers/lightning.md) (**lightning**)",
+            "FSDP, ModelParallel, full, DeepSpeed",
+            "yes",
+            "yes",
+            "none saved",
+            "none saved",
+        ),
+    ),
+    "directories": (
+        (
+            "Lightning's sharded `.ckpt` (FSDPStrategy, ModelParallelStrategy)",
+            "`lightning`",
+            "the DCP data, and `meta.pt`: epoch, loops, callbacks, schedulers",
+        ),
+    ),
+    "for": (
+        (
+            "a sharded `.ckpt` folder with `meta.pt`",
+            "`trainer.fit(ckpt_path=DIR)` with FSDPStrategy or ModelParallelStrategy",
+        ),
+    ),
+    "resumed": (
+        (
+            "Lightning: FSDP, ModelParallel, sharded",
+            "yes",
+            "yes, any world size",
+            "yes",
+            "yes",
+            "Lightning saves none",
+            "Lightning's loops count batches",
+        ),
+    ),
+}
 LIGHTNING = Dialect(
     name="lightning",
     title="Lightning",
@@ -299,6 +457,7 @@ LIGHTNING = Dialect(
     write=layouts.late("ckpttool.converters.trainers.write:write_lightning"),
     parts=lambda source: [Part("", "dcp", "model"), Part("meta.pt", TREE, "trainer")],
     program=Program(
+        rows=_ROWS_OF_LIGHTNING,
         next_step=_next_step_of_lightning,
         state_files=(StateFile(r"meta\.pt", "loops, schedulers, hyperparameters", "trainer"),),
         resumed_by=(ForTrainer("lightning"),),
@@ -344,6 +503,47 @@ def _next_step_of_verl(advice: Advice) -> str:
     return f"resumes in verl at {advice.ranks}; for transformers: {advice.convert('--to hf')}"
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS_OF_VERL = {
+    "readme-trainers": (
+        (
+            "[verl](docs/how-to/trainers/verl.md) (**verl**)",
+            "FSDP1, FSDP2, `data.pt`",
+            "yes",
+            "yes",
+            "yes",
+            "yes",
+        ),
+    ),
+    "layouts": (
+        (
+            "**verl**",
+            (
+                "`actor` and `critic`: files of ranks as **fsdp1** reads them, and the data loader in `../data.pt`; "
+                "`global_step_N` where it has no critic"
+            ),
+            "not written",
+        ),
+    ),
+    "directories": (
+        (
+            "verl's `actor` or `critic`: one file a rank; `global_step_N` without a critic",
+            "`verl`",
+            "weights, optimizer, scheduler, RNG of every rank, the data loader in `../data.pt`",
+        ),
+    ),
+    "resumed": (
+        (
+            "verl: FSDP1, FSDP2",
+            "yes",
+            "not written",
+            "yes",
+            "yes",
+            "of every rank",
+            "read",
+        ),
+    ),
+}
 VERL = Dialect(
     name="verl",
     title="verl",
@@ -352,6 +552,7 @@ VERL = Dialect(
     parts=_parts_of_verl,
     own_keys=True,
     program=Program(
+        rows=_ROWS_OF_VERL,
         next_step=_next_step_of_verl,
         state_files=(
             StateFile(r"optim_world_size_\d+_rank_\d+\.pt", "optimizer", "optim"),
@@ -385,6 +586,36 @@ def _next_step_of_torchtitan(advice: Advice) -> str:
     )
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS_OF_TORCHTITAN = {
+    "readme-trainers": (
+        (
+            "[torchtitan](docs/how-to/trainers/torchtitan.md) (**torchtitan**)",
+            "`step-N`",
+            "yes",
+            "yes",
+            "none saved",
+            "of the same ranks",
+        ),
+    ),
+    "for": (
+        (
+            "a `step-N` folder with the keys of its CheckpointManager",
+            "`CheckpointManager.load`",
+        ),
+    ),
+    "resumed": (
+        (
+            "torchtitan",
+            "yes, as `dcp`",
+            "yes, any world size",
+            "yes",
+            "yes",
+            "torchtitan saves none",
+            "no: exclude it",
+        ),
+    ),
+}
 TORCHTITAN = layouts.Layout(
     name="torchtitan",
     title="step folder of torchtitan, for its CheckpointManager",
@@ -400,6 +631,7 @@ TORCHTITAN = layouts.Layout(
     of_trainer=True,
     keeps_subclasses=True,
     program=Program(
+        rows=_ROWS_OF_TORCHTITAN,
         next_step=_next_step_of_torchtitan,
         step_word="step",
         resumed_by=(ForTrainer("torchtitan"),),

@@ -114,6 +114,50 @@ def _unfinished(folder: SeenFolder) -> Unfinished | None:
     return None
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS_OF_AUTOMODEL = {
+    "readme-trainers": (
+        (
+            "[NeMo AutoModel](docs/how-to/trainers/automodel.md) (**automodel**)",
+            "`epoch_E_step_S`, PEFT",
+            "yes",
+            "yes",
+            "yes",
+            "yes",
+        ),
+    ),
+    "layouts": (
+        (
+            "**automodel**",
+            (
+                "NeMo AutoModel's `epoch_E_step_S`: `model/` (shards of torch's writer, DCP, or PEFT's adapter), "
+                "`optim/`, RNG and data loader of every rank, `step_scheduler.pt`"
+            ),
+            "not written",
+        ),
+    ),
+    "directories": (
+        (
+            "NeMo AutoModel's `epoch_E_step_S`",
+            "`automodel`",
+            (
+                "weights or adapter, optimizer, scheduler, RNG and data loader of every rank, step; not "
+                "`model/consolidated`, which is the weights again"
+            ),
+        ),
+    ),
+    "resumed": (
+        (
+            "NeMo AutoModel",
+            "yes; the format of its files, AutoModel itself was not run",
+            "not written",
+            "yes",
+            "yes",
+            "of every rank",
+            "read",
+        ),
+    ),
+}
 AUTOMODEL = Dialect(
     name="automodel",
     title="NeMo AutoModel",
@@ -122,7 +166,7 @@ AUTOMODEL = Dialect(
     world_size=_automodel_ranks,
     notes=_automodel_notes,
     aliases=("nemo-automodel",),
-    program=Program(next_step=_next_step_of_automodel, unfinished=_unfinished),
+    program=Program(rows=_ROWS_OF_AUTOMODEL, next_step=_next_step_of_automodel, unfinished=_unfinished),
 )
 
 # -------------------------------------------------------------------------------------------------------- transformers
@@ -167,11 +211,55 @@ def _next_step_of_transformers(advice: Advice) -> str:
     )
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS_OF_TRANSFORMERS = {
+    "readme-trainers": (
+        (
+            "[transformers](docs/how-to/trainers/transformers.md) (**transformers_sharded**)",
+            "weights and optimizer folders",
+            "yes",
+            "none saved",
+            "none saved",
+            "none saved",
+        ),
+    ),
+    "layouts": (
+        (
+            "**transformers_sharded**",
+            (
+                "a folder with the shards of `save_pretrained(distributed_checkpoint=True)` and the DCP folder of "
+                "`save_optimizer_distributed`, in it or each in a folder of its own"
+            ),
+            "not written",
+        ),
+    ),
+    "directories": (
+        (
+            (
+                "transformers' own sharded save: the folders of `save_pretrained(distributed_checkpoint=True)` and "
+                "`save_optimizer_distributed` in one folder"
+            ),
+            "`transformers_sharded`",
+            "weights and optimizer, and `scheduler.pt`, `rng_state*.pth` beside them",
+        ),
+    ),
+    "resumed": (
+        (
+            "transformers, `distributed_checkpoint=True`",
+            "yes",
+            "not written; its own resumes at any world size",
+            "yes",
+            "if your loop saves it",
+            "if your loop saves it",
+            "if your loop saves it",
+        ),
+    ),
+}
 TRANSFORMERS = Dialect(
     name="transformers_sharded",
     title="transformers, distributed_checkpoint=True",
     detect=_is_transformers,
     parts=_transformers_parts,
     aliases=("transformers-sharded",),
-    program=Program(next_step=_next_step_of_transformers),
+    program=Program(rows=_ROWS_OF_TRANSFORMERS, next_step=_next_step_of_transformers),
 )

@@ -70,6 +70,47 @@ def _unfinished(folder: SeenFolder) -> Unfinished | None:
     return None
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-trainers": (
+        (
+            "[OLMo-core](docs/how-to/trainers/olmo.md) (**olmo**)",
+            "`stepN`",
+            "yes",
+            "none saved",
+            "yes",
+            "yes",
+        ),
+    ),
+    "layouts": (
+        (
+            "**olmo**",
+            (
+                "OLMo-core's `stepN`: `model_and_optim/` (DCP, with OLMo-core's own class in its index), "
+                "`train/rankR.pt`"
+            ),
+            "not written",
+        ),
+    ),
+    "directories": (
+        (
+            "OLMo-core's `stepN`",
+            "`olmo`",
+            "weights, optimizer, counters, callbacks and data loader once, RNG of every rank",
+        ),
+    ),
+    "resumed": (
+        (
+            "OLMo-core",
+            "yes",
+            "not written; its own resumes at any world size",
+            "yes",
+            "a function of the step",
+            "of every rank",
+            "yes",
+        ),
+    ),
+}
 OLMO = Dialect(
     name="olmo",
     title="OLMo-core",
@@ -79,6 +120,7 @@ OLMO = Dialect(
     aliases=("olmo-core",),
     world_size=lambda source: max((rank + 1 for _, rank in _ranks(source)), default=None),
     program=Program(
+        rows=_ROWS,
         next_step=_next_step,
         halves=(Half(_MODEL, StateFile(f"{_TRAIN}/", "training progress and RNG", "trainer")),),
         part_folders=f"{_MODEL}|{_TRAIN}",

@@ -112,12 +112,38 @@ def _next_step(advice: Advice) -> str:
     return f"for a job of several ranks: {job}; for transformers: {model}"
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "layouts": (
+        (
+            "**script**",
+            (
+                "a folder with one file of weights (`model.pt`, `weights.pth`, `model.safetensors`, ...) or DCP "
+                "folder `model/`, and one of the optimizer (`optimizer.pt`, `optim/`, ...); `scheduler.pt`, "
+                "`scaler.pt`, `rng_state.pt`, `dataloader.pt`, `train_state.pt`, `extra.pt` beside them, "
+                "`rng_state/` and `dataloader/` with a file of each rank (LLaMA-Factory v1)"
+            ),
+            "not written",
+        ),
+    ),
+    "directories": (
+        (
+            (
+                "a script's own folder: `model.pt` and `optimizer.pt`, or the DCP folders `model/` and `optim/`; "
+                "LLaMA-Factory v1"
+            ),
+            "`script`",
+            "weights, optimizer, and scheduler, scaler, RNG, data loader, counters under names that scripts use",
+        ),
+    ),
+}
 SCRIPT = Dialect(
     name="script",
     title="a training script",
     detect=_detect,
     parts=_parts,
     program=Program(
+        rows=_ROWS,
         next_step=_next_step,
         halves=(
             Half("model|weights", belongs=lambda above, names, name: not {"optim", "optimizer"}.isdisjoint(names)),

@@ -143,6 +143,47 @@ def _next_step(advice: Advice) -> str:
 
 
 _RECIPE = StateFile(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-trainers": (
+        (
+            "[torchtune](docs/how-to/trainers/torchtune.md) (**torchtune**)",
+            "`epoch_N` with `recipe_state`, LoRA",
+            "as data",
+            "none saved",
+            "none saved",
+            "yes",
+        ),
+    ),
+    "layouts": (
+        (
+            "**torchtune**",
+            "`epoch_N` or `step_N` with `../recipe_state/recipe_state.pt`, LoRA recipes too",
+            "not written",
+        ),
+    ),
+    "directories": (
+        (
+            "torchtune's `epoch_N` or `step_N`",
+            "`torchtune`",
+            (
+                "weights, the adapter of a LoRA recipe, and `../recipe_state/recipe_state.pt` if its `epochs_run` "
+                "belongs to this epoch: optimizer, counters, seed"
+            ),
+        ),
+    ),
+    "resumed": (
+        (
+            "torchtune",
+            "yes",
+            "not written",
+            "as data, where the weights have names of the Hub",
+            "recipes save none",
+            "recipes save none",
+            "read, where the recipe saves it",
+        ),
+    ),
+}
 TORCHTUNE = Dialect(
     name="torchtune",
     title="torchtune",
@@ -151,6 +192,7 @@ TORCHTUNE = Dialect(
     parts=_parts,
     notes=_notes,
     program=Program(
+        rows=_ROWS,
         next_step=_next_step,
         state_files=(_RECIPE,),
         halves=(Half(_FOLDER.pattern, _RECIPE, _is_last),),

@@ -97,6 +97,47 @@ def _gaps(folder: SeenFolder) -> Iterator[str]:
         yield f"no {_MANIFEST}, which VeOmni writes last"
 
 
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS = {
+    "readme-trainers": (
+        (
+            "VeOmni (**veomni**), AReaL (**dcp**)",
+            '`global_step_N`, both layouts; `{"dcp": ...}`',
+            "yes",
+            "yes",
+            "yes",
+            "yes",
+        ),
+    ),
+    "layouts": (
+        (
+            "**veomni**",
+            (
+                "VeOmni's `global_step_N`: DCP with `extra_state/` (0.1.12), or `model/ckpt`, `model/optimizer`, "
+                "`loader/`, `extra_state/` (later); of one model"
+            ),
+            "not written",
+        ),
+    ),
+    "directories": (
+        (
+            "VeOmni's `global_step_N`, of 0.1.12 and later",
+            "`veomni`",
+            "weights, optimizer, scheduler, counters and meters once, data loader and RNG of every rank",
+        ),
+    ),
+    "resumed": (
+        (
+            "VeOmni",
+            "yes; the format of its files, VeOmni itself was not run",
+            "not written",
+            "yes",
+            "yes",
+            "of every rank",
+            "of every rank",
+        ),
+    ),
+}
 VEOMNI = Dialect(
     name="veomni",
     title="VeOmni",
@@ -104,5 +145,5 @@ VEOMNI = Dialect(
     parts=_parts,
     notes=_notes,
     world_size=lambda source: len(_ranks(source, _STATE)) or None,
-    program=Program(next_step=_next_step, gaps=_gaps),
+    program=Program(rows=_ROWS, next_step=_next_step, gaps=_gaps),
 )

@@ -18,8 +18,7 @@ __all__ = ["next_step"]
 def next_step(ckpt: Checkpoint, path: str) -> str:
     """Return one line: whether its trainer resumes from it as it is, and the command for what it does not do."""
     advice = Advice(ckpt, path)
-    layout = layouts.layouts().get(ckpt.layout)
-    program = layouts.program_of(ckpt.layout)
+    layout, program = layouts.read_as(ckpt.layout), layouts.program_of(ckpt.layout)
     if any(isinstance(note, MixupNote) for note in ckpt.notes):
         return (
             "no job should resume from it, since a rank's file is in another's place: fetch that file again; ckpttool "
