@@ -89,9 +89,9 @@ from .veomni import VEOMNI
 __all__ = ["LAYOUTS"]
 
 
-def _saves(source: Source) -> list[Part]:
-    """The saves of DeepSpeed's engines that make up a directory: the one that `latest` names, or one a model
-    (Accelerate)."""
+def _engine_saves(source: Source) -> list[Part]:
+    """List the saves of DeepSpeed's engines that make up a directory: the one that `latest` names, or one for each
+    model, as Accelerate writes them."""
     models = [
         Part(name, DEEPSPEED, "model", (str(i),))
         for name, i in numbered(source.list(), r"pytorch_model(?:_(\d+))?")
@@ -101,6 +101,7 @@ def _saves(source: Source) -> list[Part]:
 
 
 def _is_deepspeed(source: Source) -> bool:
+    """Say whether a folder is a save of DeepSpeed's engine."""
     return any(layout.detect(layouts.Place(source, None))[0] for layout in zero.LAYOUTS)
 
 
@@ -134,8 +135,9 @@ def _is_trainer(source: Source) -> tuple[bool, str]:
     return True, "has trainer_state.json"
 
 
-def _ranks(pattern: str, source: Source) -> int | None:
-    """The ranks that saved their RNG state; None where the engine's own files tell."""
+def _world_size(pattern: str, source: Source) -> int | None:
+    """Return the number of ranks that saved their RNG state in files of this pattern; None where the engine's own files
+    tell."""
     names = source.list()
     if "latest" in names:
         return None
@@ -144,6 +146,7 @@ def _ranks(pattern: str, source: Source) -> int | None:
 
 
 def _notes_of_trainer(source: Source) -> list[str]:
+    """Note that an optimizer lies there without the scheduler that Trainer asks for."""
     names = source.list()
     if "latest" in names or "scheduler.pt" in names or not optimizers_in(names):
         return []
@@ -153,10 +156,11 @@ def _notes_of_trainer(source: Source) -> list[str]:
     ]
 
 
-def _parts_of(rng: str, source: Source) -> list[Part]:
+def _parts_of_state(rng: str, source: Source) -> list[Part]:
+    """List the parts of Accelerate's or Trainer's directory; `rng` is the pattern of the files with the RNG states."""
     refuse_missing_shards(source)
     names = source.list()
-    state = _saves(source) if "latest" in names else state_in(names)
+    state = _engine_saves(source) if "latest" in names else state_in(names)
     counters = [Part("trainer_state.json", DATA, "trainer")] if "trainer_state.json" in names else []
     return [*state, *rest_in(names, rng), *counters]
 
@@ -200,6 +204,7 @@ def _next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice) -> str:
 
 
 def _unfinished_half(folder: SeenFolder) -> Unfinished | None:
+    """Tell a folder of a model or an optimizer whose index was not written."""
     for half in (n for n in folder.names if re.fullmatch(_HALF, n)):
         if not any(re.fullmatch(r"(__\d+)?\.metadata", n) for n in folder.source.list(half)):
             return Unfinished(f"no {half}/.metadata, which is written last")
@@ -273,8 +278,8 @@ ACCELERATE = Dialect(
     detect=_is_accelerate,
     write=layouts.late("ckpttool.converters.trainers.write:write_accelerate"),
     options=DirectoryOptions,
-    parts=partial(_parts_of, RANDOM_STATES),
-    world_size=partial(_ranks, RANDOM_STATES),
+    parts=partial(_parts_of_state, RANDOM_STATES),
+    world_size=partial(_world_size, RANDOM_STATES),
     saves=SAVES,
     program=Program(
         rows=_ROWS_OF_ACCELERATE,
@@ -371,8 +376,8 @@ TRAINER = Dialect(
     detect=_is_trainer,
     write=layouts.late("ckpttool.converters.trainers.write:write_trainer"),
     options=DirectoryOptions,
-    parts=partial(_parts_of, RNG_STATE),
-    world_size=partial(_ranks, RNG_STATE),
+    parts=partial(_parts_of_state, RNG_STATE),
+    world_size=partial(_world_size, RNG_STATE),
     notes=_notes_of_trainer,
     aliases=("hf-trainer", "trl"),
     saves=SAVES,
@@ -395,6 +400,7 @@ TRAINER = Dialect(
 
 
 def _is_lightning(source: Source) -> tuple[bool, str]:
+    """Say whether a folder has meta.pt and the index of a dcp folder."""
     names = source.list()
     if "meta.pt" not in names:
         return False, "no meta.pt"
@@ -466,15 +472,16 @@ LIGHTNING = Dialect(
 )
 
 
-def _of_verl(source: Source, folder: str = "") -> str | None:
-    """The first rank's file of a model."""
+def _first_file_of_verl(source: Source, folder: str = "") -> str | None:
+    """Return the name of rank 0's file of a model in a folder; None where there is none."""
     return next((n for n in source.list(folder) if re.fullmatch(r"model_world_size_\d+_rank_0\.pt", n)), None)
 
 
 def _is_verl(source: Source) -> tuple[bool, str]:
-    if found := _of_verl(source):
+    """Say whether a folder holds the files of verl's ranks, or is the folder above of one that has no critic."""
+    if found := _first_file_of_verl(source):
         return True, f"has {found}"
-    if _of_verl(source, "actor"):
+    if _first_file_of_verl(source, "actor"):
         return ("critic" not in source.list()), "has actor/" + (
             " and critic/: two models" if source.list("critic") else ""
         )
@@ -482,6 +489,7 @@ def _is_verl(source: Source) -> tuple[bool, str]:
 
 
 def _loader_of_verl(source: Source) -> list[str]:
+    """Name the file with the state of the data loader in the folder above, where that is a step of verl."""
     parent, name = parent_of(source)
     if name not in ("actor", "critic") or not re.fullmatch(r".*/global_step_\d+", parent):
         return []
@@ -490,7 +498,8 @@ def _loader_of_verl(source: Source) -> list[str]:
 
 
 def _parts_of_verl(source: Source) -> list[Part]:
-    folder = "" if _of_verl(source) else "actor"
+    """List the parts of a directory of verl: the files of ranks, and the data loader's."""
+    folder = "" if _first_file_of_verl(source) else "actor"
     out = [Part(folder, "fsdp1", "model", whole=True)]
     if source.sibling_names:
         out.append(Part("../data.pt", DATA, "dataloader"))

@@ -44,8 +44,8 @@ _MOST_FOLDERS = 8
 _MARKER = ".incomplete"
 
 
-def _weights(source: Source, folder: str) -> str | None:
-    """The layout of the weights in a folder; None where there are none."""
+def _layout_of_weights(source: Source, folder: str) -> str | None:
+    """Return the layout of the weights in a folder; None where there are none."""
     names = source.list(folder)
     if ".metadata" in names and not any(map(_SHARD.fullmatch, names)):
         return "dcp"
@@ -56,10 +56,11 @@ def _weights(source: Source, folder: str) -> str | None:
 
 
 def _is_automodel(source: Source) -> tuple[bool, str]:
+    """Say whether a folder has weights, an optimizer and what else AutoModel writes, or the name that it gives."""
     names = source.list()
     if "model" not in names or "optim" not in names:
         return False, "no model/ and optim/"
-    if ".metadata" not in source.list("optim") or _weights(source, "model") is None:
+    if ".metadata" not in source.list("optim") or _layout_of_weights(source, "model") is None:
         return False, "model/ and optim/, but no weights in one or no .metadata in the other"
     found = next((n for n in names if n in ("step_scheduler.pt", "rng", "dataloader", "losses.json")), None)
     name = source.root.rstrip("/").rpartition("/")[2]
@@ -69,8 +70,9 @@ def _is_automodel(source: Source) -> tuple[bool, str]:
 
 
 def _automodel_parts(source: Source) -> list[Part]:
+    """List the parts: weights, optimizer, other folders of dcp, and the files of ranks."""
     out = [
-        Part("model", _weights(source, "model") or "hf", "model"),
+        Part("model", _layout_of_weights(source, "model") or "hf", "model"),
         Part("optim", "dcp", "optim", renamed="base_model.model."),
     ]
     for name in source.list():
@@ -91,6 +93,7 @@ def _automodel_parts(source: Source) -> list[Part]:
 
 
 def _automodel_notes(source: Source) -> Sequence[str]:
+    """Note that the save had not ended."""
     if not source.exists(_MARKER):
         return ()
     return (
@@ -99,7 +102,8 @@ def _automodel_notes(source: Source) -> Sequence[str]:
     )
 
 
-def _automodel_ranks(source: Source) -> int | None:
+def _automodel_world_size(source: Source) -> int | None:
+    """Return the number of ranks that saved their RNG state; None where there are no such files."""
     found = [m for n in source.list("rng") if (m := _RANK.fullmatch(n))]
     return max((int(m["rank"] or 0) + 1 for m in found), default=None)
 
@@ -109,6 +113,7 @@ def _next_step_of_automodel(advice: Advice) -> str:
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    """Tell a folder, known as of some layout, in which AutoModel's marker still lies."""
     if folder.layout is not None and not folder.is_temporary and _MARKER in folder.names:
         return Unfinished(f"has {_MARKER}: the save did not finish")
     return None
@@ -163,7 +168,7 @@ AUTOMODEL = Dialect(
     title="NeMo AutoModel",
     detect=_is_automodel,
     parts=_automodel_parts,
-    world_size=_automodel_ranks,
+    world_size=_automodel_world_size,
     notes=_automodel_notes,
     aliases=("nemo-automodel",),
     program=Program(rows=_ROWS_OF_AUTOMODEL, next_step=_next_step_of_automodel, unfinished=_unfinished),
@@ -172,8 +177,9 @@ AUTOMODEL = Dialect(
 # -------------------------------------------------------------------------------------------------------- transformers
 
 
-def _pair(source: Source) -> tuple[str, str] | None:
-    """(folder of the weights, folder of the optimizer), "" for the directory itself; None where they are not there."""
+def _find_pair(source: Source) -> tuple[str, str] | None:
+    """Return (folder of the weights, folder of the optimizer), "" for the directory itself; None where they are not
+    there."""
     names = source.list()
     here = any(map(_SHARD.fullmatch, names))
     if here and ".metadata" in names:
@@ -190,17 +196,20 @@ def _pair(source: Source) -> tuple[str, str] | None:
 
 
 def _is_transformers(source: Source) -> tuple[bool, str]:
+    """Say whether a folder holds shards of a model with the folder of an optimizer beside them, and is of no
+    trainer."""
     names = source.list()
     if "trainer_state.json" in names or _is_automodel(source)[0]:
         return False, "of another trainer"
-    found = _pair(source)
+    found = _find_pair(source)
     if found is None:
         return False, "no shard-*-model-*.safetensors with a folder of an optimizer beside them"
     return True, f"has shards of a model in {found[0] or 'it'}/ and an optimizer in {found[1] or 'it'}/"
 
 
 def _transformers_parts(source: Source) -> Sequence[Part]:
-    weights, optimizer = _pair(source) or ("", "")
+    """List the parts: weights, optimizer, and small files beside them."""
+    weights, optimizer = _find_pair(source) or ("", "")
     return [Part(weights, "hf", "model"), Part(optimizer, "dcp", "optim"), *rest_in(source.list(), RNG_STATE)]
 
 

@@ -57,10 +57,10 @@ __all__ = [
     "TREE",
     "Dialect",
     "Part",
-    "as_saved",
     "live_name",
     "locate",
     "read",
+    "with_saved_names",
 ]
 
 #: The layout of a part that holds plain data: a file of torch.save or of JSON, and no state dict.
@@ -146,7 +146,7 @@ class Dialect:
     program: Program = Program()  # noqa: RUF009
 
     def layout(self) -> layouts.Layout:
-        """The layout that reads such directories."""
+        """Make the layout that reads such directories."""
         return layouts.Layout(
             name=self.name,
             title=f"directory of {self.title}",
@@ -155,7 +155,7 @@ class Dialect:
             read=partial(read, self),
             locate=locate,
             write=self.write,
-            prepare=lambda ckpt, source, options: as_saved(complete_scheduler_state(of_one_model(ckpt))),
+            prepare=lambda ckpt, source, options: with_saved_names(complete_scheduler_state(of_one_model(ckpt))),
             options=self.options,
             suffixes=self.suffixes,
             aliases=self.aliases,
@@ -174,7 +174,7 @@ class Dialect:
         return self.detect(where.source)
 
     def _mount(self, where: Place) -> Place:
-        """The folder with what belongs to it in the folder above."""
+        """Return the folder together with what belongs to it in the folder above."""
         source = where.source
         names = () if where.file is not None or source.sibling_names else self.siblings(source)
         if not names:
@@ -183,7 +183,7 @@ class Dialect:
 
 
 def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a directory: that of its parts, in one.
+    """Return the index of a directory: those of its parts, joined.
 
     Raises:
         Corrupt: two parts hold the same entry. Unsupported: an optimizer numbers its parameters, and nothing tells
@@ -197,14 +197,14 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     parts = [*dialect.parts(source), *([Part(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
     of_engine = False
     if options.only is not None:
-        parts = [p for p in parts if _asked_for(p, options.only)]
+        parts = [p for p in parts if _is_needed(p, options.only)]
     source.prefetch_ends(p.name for p in parts if p.layout in (DATA, TREE))
     for part in parts:
         if part.component == "scheduler" and part.layout == DATA and of_engine:
             continue  # the scheduler that DeepSpeed's engine steps is in its own files
         is_state = part.layout not in (DATA, TREE, FOREIGN, _OURS)
         try:
-            found = _state(source, part, options, out) if is_state else _data(source, part, options, out)
+            found = _read_checkpoint(source, part, options, out) if is_state else _read_data(source, part, options, out)
             if part.layout == _OURS:  # what the source had, where a file has what its trainer needs instead
                 out.values = {n: v for n, v in out.values.items() if n not in found.values}
             _add(out, found, part)
@@ -243,20 +243,22 @@ def _refuse_cut_weights(ckpt: Checkpoint) -> None:
             )
 
 
-def _asked_for(part: Part, only: frozenset[str]) -> bool:
+def _is_needed(part: Part, only: frozenset[str]) -> bool:
+    """Say whether a part is needed for some components; weights always are, since they name the optimizer's numbers."""
     if part.layout in (TREE, FOREIGN):
         return bool(only - {"model"})  # what it holds besides, its keys tell
     return part.component in only or part.component == "model"  # the weights name the optimizer's numbers
 
 
-def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
-    """The index of a part that is a checkpoint itself."""
+def _read_checkpoint(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
+    """Return the index of a part that is a checkpoint itself, under the names that fit what was read before
+    (`whole`)."""
     is_folder = bool(part.name) and source.glance(part.name)[0]
     where = Place(source.below(part.name), None) if is_folder else Place(source, part.name or None)
     model = {joined(t.path[1:]): t for t in whole.tensors.values() if t.path[0] == "model"}
     mine = options if part.whole else replace(options, only=None)
     if model:
-        mine = replace(mine, orders=lambda _: _orders(model, whole, options))
+        mine = replace(mine, orders=lambda _: _possible_orders(model, whole, options))
     if part.layout == DEEPSPEED:
         if options.tag is not None and part.name:
             raise UsageError(
@@ -286,7 +288,7 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
         if not named <= set(model) and part.renamed and {part.renamed + n for n in named} <= set(model):
             found = with_prefix(found, part.renamed)
         elif not named <= set(model) and {saved_name(n) for n in named} <= set(model):
-            found = as_saved(found)
+            found = with_saved_names(found)
     if not found.tensors:
         found.notes.append(
             f"{part.name} holds no tensors: the trainer saved no {_CALLED.get(part.component, part.component)} there"
@@ -300,8 +302,8 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
 
 
 def _with_root_buffers(ckpt: Checkpoint) -> Checkpoint:
-    """A file of a model's state dict, whose root may have a buffer `step` of its own, as ema_pytorch's EMA has: no
-    counter of a trainer."""
+    """Return the index of a file of a model's state dict, whose root may have a buffer `step` of its own, as
+    ema_pytorch's EMA has: it is no counter of a trainer."""
     tensors = {}
     for n, t in ckpt.tensors.items():
         if t.path[0] != "model" and len(at := original_path(t.path, ckpt.origin)) == 1:
@@ -325,7 +327,8 @@ def _refuse_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None
 
 
 def _as_data(ckpt: Checkpoint, below: Path) -> Checkpoint:
-    """The same entries of `extra`, below a path in it, in a tree that is not theirs."""
+    """Move all entries of `extra` below a path in it, where they stand for data and no longer for the tree of a
+    source."""
     moved = [replace(t, path=("extra", *below, *t.path[1:])) for t in ckpt.tensors.values()]
     values = [Value(("extra", *below, *v.path[1:]), v.data) for v in ckpt.values.values()]
     return replace(
@@ -349,7 +352,7 @@ _CALLED = {"model": "weights", "optim": "optimizer state"}
 
 
 def of_one_model(ckpt: Checkpoint) -> Checkpoint:
-    """The same state, if it is that of one model.
+    """Return the checkpoint itself, if it is that of one model.
 
     Raises:
         Unsupported: it is Accelerate's of several.
@@ -363,17 +366,18 @@ def of_one_model(ckpt: Checkpoint) -> Checkpoint:
 
 
 def saved_name(fqn: str) -> str:
-    """What PEFT calls a parameter of an adapter in a file: "q_proj.lora_A.default.weight" is "q_proj.lora_A.weight"."""
+    """Return the name that PEFT gives a parameter of an adapter in a file: "q_proj.lora_A.default.weight" becomes
+    "q_proj.lora_A.weight"."""
     return _LIVE.sub(r"\1\2", fqn)
 
 
 def live_name(fqn: str) -> str:
-    """What a module with one adapter of the usual name calls a parameter that PEFT saved."""
+    """Return the name that a module with one adapter of the usual name gives a parameter that PEFT saved."""
     return _SAVED.sub(r"\1\2.default", fqn)
 
 
-def as_saved(ckpt: Checkpoint) -> Checkpoint:
-    """The same state with the parameters of an adapter named as PEFT saves them, in the model and in the optimizer."""
+def with_saved_names(ckpt: Checkpoint) -> Checkpoint:
+    """Name the parameters of an adapter as PEFT saves them, in the model and in the optimizer."""
     tensors = {(p := _saved_path(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()}
     if len(tensors) != len(ckpt.tensors):
         return replace(
@@ -391,7 +395,7 @@ def as_saved(ckpt: Checkpoint) -> Checkpoint:
 
 
 def with_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
-    """The same optimizer with this before the names of its parameters."""
+    """Put a prefix before the names of the parameters in an optimizer."""
     out = replace(ckpt, tensors={}, values={}, origin={})
     for t in ckpt.tensors.values():
         path = (*t.path[:2], prefix + str(t.path[2]), *t.path[3:]) if t.path[:2] == ("optim", "state") else t.path
@@ -407,6 +411,7 @@ def with_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
 
 
 def _saved_path(path: Path) -> Path:
+    """Return the canonical path of an entry with the parameter in it named as PEFT saves it."""
     if path[0] == "model" and len(path) == 2:
         return ("model", saved_name(str(path[1])))
     return (
@@ -416,10 +421,10 @@ def _saved_path(path: Path) -> Path:
     )
 
 
-def _orders(
+def _possible_orders(
     model: Mapping[str, TensorEntry], whole: Checkpoint, options: ReadOptions
 ) -> Iterable[Mapping[str, TensorEntry]]:
-    """The weights in every order that the module may have. Safetensors files sort names, torch.save keeps their
+    """Return the weights in every order that the module may have: safetensors files sort names, torch.save keeps their
     order."""
     known = list(options.like.shapes) if options.like is not None else []
     if set(known) >= set(model) and known != sorted(known):  # sorted ones may come from safetensors too
@@ -436,8 +441,8 @@ def _orders(
     return ({n: model[n] for n in order} for order in possible_orders(model))
 
 
-def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
-    """The index of a part that is plain data; its tensors stay where they are."""
+def _read_data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
+    """Return the index of a part that is plain data; its tensors stay where they are."""
     what = f"{source.root}/{part.name}"
     out = Checkpoint(DATA, source.root, None, [part.name], [source.size(part.name)], {}, {})
     if part.name.endswith(".json"):
@@ -451,7 +456,7 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
     if part.layout != DATA and () in leaves:
         raise Corrupt(f"{what} holds {short(leaves[()])}, not a dict with names.")
     if part.layout == _OURS:
-        leaves = _of_ours(leaves, what)
+        leaves = _parse_left_over(leaves, what)
     if part.layout == FOREIGN:
         leaves = _with_foreign_optimizer(leaves, whole, part, out.notes)
     if part.layout in (TREE, FOREIGN):
@@ -461,7 +466,7 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
             _refuse_weights(what, (p for p, x in leaves.items() if isinstance(x, TensorEntry)), whole)
     for path, leaf in leaves.items():
         if part.layout == DATA:
-            path = _place(part, path)
+            path = _canonical_path(part, path)
             if part.rank and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
                 continue
             if part.rank and (joined(path) in whole.tensors or joined(path) in whole.values):
@@ -475,8 +480,8 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
     return out
 
 
-def _place(part: Part, path: Path) -> Path:
-    """Where a leaf of a part of plain data is in the state."""
+def _canonical_path(part: Part, path: Path) -> Path:
+    """Return the canonical path of a leaf of a part of plain data."""
     if not path:
         return (part.component,)
     head = str(path[0])
@@ -488,8 +493,8 @@ def _place(part: Part, path: Path) -> Path:
 def _with_foreign_optimizer(
     leaves: dict[Path, Any], whole: Checkpoint, part: Part, notes: list[str]
 ) -> dict[Path, Any]:
-    """The same leaves; an optimizer that does not name the parameters as the weights do is moved to `extra`, under its
-    own names."""
+    """Move an optimizer that does not name the parameters as the weights do to `extra`, under its own names, and note
+    it."""
     model = {joined(t.path[1:]) for t in whole.tensors.values() if t.path[0] == "model"}
     named = dict.fromkeys(p[2] for p in leaves if p[:2] == ("optimizer", "state") and len(p) > 3)
     if not any(p[0] == "optimizer" for p in leaves) or (named and named.keys() <= model):
@@ -503,8 +508,8 @@ def _with_foreign_optimizer(
     return {("extra", stem, *p) if p[0] == "optimizer" else p: leaf for p, leaf in leaves.items()}
 
 
-def _of_ours(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
-    """{canonical path: leaf} of LEFT_OVER.
+def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
+    """Return {canonical path: leaf} of LEFT_OVER.
 
     Raises:
         Corrupt: it is not what ckpttool writes.
@@ -527,7 +532,7 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
     """Join the index of a part to that of the directory."""
     by = len(out.files)
     for path in [*(t.path for t in found.tensors.values()), *(v.path for v in found.values.values())]:
-        _free(out, (path[0], *part.under, *path[1:]), part)
+        _refuse_second(out, (path[0], *part.under, *path[1:]), part)
     out.files += found.files
     out.sizes += found.sizes
     for t in found.tensors.values():
@@ -560,7 +565,8 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
         out.rounded |= {n: replace(t, chunks=t.chunks.moved(by)) for n, t in found.rounded.items()}
 
 
-def _free(out: Checkpoint, path: Path, part: Part) -> None:
+def _refuse_second(out: Checkpoint, path: Path, part: Part) -> None:
+    """Refuse an entry of a part that another part holds too."""
     name = joined(path)
     if name in out.tensors or name in out.values:
         raise Corrupt(
@@ -570,7 +576,7 @@ def _free(out: Checkpoint, path: Path, part: Part) -> None:
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """The same index with raw byte ranges: items of dcp have been looked into, names of the Hub are those in memory."""
+    """Return the index with raw byte ranges: items of dcp are looked into, names of the Hub become those in memory."""
     if any(t.coding != "raw" for t in ckpt.tensors.values()):
         ckpt = dcp.locate(ckpt, source)
     if ckpt.config is not None and any(f.endswith(".safetensors") for f in ckpt.files):

@@ -34,13 +34,13 @@ RNG_KEYS = {
 
 
 def numbered(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:
-    """(name, its number, 0 where it has none) of the names that a pattern with one group matches, by number."""
+    """Yield (name, its number, 0 where it has none) of the names that a pattern with one group matches, by number."""
     rows = [(name, int(m[1] or 0)) for name in names if (m := re.fullmatch(pattern, name))]
     yield from sorted(rows, key=lambda row: row[1])
 
 
 def models_in(names: Sequence[str]) -> list[Part]:
-    """The models, by number: where there are several, each is under its number."""
+    """List the models, by number: where there are several, each is under its number."""
     found: list[Part] = []
     for pattern, layout in (
         (r"pytorch_model_fsdp_(\d+)", "dcp"),
@@ -62,7 +62,7 @@ def models_in(names: Sequence[str]) -> list[Part]:
 
 
 def optimizers_in(names: Sequence[str]) -> list[Part]:
-    """The optimizers, by number; that of number i is the optimizer of model i."""
+    """List the optimizers, by number; that of number i is the optimizer of model i."""
     for pattern, layout in ((r"optimizer_(\d+)", "dcp"), (r"optimizer(?:_(\d+))?\.(?:bin|pt)", "full")):
         found = [Part(name, layout, "optim", (str(i),)) for name, i in numbered(names, pattern)]
         if found:
@@ -71,7 +71,7 @@ def optimizers_in(names: Sequence[str]) -> list[Part]:
 
 
 def state_in(names: Sequence[str]) -> list[Part]:
-    """Models and optimizers; a single model needs no number."""
+    """List models and optimizers; a single model needs no number."""
     models, optimizers = models_in(names), optimizers_in(names)
     if len({part.under for part in models}) < 2 and len(optimizers) < 2:
         return [replace(part, under=()) for part in (*models, *optimizers)]
@@ -79,7 +79,7 @@ def state_in(names: Sequence[str]) -> list[Part]:
 
 
 def rest_in(names: Sequence[str], rng: str) -> list[Part]:
-    """Schedulers, scalers, data loaders, RNG states and registered objects."""
+    """List schedulers, scalers, data loaders, RNG states and registered objects."""
     out: list[Part] = []
     for pattern, component in (
         (r"scheduler(?:_(\d+))?\.(?:bin|pt)", "scheduler"),

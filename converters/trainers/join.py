@@ -51,8 +51,8 @@ class SmallFile:
 def state_drafts(
     ckpt: Checkpoint, source: Source, options: WriteOptions, names: Mapping[str, tuple[str, str]]
 ) -> list[tuple[str, Draft]]:
-    """(folder, draft) of the model and of the optimizer, whose `names` are those of each state dict type: sharded is of
-    dcp, the others are files of torch.save.
+    """Return (folder, draft) of the model and of the optimizer; `names` gives their names by state dict type: sharded
+    is written as dcp, the others as files of torch.save.
 
     Raises:
         Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an
@@ -86,7 +86,7 @@ def state_drafts(
 
 
 def _declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
-    """Say of a draft that its param groups list the parameters by number, and have their names in `param_names`."""
+    """List the parameters of the param groups of a draft by number, and put their names into `param_names`."""
     for n, v in list(draft.checkpoint.values.items()):
         if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",):
             listed = sorted(v.data, key=lambda fqn: numbers[fqn])
@@ -102,8 +102,8 @@ def _declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
 
 
 def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, int]:
-    """{FQN: its number} as `Optimizer.state_dict()` numbers the parameters of a job: by group, and in each in the
-    module's order.
+    """Return {FQN: its number} as `Optimizer.state_dict()` numbers the parameters of a job: by group, and in each in
+    the order of the module.
 
     The order is that of `options.config` or `options.like`. Without them it is that of the param groups, if that of the
     model's weights is the same and neither is the alphabet's, in which files sort names.
@@ -162,7 +162,7 @@ def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, Any]) ->
 
 
 def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptions) -> Draft:
-    """The draft of small files. Tensors in them are copied; everything else is literal."""
+    """Draft small files. Tensors in them are copied; everything else is literal."""
     out = TorchFiles()
     tensors: dict[str, TensorEntry] = {}
     for file in files:
@@ -174,9 +174,9 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
         entries: list[tuple[str, TensorEntry]] = []
         for path, leaf in collapse_composites(file.leaves).items():
             if isinstance(leaf, TensorEntry):
-                leaf = _placed(leaf, options, storages, entries)
+                leaf = _reference(leaf, options, storages, entries)
             elif isinstance(leaf, Composite):
-                inside = {n: _placed(t, options, storages, entries) for n, t in leaf.tensors.items()}
+                inside = {n: _reference(t, options, storages, entries) for n, t in leaf.tensors.items()}
                 leaf = put_together(leaf, inside)
             tree[path] = leaf
         number = out.add(file.name, tree[()] if () in tree else nest(tree), storages)
@@ -187,10 +187,10 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
     return out.draft(index, {n: ckpt.tensors[n] for n in tensors})
 
 
-def _placed(
+def _reference(
     t: TensorEntry, options: WriteOptions, storages: dict[str, int], entries: list[tuple[str, TensorEntry]]
 ) -> TensorRef:
-    """A storage of its own for a tensor."""
+    """Give a tensor a storage of its own in the file, and return the reference to it."""
     t = replace(t, dtype=options.cast(joined(t.path), t.dtype))
     key = str(len(storages))
     storages[key] = t.nbytes
@@ -201,7 +201,7 @@ def _placed(
 def joined_drafts(
     name: str, ckpt: Checkpoint, parts: Sequence[tuple[str, Draft]], options: WriteOptions, world: int
 ) -> Draft:
-    """One draft of several, each in a folder of its own ("" is the directory itself). The files of the last part come
+    """Join several drafts, each in a folder of its own ("" is the directory itself). The files of the last one come
     last."""
     files: list[DraftFile] = []
     tensors: dict[str, TensorEntry] = {}
@@ -243,7 +243,7 @@ def joined_drafts(
 
 
 def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
-    """(ckpttool_state.pt with everything besides model and optimizer that no other file has, a note); none where
+    """Return (ckpttool_state.pt with everything besides model and optimizer that no other file has, a note); none where
     nothing is left.
 
     {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}
@@ -252,8 +252,8 @@ def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], lis
     if not rest:
         return [], []
     tensors = [leaf for leaf in rest.values() if isinstance(leaf, TensorEntry)]
-    values = tuple((_as_text(p), leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
-    leaves: dict[Path, Any] = {("values",): values, ("paths",): tuple(_as_text(t.path) for t in tensors)}
+    values = tuple((_with_text_keys(p), leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
+    leaves: dict[Path, Any] = {("values",): values, ("paths",): tuple(_with_text_keys(t.path) for t in tensors)}
     leaves |= {("tensors", str(i)): t for i, t in enumerate(tensors)}
     kept = sorted({str(p[0]) if p[0] != "extra" else joined(p[:2]) for p in rest})
     return [SmallFile(LEFT_OVER, leaves)], [
@@ -261,6 +261,6 @@ def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], lis
     ]
 
 
-def _as_text(path: Path) -> Path:
-    """A path whose numbers of parameters are text, as in DCP."""
+def _with_text_keys(path: Path) -> Path:
+    """Return a path whose numbers of parameters are text, as in DCP."""
     return tuple(p if type(p) is int else str(p) for p in path)

@@ -27,6 +27,7 @@ _MODEL, _TRAIN, _LAST = "model_and_optim", "train", ".metadata.json"
 
 
 def _is_olmo(source: Source) -> tuple[bool, str]:
+    """Say whether a folder has a model of dcp and what else OLMo-core writes beside it."""
     names = source.list()
     if _MODEL not in names or ".metadata" not in source.list(_MODEL):
         return False, f"no {_MODEL}/.metadata"
@@ -35,25 +36,28 @@ def _is_olmo(source: Source) -> tuple[bool, str]:
     return False, f"{_MODEL}/, but no {_LAST} and no {_TRAIN}/"
 
 
-def _ranks(source: Source) -> list[tuple[str, int]]:
+def _files_of_ranks(source: Source) -> list[tuple[str, int]]:
+    """List (file, rank) of what the ranks saved."""
     return list(numbered(source.list(_TRAIN), r"rank(\d{1,6})\.pt"))
 
 
 def _parts(source: Source) -> list[Part]:
+    """List the parts: the folder of dcp, and the file of each rank."""
     out = [Part(_MODEL, "dcp", "model", whole=True)]
-    for name, rank in _ranks(source):
+    for name, rank in _files_of_ranks(source):
         places = {"rng": ("rng", str(rank)), "data_loader": ("dataloader",)}
         out.append(Part(f"{_TRAIN}/{name}", DATA, "trainer", places=places, rank=str(rank)))
     return out
 
 
 def _notes(source: Source) -> list[str]:
+    """Note that the save had not ended, or that the file of a rank is missing."""
     out = []
     if not source.exists(_LAST):
         out.append(
             f"no {_LAST}, which OLMo-core writes last: the save had not ended, and OLMo-core does not resume from it"
         )
-    ranks = {rank for _, rank in _ranks(source)}
+    ranks = {rank for _, rank in _files_of_ranks(source)}
     if lost := sorted(set(range(max(ranks, default=0))) - ranks):
         out.append(f"no {_TRAIN}/rank{lost[0]}.pt: OLMo-core gives that rank the counters of rank 0")
     return out
@@ -118,7 +122,7 @@ OLMO = Dialect(
     parts=_parts,
     notes=_notes,
     aliases=("olmo-core",),
-    world_size=lambda source: max((rank + 1 for _, rank in _ranks(source)), default=None),
+    world_size=lambda source: max((rank + 1 for _, rank in _files_of_ranks(source)), default=None),
     program=Program(
         rows=_ROWS,
         next_step=_next_step,

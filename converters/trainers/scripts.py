@@ -47,25 +47,29 @@ _COMPLETE = "CHECKPOINT_COMPLETE"
 
 
 def _weights(source: Source, names: Sequence[str]) -> list[Part]:
+    """List the files or the folder of the weights."""
     if found := [p for p in models_in(names) if p.layout in ("hf", "full") and "fsdp" not in p.name]:
         return [Part(p.name, p.layout, "model") for p in found]
     files = [n for n in names if _WEIGHTS.fullmatch(n)]
-    folders = _of_dcp(source, names, 0)
+    folders = _folders_of_dcp(source, names, 0)
     return [Part(n, "hf" if n.endswith(".safetensors") else "full", "model") for n in files] + [
         Part(n, "dcp", "model") for n in folders
     ]
 
 
 def _optimizers(source: Source, names: Sequence[str]) -> list[Part]:
+    """List the files and folders of optimizers."""
     files = [Part(n, "full", "optim", optional=True) for n in names if _OPTIMIZER.fullmatch(n)]
-    return files + [Part(n, "dcp", "optim", optional=True) for n in _of_dcp(source, names, 1)]
+    return files + [Part(n, "dcp", "optim", optional=True) for n in _folders_of_dcp(source, names, 1)]
 
 
-def _of_dcp(source: Source, names: Sequence[str], which: int) -> Iterator[str]:
+def _folders_of_dcp(source: Source, names: Sequence[str], which: int) -> Iterator[str]:
+    """Yield the folders of dcp among names: of weights (`which` is 0) or of an optimizer (1)."""
     return (n for n in names if _FOLDERS[which].fullmatch(n) and ".metadata" in source.list(n))
 
 
 def _detect(source: Source) -> tuple[bool, str]:
+    """Say whether a folder has weights and an optimizer, one of each, under names that scripts use."""
     names = source.list()
     other = next((n for n in names if n in (".metadata", "latest", "trainer_state.json", "meta.pt")), None)
     other = other or next(
@@ -89,6 +93,7 @@ def _detect(source: Source) -> tuple[bool, str]:
 
 
 def _parts(source: Source) -> list[Part]:
+    """List the parts: weights, optimizer, files of ranks, and whatever else names tell."""
     refuse_missing_shards(source)
     names = source.list()
     out = [*_weights(source, names), *_optimizers(source, names)]

@@ -41,6 +41,7 @@ _INSIDE, _BESIDE = "recipe_state.pt", "recipe_state/recipe_state.pt"
 
 
 def _detect(source: Source) -> tuple[bool, str]:
+    """Say whether a folder is named as an epoch or a step, and has weights and the recipe's state."""
     _, name = parent_of(source)
     names = source.list()
     if _FOLDER.fullmatch(name) is None:
@@ -53,7 +54,7 @@ def _detect(source: Source) -> tuple[bool, str]:
 
 
 def _siblings(source: Source) -> Sequence[str]:
-    """The recipe's state, if it is there."""
+    """Name the recipe's state in the folder above, if it is there."""
     parent, _ = parent_of(source)
     if not parent or source.exists(_INSIDE):
         return ()
@@ -65,6 +66,7 @@ def _siblings(source: Source) -> Sequence[str]:
 
 
 def _weights(names: Sequence[str]) -> list[Part]:
+    """List the files of the weights."""
     found = [n for n in names if _WEIGHTS.fullmatch(n)]
     if "model.safetensors.index.json" in names or "model.safetensors" in names:
         return [Part("", "hf", "model")]
@@ -72,6 +74,7 @@ def _weights(names: Sequence[str]) -> list[Part]:
 
 
 def _parts(source: Source) -> list[Part]:
+    """List the parts: weights, adapter, and the recipe's state if it belongs to this epoch."""
     names = source.list()
     out = _weights(names)
     adapter = next(
@@ -83,19 +86,20 @@ def _parts(source: Source) -> list[Part]:
             out.append(Part("adapter_config.json", DATA, "extra", ("adapter_config",)))
     elif adapter is not None:
         out.append(Part(adapter, "hf" if adapter.endswith(".safetensors") else "full", "model"))
-    recipe, other = _recipe(source)
+    recipe, other = _recipe_state(source)
     if recipe is not None and not other:
         out.append(Part(recipe, FOREIGN, "optim"))
     return out
 
 
 def _notes(source: Source) -> list[str]:
-    recipe, other = _recipe(source)
+    """Note that the recipe's state is that of another epoch."""
+    recipe, other = _recipe_state(source)
     return [f"{recipe} {other}: it was not read, and this state has no optimizer"] if other else []
 
 
-def _recipe(source: Source) -> tuple[str | None, str]:
-    """(the file with the recipe's state, "" or why it is that of another epoch)."""
+def _recipe_state(source: Source) -> tuple[str | None, str]:
+    """Return (the file with the recipe's state or None, "" or why it is that of another epoch)."""
     if source.exists(_INSIDE):
         return _INSIDE, ""
     if not source.sibling_names:
@@ -125,7 +129,7 @@ def _recipe(source: Source) -> tuple[str | None, str]:
 
 
 def _numbers(names: Iterable[str], kind: str) -> set[int]:
-    """The numbers of the epochs, or of the steps, of which there are folders."""
+    """Return the numbers of the epochs, or of the steps, of which there are folders."""
     return {int(m[2]) for n in names if (m := _FOLDER.fullmatch(n)) and m[1] == kind}
 
 

@@ -32,13 +32,15 @@ __all__ = ["VEOMNI"]
 _STATE, _MANIFEST = "extra_state", "checkpoint_manifest.json"
 
 
-def _ranks(source: Source, folder: str) -> list[tuple[str, int]]:
+def _files_of_ranks(source: Source, folder: str) -> list[tuple[str, int]]:
+    """List (file, rank) of what the ranks saved in a folder."""
     return [(f"{folder}/{n}", rank) for n, rank in numbered(source.list(folder), r"(?:extra_state_)?rank_(\d+)\.pt")]
 
 
 def _is_veomni(source: Source) -> tuple[bool, str]:
+    """Say whether a folder is a step of VeOmni, of either layout."""
     names = source.list()
-    if ".metadata" in names and _STATE in names and (found := _ranks(source, _STATE)):
+    if ".metadata" in names and _STATE in names and (found := _files_of_ranks(source, _STATE)):
         return True, f"has .metadata and {found[0][0]}"
     if "model" in names and (_MANIFEST in names or _STATE in names):
         inside = source.list("model")
@@ -50,13 +52,14 @@ def _is_veomni(source: Source) -> tuple[bool, str]:
 
 
 def _parts(source: Source) -> list[Part]:
+    """List the parts: model, optimizer, data loaders, and what else each rank saved."""
     names = source.list()
     if ".metadata" in names:
         out = [Part("", "dcp", "model", whole=True)]
     else:
-        out = _later(source)
-    out += [Part(name, DATA, "dataloader", (str(rank),)) for name, rank in _ranks(source, "loader")]
-    for name, rank in _ranks(source, _STATE):
+        out = _parts_of_later_release(source)
+    out += [Part(name, DATA, "dataloader", (str(rank),)) for name, rank in _files_of_ranks(source, "loader")]
+    for name, rank in _files_of_ranks(source, _STATE):
         places = {
             "lr_scheduler": ("scheduler",),
             "train_dataloader": ("dataloader", str(rank)),
@@ -66,7 +69,8 @@ def _parts(source: Source) -> list[Part]:
     return out
 
 
-def _later(source: Source) -> list[Part]:
+def _parts_of_later_release(source: Source) -> list[Part]:
+    """List model, optimizer and scheduler as the later release lays them out."""
     inside = source.list("model")
     if "ckpt" not in inside:
         modules = sorted(m for m in inside if "ckpt" in source.list(f"model/{m}"))
@@ -83,6 +87,7 @@ def _later(source: Source) -> list[Part]:
 
 
 def _notes(source: Source) -> Sequence[str]:
+    """Note that the save had not ended."""
     if ".metadata" in source.list() or source.exists(_MANIFEST):
         return ()
     return (f"no {_MANIFEST}, which VeOmni writes last: the save had not ended, and VeOmni does not resume from it",)
@@ -144,6 +149,6 @@ VEOMNI = Dialect(
     detect=_is_veomni,
     parts=_parts,
     notes=_notes,
-    world_size=lambda source: len(_ranks(source, _STATE)) or None,
+    world_size=lambda source: len(_files_of_ranks(source, _STATE)) or None,
     program=Program(rows=_ROWS, next_step=_next_step, gaps=_gaps),
 )

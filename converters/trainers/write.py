@@ -38,7 +38,7 @@ _NAMES_OF_TRAINER = {**_NAMES, "ddp": ("pytorch_model.bin", "optimizer.pt")}
 
 
 def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
-    """Refuse what a trainer would not find in its folder.
+    """Refuse a state with several optimizers, of which a trainer would not find all.
 
     Raises:
         Unsupported: there are several optimizers.
@@ -54,52 +54,54 @@ def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
         )
 
 
-def _leaves(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
-    """{path: leaf} of a state below a path."""
+def _leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
+    """Return {path: leaf} of a state below a path."""
     return {p: leaf for p, leaf in ckpt.leaves().items() if p[: len(head)] == head}
 
 
-def _inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
-    """`_leaves` without one that has the path itself, which is no state dict."""
-    return {p: leaf for p, leaf in _leaves(ckpt, *head).items() if len(p) > len(head)}
+def _leaves_inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
+    """Return `_leaves_below` without a leaf at the path itself, which would be no state dict."""
+    return {p: leaf for p, leaf in _leaves_below(ckpt, *head).items() if len(p) > len(head)}
 
 
 def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, Any]]]:
-    """(canonical paths, {path in the state dict: leaf}) of each scheduler; several are numbered below "scheduler"."""
-    found = _inside(ckpt, "scheduler")
+    """List (canonical paths, {path in the state dict: leaf}) of each scheduler; several are numbered below
+    "scheduler"."""
+    found = _leaves_inside(ckpt, "scheduler")
     if not found or not all(len(p) > 2 and str(p[1]).isdigit() for p in found):
-        return [(set(found), _below(found, 1))] if found else []
+        return [(set(found), _cut_paths(found, 1))] if found else []
     numbers = sorted({str(p[1]) for p in found}, key=int)
     rows = [{p: leaf for p, leaf in found.items() if str(p[1]) == n} for n in numbers]
-    return [(set(row), _below(row, 2)) for row in rows]
+    return [(set(row), _cut_paths(row, 2)) for row in rows]
 
 
-def _below(leaves: Mapping[Path, Any], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, Any]:
-    """The same leaves without the first elements of their paths, the next one under another name where it has one."""
+def _cut_paths(leaves: Mapping[Path, Any], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, Any]:
+    """Cut the first elements off the paths of leaves; `names` gives the next element another name."""
     names = names or {}
     return {(names.get(str(p[cut]), p[cut]), *p[cut + 1 :]): leaf for p, leaf in leaves.items() if len(p) > cut}
 
 
-def _of_file(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The tree of a file that is at the first two elements of these paths; a file may be one value."""
+def _file_tree(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Return the tree of a file whose leaves are below the first two elements of these paths; it may be one value."""
     return {p[2:]: leaf for p, leaf in leaves.items()}
 
 
 def _rng_files(
     ckpt: Checkpoint, world: int, pattern: str, keys: Mapping[str, str], placed: set[Path]
 ) -> list[SmallFile]:
-    """The RNG state of every rank that the new job has."""
+    """Make the file with the RNG state of every rank that the new job has."""
     of_rank: dict[str, dict[Path, Any]] = {}
-    for path, leaf in _leaves(ckpt, "rng").items():
+    for path, leaf in _leaves_below(ckpt, "rng").items():
         if len(path) > 2:
             of_rank.setdefault(str(path[1]), {})[path] = leaf
     ranks = {rank: of_rank[str(rank)] for rank in range(world) if str(rank) in of_rank}
     for found in ranks.values():
         placed |= set(found)
-    return [SmallFile(pattern.format(rank), _below(found, 2, keys)) for rank, found in ranks.items()]
+    return [SmallFile(pattern.format(rank), _cut_paths(found, 2, keys)) for rank, found in ranks.items()]
 
 
-def _rng_note(files: Sequence[SmallFile], world: int) -> list[str]:
+def _note_lost_rng(files: Sequence[SmallFile], world: int) -> list[str]:
+    """Note the ranks for which the source has no RNG state."""
     if len(files) in (0, world):
         return [] if files else ["the source has no RNG state: ranks keep the seeds that the script sets"]
     return [
@@ -108,7 +110,7 @@ def _rng_note(files: Sequence[SmallFile], world: int) -> list[str]:
     ]
 
 
-def _written(
+def _draft_directory(
     name: str,
     ckpt: Checkpoint,
     source: Source,
@@ -119,6 +121,7 @@ def _written(
     notes: list[str],
     made: Mapping[Path, Any] = MappingProxyType({}),
 ) -> Draft:
+    """Draft a directory of Accelerate or Trainer: model and optimizer, the small files, and what has no other place."""
     if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
             "the checkpoint holds no model weights, and a job resumes from no directory without "
@@ -134,7 +137,7 @@ def _written(
 
 
 def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """What `accelerator.load_state` of a job with FSDP reads."""
+    """Draft what `accelerator.load_state` of a job with FSDP reads."""
     _refuse_several_optimizers(ckpt, "Accelerate")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
@@ -142,28 +145,30 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     for i, (paths, state) in enumerate(_schedulers(ckpt)):
         placed |= paths
         small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
-    if scaler := _inside(ckpt, "scaler"):
+    if scaler := _leaves_inside(ckpt, "scaler"):
         placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", _below(scaler, 1)))
+        small.append(SmallFile("scaler.pt", _cut_paths(scaler, 1)))
     for key in {
         p[1]
-        for p in _leaves(ckpt, "dataloader")
+        for p in _leaves_below(ckpt, "dataloader")
         if len(p) > 1 and re.fullmatch(r"(sampler|dl_state_dict)(_\d+)?", str(p[1]))
     }:
-        found = _leaves(ckpt, "dataloader", key)
+        found = _leaves_below(ckpt, "dataloader", key)
         placed |= set(found)
-        small.append(SmallFile(f"{key}.bin", _of_file(found)))
-    for key in {p[1] for p in _leaves(ckpt, "extra") if re.fullmatch(r"custom_checkpoint_\d+", str(p[1]))}:
-        found = _leaves(ckpt, "extra", key)
+        small.append(SmallFile(f"{key}.bin", _file_tree(found)))
+    for key in {p[1] for p in _leaves_below(ckpt, "extra") if re.fullmatch(r"custom_checkpoint_\d+", str(p[1]))}:
+        found = _leaves_below(ckpt, "extra", key)
         placed |= set(found)
-        small.append(SmallFile(f"{key}.pkl", _of_file(found)))
+        small.append(SmallFile(f"{key}.pkl", _file_tree(found)))
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
     rng = _rng_files(ckpt, world, "random_states_{}.pkl", keys, placed)
-    return _written("accelerate", ckpt, source, options, [*small, *rng], placed, world, _rng_note(rng, world))
+    return _draft_directory(
+        "accelerate", ckpt, source, options, [*small, *rng], placed, world, _note_lost_rng(rng, world)
+    )
 
 
 def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """What `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads."""
+    """Draft what `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads."""
     _refuse_several_optimizers(ckpt, "Trainer")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
@@ -173,18 +178,18 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         small.append(SmallFile("scheduler.pt", state))
     if not small:
         notes.append("the source has no scheduler: Trainer resumes an optimizer only where scheduler.pt is there too")
-    if scaler := _inside(ckpt, "scaler"):
+    if scaler := _leaves_inside(ckpt, "scaler"):
         placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", _below(scaler, 1)))
+        small.append(SmallFile("scaler.pt", _cut_paths(scaler, 1)))
     rng = _rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
     counters: dict[Path, Any] = {}
-    for path, data in _leaves(ckpt, "trainer").items():
+    for path, data in _leaves_below(ckpt, "trainer").items():
         if len(path) == 2 and path[1] in _TRAINER_STATE and _is_json(data):
             counters[path[1:]] = data
             placed.add(path)
     held = set(counters)
     if ("global_step",) not in counters:
-        step = counters["global_step",] = _step_of(ckpt, source)
+        step = counters["global_step",] = _count_steps(ckpt, source)
         notes.append(f"trainer_state.json has global_step {step}, which the source counts or its optimizer has made")
     if ("stateful_callbacks",) not in counters:  # Trainer asks for that of its control when it saves
         flags = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -194,7 +199,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         notes.append(
             "the source does not tell the batch size of a device: Trainer warns that it is not that of the script"
         )
-    return _written(
+    return _draft_directory(
         "trainer",
         ckpt,
         source,
@@ -202,7 +207,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         [*small, *rng, SmallFile("trainer_state.json", counters)],
         placed,
         world,
-        notes + _rng_note(rng, world),
+        notes + _note_lost_rng(rng, world),
         {("trainer", *p): x for p, x in counters.items() if p not in held},
     )
 
@@ -234,9 +239,9 @@ _TRAINER_STATE = frozenset(
 )
 
 
-def _step_of(ckpt: Checkpoint, source: Source) -> int:
-    """The optimizer's steps: as the trainer counts them, or as the optimizer has them for its first parameter; 0 where
-    neither does."""
+def _count_steps(ckpt: Checkpoint, source: Source) -> int:
+    """Return the optimizer's steps: as the trainer counts them, or as the optimizer has them for its first parameter; 0
+    where neither does."""
     if (counts := step_count(ckpt.value)) is not None:
         return counts
     for name, t in ckpt.tensors.items():
@@ -247,6 +252,7 @@ def _step_of(ckpt: Checkpoint, source: Source) -> int:
 
 
 def _is_json(x: Any) -> bool:
+    """Say whether JSON can hold a value."""
     try:
         json.dumps(x)
     except (TypeError, ValueError):
@@ -271,12 +277,12 @@ _LIGHTNING_VERSION = "2.6.0"
 
 
 def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """What `trainer.fit(ckpt_path=...)` of a job with FSDPStrategy or ModelParallelStrategy reads."""
+    """Draft what `trainer.fit(ckpt_path=...)` of a job with FSDPStrategy or ModelParallelStrategy reads."""
     _refuse_several_optimizers(ckpt, "Lightning")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
-    step = _step_of(ckpt, source)
+    step = _count_steps(ckpt, source)
     epoch = ckpt.value("trainer.epoch")
     meta: dict[Path, Any] = {
         ("epoch",): epoch if isinstance(epoch, int) else 0,
@@ -286,16 +292,16 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     placed |= {path for path, data in written.items() if ckpt.value(joined(path)) == data}
     made = {path: data for path, data in written.items() if joined(path) not in ckpt.values}
     for key in _LIGHTNING_EXTRA:
-        found = _leaves(ckpt, "extra", key)
+        found = _leaves_below(ckpt, "extra", key)
         placed |= set(found)
-        meta |= _below(found, 1)
+        meta |= _cut_paths(found, 1)
     held = set(meta)
     if ("pytorch-lightning_version",) not in meta:
         meta["pytorch-lightning_version",] = _LIGHTNING_VERSION
     if not any(p[0] == "callbacks" for p in meta):
         meta["callbacks",] = {}
     if not any(p[0] == "loops" for p in meta):
-        meta["loops",] = _loops(step)
+        meta["loops",] = _fit_loop_progress(step)
         notes.append(
             f"the loops of Lightning go on at batch {step} of epoch 0, since the source counts {step} steps; the data "
             "loader of the script decides which rows those are"
@@ -330,8 +336,9 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     return out
 
 
-def _loops(step: int) -> dict[str, Any]:
-    """The progress of Lightning's fit loop after so many optimizer steps, one a batch (lightning/pytorch/loops)."""
+def _fit_loop_progress(step: int) -> dict[str, Any]:
+    """Return the progress of Lightning's fit loop after so many optimizer steps, one a batch
+    (lightning/pytorch/loops)."""
 
     def progress(n: int, *keys: str) -> dict[str, Any]:
         return {part: dict.fromkeys(keys, n) for part in ("total", "current")}
@@ -357,7 +364,7 @@ def _loops(step: int) -> dict[str, Any]:
 
 
 def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
-    """The model at the root, the optimizer flattened by parameter
+    """Return the leaves with the model at the root and the optimizer flattened by parameter
     (StateDictOptions(flatten_optimizer_state_dict=True))."""
     out: dict[Path, Any] = {}
     for path, leaf in leaves.items():
@@ -380,7 +387,7 @@ def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
 
 
 def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """What torchtitan's CheckpointManager asks for."""
+    """Draft what torchtitan's CheckpointManager asks for."""
     _refuse_several_optimizers(ckpt, "torchtitan")
     if shared := next((n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "param_groups")), None):
         raise Unsupported(
@@ -388,7 +395,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
             "Write dcp or full, or save the option as a number."
         )
     world = options.ranks(ckpt)
-    step = _step_of(ckpt, source)
+    step = _count_steps(ckpt, source)
     needed: dict[Path, Any] = {
         ("trainer", "step"): step,
         ("trainer", "ntokens_seen"): 0,
@@ -413,7 +420,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         draft.notes.append(
             f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"
         )
-    ranks = {p[1] for p in _leaves(ckpt, "dataloader") if len(p) > 1} - {"world_size"}
+    ranks = {p[1] for p in _leaves_below(ckpt, "dataloader") if len(p) > 1} - {"world_size"}
     if ranks != {f"dp_rank_{r}" for r in range(world)}:
         draft.notes.append(
             f"torchtitan cannot move the state of its data loader to {world} ranks: load with "
