@@ -56,7 +56,7 @@ from ckpttool.storage.source import Source
 from ..rank_files import DifferentCopy, record_other_copies
 from .items import Items, SubclassFound
 from .metadata import Index, read_index
-from .subclasses import are_short, ends, joined_parts
+from .subclasses import items_are_short, list_ends, read_object
 
 __all__ = ["LAYOUTS"]
 
@@ -66,7 +66,7 @@ _END = 1 << 10  # last bytes of an item
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """A folder with .metadata."""
+    """Say whether a place is a folder with .metadata."""
     if where.file is not None:
         return False, "a folder with .metadata and *.distcp files; this is a file"
     names = where.source.list()
@@ -85,7 +85,7 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a folder; values are read, tensor items are not looked into."""
+    """Return the index of a folder; values are read, tensor items are not looked into."""
     source = where.source
     index = read_index(source)
     if any(v[0].startswith("common_state/shard_") for v in index.values) and not {
@@ -107,40 +107,40 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         raise
     entries: list[tuple[str, Path, TensorEntry]] = []
     for key, dtype, shape, chunks in index.tensors:
-        path = _path(index, key)
+        path = _path_of(index, key)
         entry = TensorEntry(dtype, shape, path, chunks, "torch.save")
         if index.transforms:
             kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
-            entry = replace(entry, coding=_coding(kinds, key))
+            entry = replace(entry, coding=_coding_of(kinds, key))
         entries.append((key, path, entry))
-    short = {path for _, path, entry in entries if are_short(entry)}
-    source.prefetch(ends((entry for _, path, entry in entries if path in short), index.files))
+    short = {path for _, path, entry in entries if items_are_short(entry)}
+    source.prefetch(list_ends((entry for _, path, entry in entries if path in short), index.files))
     for key, path, entry in entries:
         try:
-            of_subclass = joined_parts(source, index.files, sizes, entry, records) if path in short else None
+            of_subclass = read_object(source, index.files, sizes, entry, records) if path in short else None
         except LostBytes:  # only of a damaged checkpoint that is salvaged
             of = ", ".join(sorted({index.files[f] for f in entry.chunks.file}))
             lost[joined(path)] = f"a part of it is in the lost bytes of {of}"
             continue
-        _put(leaves, keys, path, key, of_subclass or entry)
+        _put_leaf(leaves, keys, path, key, of_subclass or entry)
     seen: dict[str, tuple[dict[Path, Any], list[Record]]] = {}
     ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
     source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
     for key, file, offset, length, transforms in index.values:
-        _coding({tuple(transforms)}, key)
+        _coding_of({tuple(transforms)}, key)
         try:
-            found, sums = _value(source, index, _path(index, key), file, offset, length, bool(transforms))
+            found, sums = _read_value(source, index, _path_of(index, key), file, offset, length, bool(transforms))
         except LostBytes:  # only of a damaged checkpoint that is salvaged
-            lost[joined(_path(index, key))] = f"it is in the lost bytes of {index.files[file]}"
+            lost[joined(_path_of(index, key))] = f"it is in the lost bytes of {index.files[file]}"
             continue
         if key in seen:  # per-rank metadata: every rank stores its own
-            if _alike((found, sums), seen[key]):
+            if _are_equal((found, sums), seen[key]):
                 continue
             found = {("extra", *of_rank(ranks.get(file, file), p)): x for p, x in found.items()}
         seen.setdefault(key, (found, sums))
         records.extend(sums)
         for path, leaf in found.items():
-            _put(leaves, keys, path, key, leaf)
+            _put_leaf(leaves, keys, path, key, leaf)
     named = canonical(
         leaves,
         shape_of,
@@ -153,18 +153,18 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out.records, out.ranks, out.spreads_tensors = records, ranks, True
     out.salvage = Salvage(missing=lost) if lost else None
     if not options.salvage:
-        out.tails, notes = _uncovered(source, index, sizes)
+        out.tails, notes = _find_uncovered(source, index, sizes)
         out.notes = [*out.notes, *notes]
-    ends_of = {item: _end(source, index, item) for pair in index.copies for item in pair}
+    ends_of = {item: _read_end(source, index, item) for pair in index.copies for item in pair}
     record_other_copies([DifferentCopy("", b.file, a) for a, b in index.copies if ends_of[a] != ends_of[b]], out)
     _count_milestones(out)
     return out
 
 
-def _uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
-    """({file: bytes behind its last item}, notes on bytes between items). The writers of torch and of Megatron-Core
-    truncate a file and write items back to back (filesystem.py, _write_files_from_queue), but for files of safetensors,
-    in which offsets mean nothing."""
+def _find_uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
+    """Return ({file: bytes behind its last item}, notes on bytes between items), by the index alone. The writers of
+    torch and of Megatron-Core truncate a file and write items back to back (filesystem.py, _write_files_from_queue),
+    but for files of safetensors, in which offsets mean nothing."""
     last, covered = [0] * len(sizes), [0] * len(sizes)
     items = [
         *(row for _, _, _, c in index.tensors for row in zip(c.file, c.offset, c.length, strict=True)),
@@ -186,14 +186,14 @@ def _uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int
     return {f: sizes[f] - last[f] for f in odd if last[f] < sizes[f]}, notes
 
 
-def _end(source: Source, index: Index, item: Extent) -> bytes:
-    """The last bytes of an item: of torch.save's, they hold the CRC32s of its records."""
+def _read_end(source: Source, index: Index, item: Extent) -> bytes:
+    """Read the last bytes of an item: of torch.save's, they hold the CRC32s of its records."""
     n = min(item.length, _END)
     return source.read(index.files[item.file], item.offset + item.length - n, n)
 
 
-def _alike(a: tuple[dict[Path, Any], list[Record]], b: tuple[dict[Path, Any], list[Record]]) -> bool:
-    """Whether two ranks have the same value under a key; tensors in it by their CRC32s, in order."""
+def _are_equal(a: tuple[dict[Path, Any], list[Record]], b: tuple[dict[Path, Any], list[Record]]) -> bool:
+    """Say whether two ranks have the same value under a key; tensors in it are compared by their CRC32s, in order."""
     plain = [{p: x for p, x in leaves.items() if not isinstance(x, TensorEntry)} for leaves, _ in (a, b)]
     sums = [[(r.extent.length, r.crc32) for r in records] for _, records in (a, b)]
     return a[0].keys() == b[0].keys() and same_value(*plain) and sums[0] == sums[1]
@@ -224,8 +224,8 @@ def _refuse_lost(source: Source, index: Index) -> None:
     gone = {i for i, f in enumerate(index.files) if not source.exists(f)}
     if not gone:
         return
-    lost = [joined(_path(index, key)) for key, _, _, chunks in index.tensors if gone & set(chunks.file)]
-    values = [joined(_path(index, key)) for key, file, *_ in index.values if file in gone]
+    lost = [joined(_path_of(index, key)) for key, _, _, chunks in index.tensors if gone & set(chunks.file)]
+    values = [joined(_path_of(index, key)) for key, file, *_ in index.values if file in gone]
     files = ", ".join(sorted(index.files[i] for i in gone))
     names = ", ".join(
         [
@@ -242,17 +242,20 @@ def _refuse_lost(source: Source, index: Index) -> None:
     )
 
 
-def _path(index: Index, key: str) -> Path:
+def _path_of(index: Index, key: str) -> Path:
+    """Return the path of a flat key; the key itself where planner_data does not have it."""
     return tuple(index.paths.get(key) or (key,))
 
 
-def _put(leaves: dict[Path, Any], keys: dict[Path, str], path: Path, key: str, leaf: Any) -> None:
+def _put_leaf(leaves: dict[Path, Any], keys: dict[Path, str], path: Path, key: str, leaf: Any) -> None:
+    """Put a leaf at a path."""
     if path in leaves:
         raise Corrupt(f'.metadata gives "{keys[path]}" and "{key}" the same place {joined(path)!r}; one would be lost.')
     leaves[path], keys[path] = leaf, key
 
 
-def _coding(kinds: set[tuple[str, ...]], key: str) -> str:
+def _coding_of(kinds: set[tuple[str, ...]], key: str) -> str:
+    """Return how the items of a tensor are framed, which must be one way for all of them."""
     if kinds == {()}:
         return "torch.save"
     if len(kinds) == 1 and next(iter(kinds))[0].partition("/")[0] == "stream.zstd" and len(next(iter(kinds))) == 1:
@@ -260,10 +263,10 @@ def _coding(kinds: set[tuple[str, ...]], key: str) -> str:
     raise Unsupported(f'"{key}" went through {sorted(kinds)}; ckpttool knows stream.zstd only.')
 
 
-def _value(
+def _read_value(
     source: Source, index: Index, path: Path, file: int, offset: int, length: int, zstd: bool
 ) -> tuple[dict[Path, Any], list[Record]]:
-    """What a bytes item holds: one plain value, or, where tensors are in it, its leaves."""
+    """Return what a bytes item holds: one plain value, or, where tensors are in it, its leaves."""
     name = index.files[file]
     what = f"{source.root}/{name} at byte {offset}"
     if length > _VALUE_BYTES:
@@ -299,7 +302,7 @@ def _value(
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """The same index with raw byte ranges: every item's zip has been looked into and agrees with .metadata.
+    """Return the index with raw byte ranges: every item's zip is looked into and must agree with .metadata.
 
     Raises:
         Corrupt: an item is cut off, overwritten, of another dtype or shape, or shares its bytes with another.
@@ -310,7 +313,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     items = Items(source, ckpt.files)
     items.records.extend(ckpt.records)
     headers: dict[int, dict[str, safetensors_header.Slot] | None] = {}
-    source.prefetch(ends((t for t in ckpt.tensors.values() if t.coding == "torch.save"), ckpt.files))
+    source.prefetch(list_ends((t for t in ckpt.tensors.values() if t.coding == "torch.save"), ckpt.files))
     for name, t in ckpt.tensors.items():
         if t.coding == "raw":
             tensors[name] = t
@@ -323,7 +326,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
             try:
                 chunks = items.locate(name, t)
             except SubclassFound:  # a small one, longer than the tensor that it shows
-                found_object = joined_parts(source, ckpt.files, ckpt.sizes, t, items.records)
+                found_object = read_object(source, ckpt.files, ckpt.sizes, t, items.records)
                 for path, leaf in found_object.leaves().items() if found_object else ():
                     if isinstance(leaf, TensorEntry):
                         tensors[joined(path)] = leaf
@@ -335,7 +338,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
             for k, c in enumerate(t.chunks):
                 slots = headers[c.extent.file]
                 if slots is not None:
-                    found = _slot(slots, name, t, c, ckpt.files[c.extent.file])
+                    found = _chunk_of_slot(slots, name, t, c, ckpt.files[c.extent.file])
                 else:
                     found = items.locate(name, replace(t, chunks=Chunks.of(t.chunks.ndim, t.chunks[k : k + 1])))[0]
                 chunks.add(*found[:2], *found.extent, strides=found.strides, zstd=found.zstd)
@@ -345,11 +348,13 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
 
 
 def _is_safetensors(source: Source, file: str) -> bool:
+    """Say whether a file begins as a safetensors file."""
     head = source.read(file, 0, min(9, source.size(file)))
     return len(head) == 9 and head[8:] == b"{" and head[:2] != b"PK"
 
 
-def _slot(slots: dict[str, safetensors_header.Slot], name: str, t: TensorEntry, c: Chunk, file: str) -> Chunk:
+def _chunk_of_slot(slots: dict[str, safetensors_header.Slot], name: str, t: TensorEntry, c: Chunk, file: str) -> Chunk:
+    """Return the chunk of a tensor that a safetensors file holds, which must have the dtype and shape of the index."""
     for key in (name, name.partition(".")[2]):
         slot = slots.get(key)
         if slot is not None:
@@ -362,7 +367,7 @@ def _slot(slots: dict[str, safetensors_header.Slot], name: str, t: TensorEntry, 
 
 
 def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
-    """DCP writes every chunk of its own; two that share bytes are a fault of the index."""
+    """Refuse two chunks that share bytes: DCP writes every chunk of its own."""
     spans: list[list[tuple[int, int, str]]] = [[] for _ in ckpt.files]
     for name, t in tensors.items():
         for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
@@ -395,6 +400,7 @@ def lacks_index(names: Sequence[str]) -> bool:
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    """Tell a folder whose index was not written."""
     return Unfinished("no .metadata, which is written last") if lacks_index(folder.names) else None
 
 

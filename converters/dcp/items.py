@@ -23,7 +23,7 @@ from ckpttool.formats.subclasses import is_subclass
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Record, TensorEntry
 from ckpttool.storage.source import ReadAt, Source
 
-__all__ = ["HEAD", "TAIL", "Items", "SubclassFound", "Template", "template", "windows"]
+__all__ = ["HEAD", "TAIL", "Items", "SubclassFound", "Template", "make_template", "read_windows"]
 
 HEAD, TAIL = 4096, 2048  # of an item, what is read: its zip's first records, and its directory
 _WINDOW = 64 << 10  # small items are read many at a time
@@ -55,7 +55,7 @@ class Template(NamedTuple):
     wrapper: str = ""
 
     def crc_of(self, head: bytes, tail: bytes, tail_at: int) -> int | None:
-        """The CRC32 of an item's payload, None where the item differs from this one in anything that counts.
+        """Return the CRC32 of an item's payload; None where the item differs from this one in anything that counts.
 
         `head` are its first bytes and `tail` those from `tail_at` to its end.
         """
@@ -69,8 +69,10 @@ class Template(NamedTuple):
         return crc
 
 
-def template(head: bytes, tail: bytes, length: int, found: stored_tensors.StoredTensor, base: int) -> Template | None:
-    """The template of an item of `length` bytes at `base` that was parsed; None of one that cannot have any.
+def make_template(
+    head: bytes, tail: bytes, length: int, found: stored_tensors.StoredTensor, base: int
+) -> Template | None:
+    """Make a template of an item of `length` bytes at `base` that was parsed; None of one that cannot have any.
 
     `head` are its first bytes and `tail` its last ones: all that the parser may have looked at, or there is no
     template.
@@ -80,7 +82,7 @@ def template(head: bytes, tail: bytes, length: int, found: stored_tensors.Stored
     tail_at = length - len(tail)
     if start > len(head) or end < tail_at:
         return None
-    entries, directory_at = zip_bytes.directory_entries(windows(head, tail, length), length)
+    entries, directory_at = zip_bytes.directory_entries(read_windows(head, tail, length), length)
     varying: list[tuple[int, int]] = []  # (position, bytes) behind the payload that the parser does not look at
     crc_at = None
     for entry in entries:
@@ -119,8 +121,8 @@ def template(head: bytes, tail: bytes, length: int, found: stored_tensors.Stored
     )
 
 
-def windows(head: bytes, tail: bytes, total: int) -> ReadAt:
-    """read_at over the first and the last bytes of something of `total` bytes."""
+def read_windows(head: bytes, tail: bytes, total: int) -> ReadAt:
+    """Return a read_at over the first and the last bytes of something of `total` bytes."""
 
     def read_at(at: int, n: int) -> bytes:
         if at >= 0 and at + n <= len(head):
@@ -149,7 +151,7 @@ class Items:
         self._plain = type(source) is Source
 
     def locate(self, name: str, t: TensorEntry) -> Chunks:
-        """The chunks of a tensor that is saved as items, with the byte ranges of their elements.
+        """Return the chunks of a tensor that is saved as items, with the byte ranges of their elements.
 
         Raises:
             Corrupt: an item is cut off, overwritten, or of another dtype or shape. Unsafe: its pickle would run code.
@@ -160,7 +162,7 @@ class Items:
         out.start, out.shape, out.file = old.start[:], old.shape[:], old.file[:]
         if t.coding == "torch.save+zstd":
             places = zip(old.boxes(), old.file, old.offset, old.length, strict=True)
-            out.zstd = {k: self._zstd(name, t, box[1], *place) for k, (box, *place) in enumerate(places)}
+            out.zstd = {k: self._find_in_zstd(name, t, box[1], *place) for k, (box, *place) in enumerate(places)}
             out.offset, out.length = old.offset[:], old.length[:]
             return out
         strided: dict[int, tuple[int, ...]] = {}
@@ -168,7 +170,7 @@ class Items:
         kind: tuple[int, ...] | None = None
         for k, (_, shape) in enumerate(old.boxes()):
             file, offset, length = old.file[k], old.offset[k], old.length[k]
-            head, tail = self._ends(file, offset, length)
+            head, tail = self._read_ends(file, offset, length)
             if kind != (*shape, length):
                 kind = (*shape, length)
                 templates = self._templates.setdefault((t.dtype, shape, length), [])
@@ -186,7 +188,7 @@ class Items:
                         self.wrappers[name] = found.wrapper
                     break
             else:
-                tensor = self._parsed(name, t.dtype, shape, file, offset, length, head, tail)
+                tensor = self._parse_item(name, t.dtype, shape, file, offset, length, head, tail)
                 storage = tensor.storage
                 if storage.crc32 is not None:
                     self.records.append(Record(Extent(file, storage.offset, storage.length), storage.crc32))
@@ -197,23 +199,23 @@ class Items:
                     strided[k] = tensor.strides
                 if tensor.wrapper:
                     self.wrappers[name] = tensor.wrapper
-                made = template(head, tail, length, tensor, offset) if len(templates) < _VARIANTS else None
+                made = make_template(head, tail, length, tensor, offset) if len(templates) < _VARIANTS else None
                 if made is not None:
                     templates.append(made)
         if strided:
             out.strides = strided
         return out
 
-    def _ends(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
-        """The first and the last bytes of an item; of a small one, all of it twice."""
+    def _read_ends(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
+        """Read the first and the last bytes of an item; of a small one, all of it twice."""
         if length <= HEAD:
-            head = self._read(file, offset, length, _WINDOW)
+            head = self._read_ahead(file, offset, length, _WINDOW)
             return head, head
-        return self._read(file, offset, HEAD, 0), self._read(file, offset + length - TAIL, TAIL, HEAD)
+        return self._read_ahead(file, offset, HEAD, 0), self._read_ahead(file, offset + length - TAIL, TAIL, HEAD)
 
-    def _read(self, file: int, offset: int, n: int, more: int) -> bytes:
-        """Bytes of a file. Up to `more` behind them, where the next item will be looked for, are read with them and
-        kept."""
+    def _read_ahead(self, file: int, offset: int, n: int, more: int) -> bytes:
+        """Read bytes of a file. Up to `more` behind them, where the next item will be looked for, are read with them
+        and kept."""
         name = self.files[file]
         if not self._plain:
             return self.source.read(name, offset, n)
@@ -228,7 +230,7 @@ class Items:
                     self._windows.popitem(last=False)
         return window[offset - at : offset - at + n]
 
-    def _parsed(
+    def _parse_item(
         self,
         name: str,
         dtype: str,
@@ -239,8 +241,9 @@ class Items:
         head: bytes,
         tail: bytes,
     ) -> stored_tensors.StoredTensor:
+        """Parse the zip of an item, whose first and last bytes are given, and return its tensor."""
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
-        here = windows(head, tail, length)
+        here = read_windows(head, tail, length)
 
         def read_at(at: int, n: int) -> bytes:
             try:
@@ -248,24 +251,24 @@ class Items:
             except LookupError:
                 return self.source.read(self.files[file], at, n)
 
-        return _agreed(torch_zip.read(read_at, offset, length, what), dtype, shape, what)
+        return _check_tensor(torch_zip.read(read_at, offset, length, what), dtype, shape, what)
 
-    def _zstd(
+    def _find_in_zstd(
         self, name: str, t: TensorEntry, shape: tuple[int, ...], file: int, offset: int, length: int
     ) -> tuple[int, int | None]:
-        """Where in the content of a compressed item its tensor begins, and the CRC32 of that."""
+        """Return where in the content of a compressed item its tensor begins, and the CRC32 of that."""
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
         most = prod(shape) * ITEMSIZE[t.dtype] + (64 << 10)
         head, tail, total = decompress_ends(self.source, self.files[file], offset, length, most, what)
-        found = _agreed(torch_zip.read(windows(head, tail, total), 0, total, what), t.dtype, shape, what)
+        found = _check_tensor(torch_zip.read(read_windows(head, tail, total), 0, total, what), t.dtype, shape, what)
         if not found.contiguous:
             raise Unsupported(f"{what}: a compressed tensor that is not contiguous.")
         at, n = found.extent
         return at, found.storage.crc32 if n == found.storage.length else None
 
 
-def _agreed(found: object, dtype: str, shape: tuple[int, ...], what: str) -> stored_tensors.StoredTensor:
-    """What was found in an item, if it is the tensor that .metadata says.
+def _check_tensor(found: object, dtype: str, shape: tuple[int, ...], what: str) -> stored_tensors.StoredTensor:
+    """Return what was found in an item, if it is the tensor that .metadata says.
 
     Raises:
         SubclassFound: it is an object of a tensor subclass. Corrupt: it is another tensor, or none.

@@ -283,7 +283,7 @@ class Index:
         self.whole: dict[str, list[int]] = {}
 
     def to_bytes(self) -> bytes:
-        """The output of the child process: a JSON line with everything small, then the columns."""
+        """Return the output of the child process: a JSON line with everything small, then the columns."""
         columns = [c for _, _, _, k in self.tensors for c in (k.start, k.shape, k.file, k.offset, k.length)]
         head = {
             "files": self.files,
@@ -297,7 +297,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Index:
-        """The inverse of `to_bytes`."""
+        """Parse what `to_bytes` returned."""
         out = cls()
         cut = data.index(b"\n")
         head = json.loads(data[:cut])
@@ -323,17 +323,17 @@ class Index:
 
 
 def read_index_in_child(path: str) -> bytes:
-    """The index of one .metadata file, read by the C unpickler; runs in a limited child process (sandbox.py). If
-    it is not a local file, its bytes come by stdin."""
+    """Read the index of one .metadata file with the C unpickler; runs in a limited child process (sandbox.py). If it is
+    not a local file, its bytes come by stdin."""
     collector = _Collector()
     file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
     with file as f:
         top = pickles.load_large(f, collector.stand_ins)
-    return _index([(top, collector)], path).to_bytes()
+    return _build_index([(top, collector)], path).to_bytes()
 
 
 def read_index(source: Source) -> Index:
-    """The index of a folder, of one `.metadata` or of one file a rank.
+    """Read the index of a folder, of one `.metadata` or of one file a rank.
 
     Raises:
         Corrupt: it is damaged, or not of DCP. Unsafe: it would take more memory or time than its size allows.
@@ -355,10 +355,11 @@ def read_index(source: Source) -> Index:
             raise Corrupt(f"{what} is empty: the save was interrupted, or the copy is incomplete.")
         collector = _Collector()
         tops.append((pickles.load(data, collector.stand_ins, what=what)[0], collector))
-    return _index(tops, f"{source.root}/{names[0]}")
+    return _build_index(tops, f"{source.root}/{names[0]}")
 
 
-def _index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
+def _build_index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
+    """Make the index of what was unpickled; whatever does not fit the classes of torch is damage."""
     try:
         return _columns(tops, what)
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as e:
@@ -429,14 +430,14 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                 if not stored.file:
                     raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.')
                 if len(stored.file) > 1:
-                    raise Unsafe(_twice(what, key))
+                    raise Unsafe(_stored_twice(what, key))
                 row = (numbers[stored.file[0]], stored.offset[0], stored.length[0])
                 if key not in tensors:
                     out.values.append((key, *row, list(stored.transforms.get(0, ()))))
                 continue
             if not isinstance(meta, collector.tensor_class):
                 raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.')
-            dtype, size, chunks = _joined(key, meta.state, collector, stored, numbers, what)
+            dtype, size, chunks = _join_chunks(key, meta.state, collector, stored, numbers, what)
             if key in tensors:  # per-rank metadata: each lists its own chunks, and what is replicated again
                 known = tensors[key][2]
                 places = {box: k for k, box in enumerate(known.boxes())}
@@ -473,17 +474,18 @@ def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> 
                 )
 
 
-def _twice(what: str, key: str) -> str:
+def _stored_twice(what: str, key: str) -> str:
+    """Return the message for a part of an entry that is stored in two places."""
     return (
         f'{what}: storage_data has two places for the same part of "{key}", and the first is lost to whoever loads it. '
         "Take another copy of the checkpoint."
     )
 
 
-def _joined(
+def _join_chunks(
     key: str, state: Any, collector: _Collector, stored: _Stored, numbers: list[int], what: str
 ) -> tuple[str, tuple[int, ...], Chunks]:
-    """One tensor: its chunks, each with the item that is stored for its place."""
+    """Return (dtype, shape, chunks) of one tensor, each chunk with the item that is stored for its place."""
     properties, size, first, n = state
     dtype = properties.state
     dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
@@ -497,7 +499,7 @@ def _joined(
     array("q", chain.from_iterable(stored.starts))  # integers, all of them, so that hashing them has a bound
     rows = dict(zip(stored.starts, range(len(stored.starts)), strict=True))
     if len(rows) < len(stored.starts):
-        raise Unsafe(_twice(what, key))
+        raise Unsafe(_stored_twice(what, key))
     found = [rows.get(s) for s in starts]
     if None in found:
         place = starts[found.index(None)]

@@ -28,15 +28,15 @@ from ckpttool.index.composites import PLAIN, CannotCut, Composite
 from ckpttool.index.draft import Written
 from ckpttool.storage.source import Source
 
-from .items import HEAD, TAIL, windows
+from .items import HEAD, TAIL, read_windows
 
-__all__ = ["Parts", "Whole", "are_short", "cut", "ends", "joined_parts"]
+__all__ = ["Parts", "Whole", "items_are_short", "list_ends", "read_object", "rows_of_ranks"]
 
 _WORLDS = 64  # world sizes that are tried for a message
 
 
-def are_short(t: TensorEntry) -> bool:
-    """Whether an item is shorter than the dense tensor that .metadata lists: it is of a subclass, or damaged."""
+def items_are_short(t: TensorEntry) -> bool:
+    """Say whether an item is shorter than the dense tensor that .metadata lists: it is of a subclass, or damaged."""
     c, item = t.chunks, ITEMSIZE.get(t.dtype, 0)
     row = prod(t.shape[1:]) * item
     if t.coding != "torch.save" or (
@@ -46,8 +46,8 @@ def are_short(t: TensorEntry) -> bool:
     return any(n < prod(shape) * item for (_, shape), n in zip(c.boxes(), c.length, strict=True))
 
 
-def ends(tensors: Iterable[TensorEntry], files: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """The ranges that looking into the items of these tensors reads, to be fetched together."""
+def list_ends(tensors: Iterable[TensorEntry], files: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """List the ranges that looking into the items of these tensors reads, to be fetched together."""
     for t in tensors:
         for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
             if offset < 0 or length < 0:
@@ -67,10 +67,11 @@ class _Part(NamedTuple):
     file: int
 
 
-def joined_parts(
+def read_object(
     source: Source, files: Sequence[str], sizes: Sequence[int], t: TensorEntry, records: list[Record]
 ) -> Composite | None:
-    """The object whose parts are the items of `t`; None where they hold dense tensors. Their CRC32s go to `records`.
+    """Return the object whose parts are the items of `t`; None where they hold dense tensors. Their CRC32s go to
+    `records`.
 
     Raises:
         Corrupt: an item is damaged. Unsupported: the parts cannot be joined; the message names the class.
@@ -84,7 +85,7 @@ def joined_parts(
         what = f'{source.root}/{files[file]} at byte {offset} ("{name}")'
         if not zip_bytes.is_zip(source.read(files[file], offset, min(length, 4))):
             return None  # overwritten, or something else: `check` says that it is too short
-        found: Any = _item(source, files[file], offset, length, what)
+        found: Any = _read_item(source, files[file], offset, length, what)
         if not isinstance(found, Opaque) or not subclasses.is_subclass(found):
             if isinstance(found, StoredTensor) and found.shape == shape and found.numel:
                 dense.append((start[0] if start else 0, shape[0] if shape else 1, found, file))
@@ -96,7 +97,7 @@ def joined_parts(
                 f"{t.dtype} {list(shape)}."
             )
         if shape[1:] != t.shape[1:]:
-            raise _not_joined(
+            raise _refusal(
                 name, about, f"a rank has columns {start[1]} to {start[1] + shape[1]} of it, and blocks run along rows"
             )
         parts.append(_Part(start[0] if start else 0, shape[0] if shape else 1, about, inside, file))
@@ -105,16 +106,20 @@ def joined_parts(
     about = parts[0].about
     parts.sort(key=lambda p: p.first)
     try:
-        return _join_mixed(t, parts, sorted(dense, key=lambda d: d[0]), records) if dense else _join(t, parts, records)
+        return (
+            _join_mixed(t, parts, sorted(dense, key=lambda d: d[0]), records)
+            if dense
+            else _join_parts(t, parts, records)
+        )
     except CannotCut as e:
-        raise _not_joined(name, about, str(e)) from None
+        raise _refusal(name, about, str(e)) from None
 
 
-def _item(source: Source, file: str, offset: int, length: int, what: str) -> object:
-    """The object in one item. Of a large one, the ends are read first."""
+def _read_item(source: Source, file: str, offset: int, length: int, what: str) -> object:
+    """Read the object in one item. Of a large one, the ends are read first."""
     head = source.read(file, offset, min(length, HEAD))
     tail = source.read(file, offset + length - TAIL, TAIL) if length > HEAD else head
-    here = windows(head, tail, length)
+    here = read_windows(head, tail, length)
 
     def read_at(at: int, n: int) -> bytes:
         try:
@@ -125,14 +130,16 @@ def _item(source: Source, file: str, offset: int, length: int, what: str) -> obj
     return torch_zip.read(read_at, offset, length, what)
 
 
-def _not_joined(name: str, about: Mapping[str, object], why: str) -> Unsupported:
+def _refusal(name: str, about: Mapping[str, object], why: str) -> Unsupported:
+    """Return the error for an object whose parts cannot be put together."""
     return Unsupported(
         f'"{name}" is a {composites.class_label(about)}, and its parts cannot be put together: {why}. '
         f"{argument('only', ['model'])} leaves the optimizer out."
     )
 
 
-def _join(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Composite:
+def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Composite:
+    """Join the parts that ranks saved of one object."""
     total = t.shape[0] if t.shape else 1
     about = composites.resize_rows(parts[0].about, total)
     for p in parts[1:]:
@@ -173,12 +180,12 @@ def _join(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Composit
 def _join_mixed(
     t: TensorEntry, parts: list[_Part], dense: list[tuple[int, int, StoredTensor, int]], records: list[Record]
 ) -> Composite:
-    """The object, where some ranks have plain tensors."""
+    """Join the parts of an object of which some ranks have plain tensors."""
     rows, moved = 0, []
     for p in parts:
         moved.append(p._replace(first=rows))
         rows += p.rows
-    of_objects = _join(replace(t, shape=(rows, *t.shape[1:])), moved, records)
+    of_objects = _join_parts(replace(t, shape=(rows, *t.shape[1:])), moved, records)
     plain = sum(n for _, n, _, _ in dense)
     chunks, at = Chunks(len(t.shape)), 0
     for _, n, s, file in dense:
@@ -195,6 +202,7 @@ def _join_mixed(
 
 
 def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
+    """Refuse an object whose scales, or other parts that all ranks have, differ."""
     sums = {(s.dtype, s.shape, s.storage.crc32, s.at) for s in stored}
     if len(sums) > 1 or (len(stored) > 1 and stored[0].storage.crc32 is None):
         raise CannotCut(f'"{name}", which is one for the whole tensor, differs between ranks')
@@ -203,8 +211,8 @@ def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def cut(found: Composite, world: int) -> list[int]:
-    """Rows of the object for rank 0, 1, ... of so many.
+def rows_of_ranks(found: Composite, world: int) -> list[int]:
+    """Return how many rows of the object each of so many ranks gets, by rank.
 
     Raises:
         Unsupported: a cut is inside a block, with the numbers and the world sizes that cut none.
@@ -215,7 +223,7 @@ def cut(found: Composite, world: int) -> list[int]:
         composites.check_cut(found, sizes)
     except CannotCut as e:
         of_optimizer = found.path[0] == "optim"
-        fits = [n for n in range(1, _WORLDS + 1) if _fits(found, boxes.chunk_sizes(rows, n))]
+        fits = [n for n in range(1, _WORLDS + 1) if _fits_blocks(found, boxes.chunk_sizes(rows, n))]
         raise Unsupported(
             f'"{joined(found.path)}" is a {composites.class_label(found.about)}, which {world} ranks cannot divide: '
             f"{e}. "
@@ -229,7 +237,8 @@ def cut(found: Composite, world: int) -> list[int]:
     return sizes
 
 
-def _fits(found: Composite, sizes: list[int]) -> bool:
+def _fits_blocks(found: Composite, sizes: list[int]) -> bool:
+    """Say whether rows of these sizes can be cut between the blocks of an object."""
     try:
         composites.check_cut(found, sizes)
     except CannotCut:
@@ -248,22 +257,23 @@ class _Frame(NamedTuple):
     length: int
 
     def end(self, crcs: Sequence[int]) -> bytes:
-        """The directory, with the CRC32 of each storage."""
+        """Return the directory, with the CRC32 of each storage."""
         n = len(self.sizes)
         rows = [(r[0], r[1], r[2], c, True) for r, c in zip(self.records[-n:], crcs, strict=True)]
         start = self.at[-1] + self.sizes[-1] + zip_bytes.DATA_DESCRIPTOR_BYTES
         return zip_bytes.central_directory([*self.records[:-n], *rows], start)
 
 
-def _frame(found: Composite, about: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> _Frame:
+def _frame_of(found: Composite, about: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> _Frame:
+    """Return the bytes around the storages of an item that holds an object of these shapes."""
     names = list(found.tensors)
     sizes = [prod(shapes[n]) * ITEMSIZE[found.tensors[n].dtype] for n in names]
     refs = {n: TensorRef(found.tensors[n].dtype, shapes[n], str(i), prod(shapes[n])) for i, n in enumerate(names)}
-    return _around(subclasses.rebuild_call(about, refs), sizes)
+    return _make_frame(subclasses.rebuild_call(about, refs), sizes)
 
 
-def _around(tree: object, sizes: list[int]) -> _Frame:
-    """The item of a tree whose tensors are `TensorRef`s, the storage of number i of `sizes[i]` bytes."""
+def _make_frame(tree: object, sizes: list[int]) -> _Frame:
+    """Make the frame of a tree whose tensors are `TensorRef`s; the storage of number i has `sizes[i]` bytes."""
     head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(tree))
     heads, at = [], len(head)
     places = []
@@ -285,7 +295,7 @@ class Whole:
         self.tree = tree
 
     def mapped(self, f: Callable[[TensorEntry], object]) -> object:
-        """The tree with every tensor replaced, in order."""
+        """Return the tree with every tensor replaced, in order."""
 
         def one(x: object) -> object:
             if isinstance(x, TensorEntry):
@@ -297,7 +307,7 @@ class Whole:
         return one(self.tree)
 
     def tensors(self) -> list[TensorEntry]:
-        """Those inside."""
+        """List the tensors inside."""
         out: list[TensorEntry] = []
         self.mapped(out.append)
         return out
@@ -368,7 +378,7 @@ class Parts:
         cuts = {n: composites.rows_inside(whole.about, n, t.shape, *part) for n, t in whole.tensors.items()}
         shapes = {n: t.shape if (c := cuts[n]) is None else (c[1], *t.shape[1:]) for n, t in whole.tensors.items()}
         about = composites.resize_rows(whole.about, part[1]) if whole.shape else whole.about
-        frame = _frame(whole, about, shapes)
+        frame = _frame_of(whole, about, shapes)
         for i, (n, t) in enumerate(whole.tensors.items()):
             name, where, row = joined(t.path), at + frame.at[i], cuts[n]
             if row is None and len(chunks[n]):
@@ -382,11 +392,11 @@ class Parts:
         return frame.length
 
     def place_whole(self, whole: Whole, at: list[int]) -> tuple[dict[str, TensorEntry], int, int]:
-        """({name: entry to be} of the tensors inside, where its item begins, its bytes) of an object, in rank 0's
-        file."""
+        """Place an object in rank 0's file. Returns ({name: entry to be} of the tensors inside, where its item begins,
+        its bytes)."""
         inside = whole.tensors()
         refs = iter(TensorRef(t.dtype, t.shape, str(i), t.numel) for i, t in enumerate(inside))
-        frame = _around(whole.mapped(lambda t: next(refs)), [t.nbytes for t in inside])
+        frame = _make_frame(whole.mapped(lambda t: next(refs)), [t.nbytes for t in inside])
         out = {}
         for i, t in enumerate(inside):
             name = joined(t.path)
@@ -398,12 +408,12 @@ class Parts:
         return out, at[0] - frame.length, frame.length
 
     def before(self, name: str, file: int) -> bytes:
-        """The bytes before a tensor of an item."""
+        """Return the bytes before a tensor of an item."""
         frame, i = self.frames[name, file]
         return frame.heads[i]
 
     def after(self, name: str, file: int, written: Sequence[Written]) -> bytes:
-        """The bytes behind it; behind the last one, the directory."""
+        """Return the bytes behind it; behind the last one, the directory."""
         frame, i = self.frames[name, file]
         out = zip_bytes.data_descriptor(frame.sizes[i], written[-1][2])
         return out + frame.end([w[2] for w in written[-i - 1 :]]) if i == len(frame.sizes) - 1 else out
@@ -411,7 +421,7 @@ class Parts:
     def tensors(
         self, tensors: Mapping[str, TensorEntry]
     ) -> Iterator[tuple[str, TensorEntry, list[tuple[int, int, int]] | None]]:
-        """(name, tensor, its items) as .metadata lists them; None where the items follow from the chunks."""
+        """Yield (name, tensor, its items) as .metadata lists them; None where the items follow from the chunks."""
         for name, t in tensors.items():
             if name in self.logical:
                 yield name, *self.logical[name]

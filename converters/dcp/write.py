@@ -29,13 +29,13 @@ from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
 
 from .metadata import META, STORAGE
-from .subclasses import Parts, Whole, cut
+from .subclasses import Parts, Whole, rows_of_ranks
 
 __all__ = ["write"]
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """A folder for an FSDP2 job of `world_size` ranks.
+    """Draft a folder for an FSDP2 job of `world_size` ranks.
 
     Raises:
         UsageError: no world size was given and the source has none.
@@ -71,7 +71,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     for name, stored in ckpt.tensors.items():
         if name in objects:
             if name not in parts.placed:
-                tensors |= parts.place(objects[name], cut(objects[name], world) if _sharded(objects[name]) else [], at)
+                tensors |= parts.place(
+                    objects[name], rows_of_ranks(objects[name], world) if _is_sharded(objects[name]) else [], at
+                )
             continue
         if name in wholes:
             if name not in parts.inside:
@@ -81,15 +83,15 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
                 values.append((path, begins, length))
             continue
         t = replace(stored, dtype=options.cast(name, stored.dtype))
-        sizes = boxes.chunk_sizes(t.shape[0], world) if _sharded(t) else []
-        tensors[name] = replace(t, chunks=_placed(t, sizes, at), coding="raw")
+        sizes = boxes.chunk_sizes(t.shape[0], world) if _is_sharded(t) else []
+        tensors[name] = replace(t, chunks=_place_chunks(t, sizes, at), coding="raw")
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [
         DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects and not wholes)
         for i, (f, n) in enumerate(zip(files, at, strict=True))
     ]
     rows = sum(len(t.chunks) for t in tensors.values())
-    draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _metadata(out, paths, values, parts)))
+    draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _pickle_metadata(out, paths, values, parts)))
     sources = {
         name: ckpt.tensors[name if t.path[0] != "replica" else joined(t.path[2:])] for name, t in tensors.items()
     }
@@ -101,18 +103,22 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         )
 
     def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-        return parts.before(name, t.chunks.file[row]) if name in parts.inside else _before(name, t, row, written)
+        return parts.before(name, t.chunks.file[row]) if name in parts.inside else _bytes_before(name, t, row, written)
 
     def after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-        return parts.after(name, t.chunks.file[row], written) if name in parts.inside else _after(name, t, row, written)
+        return (
+            parts.after(name, t.chunks.file[row], written)
+            if name in parts.inside
+            else _bytes_after(name, t, row, written)
+        )
 
     apart = {n: v for n, v in ckpt.values.items() if list(flatten_like_dcp(v.data, v.path)) != [v.path]}
     return Draft(out, sources, draft_files, before=before, after=after, notes=notes, taken_apart=apart)
 
 
 def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
-    """The origin without the optimizer's numbers of parameters, unless several ranks saved them: a file of one process
-    has numbers for names, but a job of several ranks asks for names."""
+    """Return the origin without the optimizer's numbers of parameters, unless several ranks saved them: a file of one
+    process has numbers for names, but a job of several ranks asks for names."""
     if ckpt.world_size is not None:
         return ckpt.origin
     return {
@@ -120,8 +126,9 @@ def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
     }
 
 
-def _placed(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
-    """Chunks of `sizes` rows for ranks 0, 1, ..., or one for rank 0; `at` are the ends of the ranks' files so far."""
+def _place_chunks(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
+    """Place the chunks of a tensor, of `sizes` rows for ranks 0, 1, ..., or one for rank 0; `at` are the ends of the
+    ranks' files so far."""
     chunks = Chunks(len(t.shape))
     if not sizes:
         before, after = _frame_sizes(t.dtype, t.shape)
@@ -145,8 +152,8 @@ def _placed(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
     return chunks
 
 
-def _sharded(t: TensorEntry | Composite) -> bool:
-    """Whether FSDP2 shards it: parameters and optimizer slots; not scalars, counters or other components."""
+def _is_sharded(t: TensorEntry | Composite) -> bool:
+    """Say whether FSDP2 shards a tensor: parameters and optimizer slots; not scalars, counters or other components."""
     of_parameter = t.path[0] in ("model", "optim", "replica") or t.path[:2] == ("extra", "master")
     if not of_parameter or not t.shape or t.numel == 0:
         return False
@@ -154,8 +161,8 @@ def _sharded(t: TensorEntry | Composite) -> bool:
 
 
 @lru_cache(4096)
-def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
-    """The bytes before an item's payload, and the directory entries of its small records."""
+def _item_frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
+    """Return the bytes before an item's payload, and the directory entries of its small records."""
     ref = torch_pickles.TensorRef(dtype, shape, "0", prod(shape))
     head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(ref))
     header = zip_bytes.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
@@ -164,11 +171,12 @@ def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, i
 
 @lru_cache(4096)
 def _frame_sizes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    return len(_frame(dtype, shape)[0]), len(_trailer(dtype, shape, 0))
+    """Return the bytes before and after an item's payload."""
+    return len(_item_frame(dtype, shape)[0]), len(_trailer(dtype, shape, 0))
 
 
 def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
-    """The bytes after an item's payload: the CRC32 is in them twice, the rest follows from dtype and shape."""
+    """Return the bytes after an item's payload: the CRC32 is in them twice, the rest follows from dtype and shape."""
     before, between, after = _trailer_parts(dtype, shape)
     word = struct.pack("<I", crc)
     return b"".join((before, word, between, word, after))
@@ -176,8 +184,8 @@ def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
 
 @lru_cache(4096)
 def _trailer_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, bytes]:
-    """A trailer, without its two CRC32s."""
-    zero, ones = _made_trailer(dtype, shape, 0), _made_trailer(dtype, shape, 0xFFFFFFFF)
+    """Return a trailer without its two CRC32s."""
+    zero, ones = _make_trailer(dtype, shape, 0), _make_trailer(dtype, shape, 0xFFFFFFFF)
     differ = [i for i, (a, b) in enumerate(zip(zero, ones, strict=True)) if a != b]
     first, second = differ[0], differ[4]
     parts = zero[:first], zero[first + 4 : second], zero[second + 4 :]
@@ -186,8 +194,9 @@ def _trailer_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, by
     return parts
 
 
-def _made_trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
-    head, records = _frame(dtype, shape)
+def _make_trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
+    """Make the trailer of an item without the cache."""
+    head, records = _item_frame(dtype, shape)
     size = prod(shape) * ITEMSIZE[dtype]
     name, at, _, _, _ = records[-1]
     directory = zip_bytes.central_directory(
@@ -196,11 +205,13 @@ def _made_trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
     return zip_bytes.data_descriptor(size, crc) + directory
 
 
-def _before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-    return _frame(t.dtype, t.chunks.shape_of(row))[0]
+def _bytes_before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+    """Return the bytes before a chunk."""
+    return _item_frame(t.dtype, t.chunks.shape_of(row))[0]
 
 
-def _after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+def _bytes_after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+    """Return the bytes behind a chunk."""
     return _trailer(t.dtype, t.chunks.shape_of(row), written[-1][2])
 
 
@@ -245,31 +256,33 @@ class _Emitter:
             self._define(name, f"c{module}\n{name}\n".encode())
             self.out += b"0"
         for key in self.KEYS:
-            self._define(key, _text(key))
+            self._define(key, _pickled_text(key))
             self.out += b"0"
 
     def _define(self, key: Any, code: bytes) -> None:
+        """Emit code once and refer to it by its number in the memo afterwards."""
         n = len(self.memo)
         self.memo[key] = b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n)
         self.out += code + (b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
 
     def text(self, value: str) -> None:
-        """A string, memoized."""
+        """Emit a string, memoized."""
         if ("text", value) in self.memo:
             self.out += self.memo["text", value]
         else:
-            self._define(("text", value), _text(value))
+            self._define(("text", value), _pickled_text(value))
 
     def size(self, shape: tuple[int, ...]) -> bytes:
-        """torch.Size(shape)."""
+        """Emit torch.Size(shape)."""
         if shape not in self.sizes:
-            ints = b"".join(map(_int, shape))
+            ints = b"".join(map(_pickled_int, shape))
             wrap = {0: b")", 1: ints + b"\x85", 2: ints + b"\x86", 3: ints + b"\x87"}.get(len(shape))
             self.sizes[shape] = self.memo["Size"] + (wrap or b"(" + ints + b"t") + b"\x85R"
         return self.sizes[shape]
 
 
-def _int(n: int) -> bytes:
+def _pickled_int(n: int) -> bytes:
+    """Return the pickle of an integer."""
     if n < 256:
         return b"K" + bytes([n])
     if n < 65536:
@@ -280,14 +293,17 @@ def _int(n: int) -> bytes:
     return b"\x8a" + bytes([len(raw)]) + raw
 
 
-def _text(value: str) -> bytes:
+def _pickled_text(value: str) -> bytes:
+    """Return the pickle of a string."""
     raw = value.encode("utf-8", "surrogatepass")
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
-def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path, int, int]], parts: Parts) -> bytes:
-    """The bytes of .metadata: tensors at `paths`, by canonical name, objects at that of their first tensor, values at
-    theirs."""
+def _pickle_metadata(
+    ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path, int, int]], parts: Parts
+) -> bytes:
+    """Return the bytes of .metadata: tensors at `paths`, by canonical name, objects at that of their first tensor,
+    values at theirs."""
     e = _Emitter()
     m, out = e.memo, e.out
     keys = {name: joined(paths[name]) for name in paths}
@@ -296,7 +312,7 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path,
     for name, t, _ in parts.tensors(ckpt.tensors):
         e.text(keys[name])
         if t.dtype not in properties:
-            layout = m["_get_layout"] + _text("torch.strided") + b"\x85R"
+            layout = m["_get_layout"] + _pickled_text("torch.strided") + b"\x85R"
             memory = m["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"
             properties[t.dtype] = (
                 m["TensorProperties"]
@@ -321,7 +337,7 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path,
         out += b"("
         for p in path:
             if isinstance(p, int):
-                out += _int(p)
+                out += _pickled_int(p)
             else:
                 e.text(p)
         out += b"t"
@@ -331,22 +347,23 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path,
         for k, (start, shape) in enumerate(c.boxes()):
             if items is not None:
                 number, offset, length = items[k]
-                _storage(e, keys[name], e.size(start), k, ckpt.files[number], offset, length)
+                _emit_storage(e, keys[name], e.size(start), k, ckpt.files[number], offset, length)
                 continue
             before, after = _frame_sizes(t.dtype, shape)
             file, offset = ckpt.files[c.file[k]], c.offset[k] - before
-            _storage(e, keys[name], e.size(start), k, file, offset, c.length[k] + before + after)
+            _emit_storage(e, keys[name], e.size(start), k, file, offset, c.length[k] + before + after)
     for path, offset, length in values:
-        _storage(e, joined(path), b"N", None, ckpt.files[0], offset, length)
-    out += b"u" + m["storage_meta"] + b"N" + m["version"] + _text("1.0.0") + b"ub."
+        _emit_storage(e, joined(path), b"N", None, ckpt.files[0], offset, length)
+    out += b"u" + m["storage_meta"] + b"N" + m["version"] + _pickled_text("1.0.0") + b"ub."
     return bytes(out)
 
 
-def _storage(e: _Emitter, key: str, at: bytes, index: int | None, file: str, offset: int, length: int) -> None:
+def _emit_storage(e: _Emitter, key: str, at: bytes, index: int | None, file: str, offset: int, length: int) -> None:
+    """Emit one entry of storage_data."""
     m, out = e.memo, e.out
     out += m["MetadataIndex"] + b")\x81}(" + m["fqn"]
     e.text(key)
-    out += m["offset"] + at + m["index"] + (b"N" if index is None else _int(index)) + b"ub"
+    out += m["offset"] + at + m["index"] + (b"N" if index is None else _pickled_int(index)) + b"ub"
     out += m["_StorageInfo"] + b")\x81}(" + m["relative_path"]
     e.text(file)
-    out += m["offset"] + _int(offset) + m["length"] + _int(length) + b"ub"
+    out += m["offset"] + _pickled_int(offset) + m["length"] + _pickled_int(length) + b"ub"

@@ -228,8 +228,8 @@ def test_items_are_looked_into_once_for_all_reads(monkeypatch: pytest.MonkeyPatc
     from ckpttool.converters.dcp.items import Items
 
     seen: list[str] = []
-    real = Items._parsed
-    monkeypatch.setattr(Items, "_parsed", lambda self, name, *more: (seen.append(name), real(self, name, *more))[1])
+    real = Items._parse_item
+    monkeypatch.setattr(Items, "_parse_item", lambda self, name, *more: (seen.append(name), real(self, name, *more))[1])
     o = ALL["fsdp2_w3"]
     with ckpttool.open(o.path) as opened:
         assert opened["model.lm_head.weight"].shape == (131, 36) and len(opened) > 9 and not seen, (

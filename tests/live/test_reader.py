@@ -428,8 +428,8 @@ def parsed_items(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from ckpttool.converters.dcp.items import Items
 
     seen: list[str] = []
-    real = Items._parsed
-    monkeypatch.setattr(Items, "_parsed", lambda self, name, *more: (seen.append(name), real(self, name, *more))[1])
+    real = Items._parse_item
+    monkeypatch.setattr(Items, "_parse_item", lambda self, name, *more: (seen.append(name), real(self, name, *more))[1])
     return seen
 
 
