@@ -44,7 +44,7 @@ _ZSTD, _AGE = b"\x28\xb5\x2f\xfd", b"age-encryption.org/"
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """A zstd file with the name of an archive, or an encrypted one."""
+    """Say whether a place is a zstd file with the name of an archive, or an encrypted one."""
     source, file = where
     if file is None:
         return False, f"one {SUFFIX} file; this is a folder"
@@ -57,7 +57,7 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def mount(where: Place) -> Place:
-    """The members of the archive as files.
+    """Return the members of the archive as files.
 
     Raises:
         UsageError: it is encrypted.
@@ -80,7 +80,7 @@ def mount(where: Place) -> Place:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of an archive: its manifest, and values.json.
+    """Return the index of an archive, of its manifest and values.json.
 
     Raises:
         Corrupt, Unsafe: the records contradict each other.
@@ -101,7 +101,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, number[p.member], p.offset, p.nbytes))
     held = source.read_values()
     out = Checkpoint("audit", source.root, None, files, [source.size(f) for f in files], tensors, held)
-    _agree(out, source)
+    _check_paths(out, source)
     out.recorded = dict(found.digests)
     origin = parsed.get("source") or {}
     out.world_size, out.trainer = origin.get("world_size"), origin.get("trainer")
@@ -120,8 +120,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _agree(ckpt: Checkpoint, source: Archive) -> None:
-    """The values are of components that there are, at places where no tensor is."""
+def _check_paths(ckpt: Checkpoint, source: Archive) -> None:
+    """Refuse values of components that there are not, or at places where a tensor is."""
     from ckpttool.audit import archive_plan as plan
     from ckpttool.audit import tarball
 
@@ -140,7 +140,7 @@ def _agree(ckpt: Checkpoint, source: Archive) -> None:
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """One archive.
+    """Draft one archive.
 
     Raises:
         Unsupported: a value is of no kind that values.json holds.
@@ -158,12 +158,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         kind = "an encrypted archive" if own.recipients else "an archive"
         raise UsageError(f"{options.target}: name {kind} *{suffix}.")
     if own.key is not None:  # a key that cannot sign is refused now, not after everything was copied
-        _signed([("x", "0" * 64)], options.target, own)
+        _sign([("x", "0" * 64)], options.target, own)
     if own.recipients:
         need("encryption", "pyrage")
     refuse_surrogates(ckpt.values)
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
-    mtime = _mtime(own, source)
+    mtime = _member_time(own, source)
     readme = records.readme_text(own.shuffle)
     grouped = plan.group_by_member(wanted, own.member_bytes, own.shuffle)
     planned = plan.make_plan(grouped, wanted, own.shuffle, mtime, readme)
@@ -193,7 +193,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         sinks.append(frames)
         return _EncryptedSink(frames, seal) if seal else frames
 
-    now = _time(own) or datetime.now(UTC).replace(microsecond=0)
+    now = _given_time(own) or datetime.now(UTC).replace(microsecond=0)
     story = provenance.collect_provenance(own, now, mtime, ckpt, source, options.config)
     kept = retention.encode_retention(own.retain, own.hold, now)
     parsed = retention.decode_retention(kept, plan.RETENTION) if kept is not None else None
@@ -223,7 +223,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         smalls[plan.SUMS] = records.encode_sums(listed)
         if own.key is not None:
             listed.append((plan.SUMS, records.sha256_hex(smalls[plan.SUMS])))
-            smalls[plan.SIGNATURE] = _signed(listed, options.target, own)
+            smalls[plan.SIGNATURE] = _sign(listed, options.target, own)
         draft.summary = asdict(
             make_facts(
                 options.target,
@@ -274,7 +274,8 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
         ) from None
 
 
-def _signed(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) -> bytes:
+def _sign(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) -> bytes:
+    """Return the signature of files, of which their SHA-256 are given."""
     from ckpttool.audit import signing
 
     assert how.key is not None
@@ -290,26 +291,32 @@ class _EncryptedSink:
 
     @property
     def at(self) -> int:
+        """Return how many bytes were appended."""
         return self.frames.at
 
     def resumable(self) -> bool:
+        """Say that it cannot go on where it was interrupted."""
         return False
 
     def finish(self) -> None:
+        """End the frames and the cipher."""
         self.frames.finish()
         self.seal.finish()
 
     def close(self) -> None:
+        """Release both."""
         self.frames.close()
         self.seal.close()
 
 
-def _time(how: ArchiveOptions) -> datetime | None:
+def _given_time(how: ArchiveOptions) -> datetime | None:
+    """Return the time that a reproducible archive was given; None where it was given none."""
     return None if how.epoch is None else datetime.fromtimestamp(how.epoch, UTC)
 
 
-def _mtime(how: ArchiveOptions, source: Source) -> int:
-    """The time of the members: that of the newest file of the source; where reproducible, that which was given."""
+def _member_time(how: ArchiveOptions, source: Source) -> int:
+    """Return the time of the members, in seconds: that of the newest file of the source; where reproducible, that which
+    was given."""
     if how.reproducible:
         return how.epoch or 0
     return max([0, *(i[3] // 1_000_000_000 for i in source.identities().values())])
@@ -327,7 +334,7 @@ def refuse_protected(path: str) -> None:
 
 
 def replacing(path: str) -> AbstractContextManager[None]:
-    """While an archive is replaced: nobody holds the old one meanwhile.
+    """Hold an archive while it is replaced: nobody holds the old one meanwhile.
 
     Raises:
         DestinationExists: as `refuse_protected`.

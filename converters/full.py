@@ -68,7 +68,7 @@ _REFERENCES = {
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """One file that torch.save wrote."""
+    """Say whether a place is one file that torch.save wrote."""
     source, name = where
     if name is None:
         return False, "one .pt file; this is a folder"
@@ -83,7 +83,7 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a file.
+    """Return the index of a file.
 
     Raises:
         Unsupported: it holds no dict of tensors. Corrupt: a trainer's file of this name is a folder.
@@ -113,9 +113,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records = records
     try:
-        out.recorded = _noted(read_at, source.size(name), what, "ckpttool.json")
-        out.recorded_values = _noted(read_at, source.size(name), what, "ckpttool-values.json")
-        if states := _noted(read_at, source.size(name), what, "ckpttool-salvage.json"):
+        out.recorded = _read_own_record(read_at, source.size(name), what, "ckpttool.json")
+        out.recorded_values = _read_own_record(read_at, source.size(name), what, "ckpttool-values.json")
+        if states := _read_own_record(read_at, source.size(name), what, "ckpttool-salvage.json"):
             out.salvage = Salvage.of_states(states)
     except Unreadable:
         raise
@@ -126,8 +126,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _noted(read_at: source.ReadAt, length: int, what: str, record_name: str) -> dict[str, str]:
-    """What `write` recorded in the archive: digests by tensor, or what was salvaged."""
+def _read_own_record(read_at: source.ReadAt, length: int, what: str, record_name: str) -> dict[str, str]:
+    """Return what `write` recorded in the archive: digests by tensor, or what was salvaged."""
     if not zip_bytes.is_zip(read_at(0, min(4, length))):
         return {}
     record = zip_bytes.zip_records(read_at, 0, length, what).get(record_name)
@@ -142,12 +142,12 @@ def _noted(read_at: source.ReadAt, length: int, what: str, record_name: str) -> 
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """One zip. The world size has no meaning here."""
+    """Draft one zip. The world size has no meaning here."""
     values = {n: Value(v.path, numpy_to_torch(v.data)) for n, v in ckpt.values.items()}
     dropped = [
         Dropped(n, 0, why)
         for n, v in values.items()
-        if v.path[-1] != MARK and (why := _not_loadable(v.data)) is not None
+        if v.path[-1] != MARK and (why := _why_not_loadable(v.data)) is not None
     ]
     arrays = [n for n, v in values.items() if v.data is not ckpt.values[n].data]
     for d in dropped:
@@ -196,8 +196,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     )
 
 
-def _not_loadable(x: Any) -> str | None:
-    """Why torch.load(weights_only=True) would refuse a value, or None."""
+def _why_not_loadable(x: Any) -> str | None:
+    """Return why torch.load(weights_only=True) would refuse a value; None where it would not."""
     todo = [x]
     while todo:
         v = todo.pop()

@@ -79,7 +79,7 @@ class _Part(NamedTuple):
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """A folder with checkpoint_metadata.json and model/."""
+    """Say whether a place is a folder with checkpoint_metadata.json and model/."""
     if where.file is not None:
         return False, "a folder; this is a file"
     names = where.source.list()
@@ -89,27 +89,28 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a step folder.
+    """Return the index of a step folder.
 
     Raises:
         Corrupt: a part is missing, or parts overlap. Unsupported: experts on ranks of their own.
     """
     reading = _Reading(where.source, options.allow_equal_ranks)
-    reading.model()
+    reading.read_model()
     if options.only is None or options.only - {"model"}:
-        reading.rest()
+        reading.read_rest()
     if options.only is None or "optim" in options.only:
-        reading.optimizer()
+        reading.read_optimizer()
     return reading.checkpoint()
 
 
-def _walk(source: Source, folder: str, depth: int = 0) -> Iterator[str]:
+def _list_files(source: Source, folder: str, depth: int = 0) -> Iterator[str]:
+    """Yield the files below a folder, which is `depth` folders below model/."""
     if depth > _MOST_DEPTH:
         raise Corrupt(f"{source.root}/{folder}: folders in folders, more than {_MOST_DEPTH}.")
     for name in source.list(folder):
         path = f"{folder}/{name}"
         if source.glance(path)[0]:
-            yield from _walk(source, path, depth + 1)
+            yield from _list_files(source, path, depth + 1)
         else:
             yield path
 
@@ -129,12 +130,12 @@ class _Reading:
     ranks: dict[int, int] = field(default_factory=dict)  # {number of a file: its rank}
 
     def number(self, name: str) -> int:
-        """The number of a file in the index."""
+        """Return the number of a file in the index."""
         self.files.append(name)
         return len(self.files) - 1
 
     def checkpoint(self) -> Checkpoint:
-        """What was read."""
+        """Return the index of what was read."""
         out = Checkpoint(
             "nanotron",
             self.source.root,
@@ -148,10 +149,10 @@ class _Reading:
         out.records, out.ranks, out.notes = self.records, self.ranks, self.notes
         return out
 
-    def model(self) -> None:
-        """The weights, each of one or several files."""
+    def read_model(self) -> None:
+        """Read the weights, each of one or several files."""
         found: dict[str, list[tuple[int, safetensors_header.Slot, _Part]]] = {}
-        for path in sorted(_walk(self.source, "model")):
+        for path in sorted(_list_files(self.source, "model")):
             folder, _, file = path.partition("/")[2].rpartition("/")
             m = _WEIGHT.fullmatch(file)
             if m is None:
@@ -161,7 +162,7 @@ class _Reading:
             if "data" not in slots:
                 raise Corrupt(f'{self.source.root}/{path} has no tensor "data", which nanotron writes.')
             number, slot = self.number(path), slots["data"]
-            part = self._part(path, slot.shape, about)
+            part = self._boxes_of_file(path, slot.shape, about)
             if m["pp"] is not None:
                 self.parts[name, int(m["pp"]), int(m["tp"])] = part
             found.setdefault(name, []).append((number, slot, part))
@@ -186,15 +187,15 @@ class _Reading:
                     "different saves."
                 )
             self.shapes[name] = shape
-            self._put(
+            self._put_tensor(
                 ("model", name),
                 dtype,
                 shape,
                 [_Held(n, slot.offset, boxes.strides(part.local), b) for n, slot, part in rows for b in part.held],
             )
 
-    def _part(self, path: str, local: tuple[int, ...], about: Mapping[str, str]) -> _Part:
-        """The boxes of a file, by its header."""
+    def _boxes_of_file(self, path: str, local: tuple[int, ...], about: Mapping[str, str]) -> _Part:
+        """Return the boxes that a file holds of a weight, by its header."""
         if "local_global_slices_pairs" not in about:
             return _Part(local, local, (_Box((0,) * len(local), (0,) * len(local), local),))
         try:
@@ -202,7 +203,7 @@ class _Reading:
             held = []
             for pair in about["local_global_slices_pairs"].split(";"):
                 ours, theirs = (
-                    [_slice(s, n) for s, n in zip(side.split("|"), sizes, strict=True)]
+                    [_parse_slice(s, n) for s, n in zip(side.split("|"), sizes, strict=True)]
                     for side, sizes in zip(pair.split("#"), (local, shape), strict=True)
                 )
                 if any(b - a != d - c for (a, b), (c, d) in zip(ours, theirs, strict=True)):
@@ -214,8 +215,8 @@ class _Reading:
             ) from None
         return _Part(shape, local, tuple(held))
 
-    def _put(self, path: Path, dtype: str, shape: tuple[int, ...], held: list[_Held]) -> None:
-        """A tensor of what ranks have of it."""
+    def _put_tensor(self, path: Path, dtype: str, shape: tuple[int, ...], held: list[_Held]) -> None:
+        """Put a tensor together of what ranks have of it."""
         chunks = Chunks(len(shape))
         seen = set()
         for file, offset, strides, box in held:
@@ -241,8 +242,8 @@ class _Reading:
 
     # ------------------------------------------------------------------------------------------------- the optimizer
 
-    def optimizer(self) -> None:
-        """The state of the optimizer, of all ranks."""
+    def read_optimizer(self) -> None:
+        """Read the state of the optimizer, of all ranks."""
         names = sorted(n for n in self.source.list("optimizer") if _OPTIMIZER.fullmatch(n))
         if not names:
             return
@@ -255,7 +256,7 @@ class _Reading:
                 "nanotron's files do not tell the expert. Save with expert_parallel_size=1."
             )
         ranges = self._object(file, self._object(file, config, "configs"), "param_name_to_dp_rank_offsets")
-        _, dps, tps = self._complete(names, sizes, bool(ranges))
+        _, dps, tps = self._check_ranks(names, sizes, bool(ranges))
         state: dict[tuple[str, str], list[_Held]] = {}
         dtypes: dict[tuple[str, str], str] = {}
         steps: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -267,19 +268,19 @@ class _Reading:
             number, tree = self._tree(f"optimizer/{file}")
             self.ranks[number] = (int(m["pp"]) * dps + int(m["dp"] or 0)) * tps + int(m["tp"])
             try:
-                called = {k: self._called(str(n)) for k, n in tree["names"].items()}
+                called = {k: self._model_name(str(n)) for k, n in tree["names"].items()}
                 rows = [(called[k], slot, x) for k, slots in tree["state"].items() for slot, x in slots.items()]
-                rows += [(self._called(str(n)), "", x) for n, x in (tree.get("gradient_accumulator") or {}).items()]
+                rows += [(self._model_name(str(n)), "", x) for n, x in (tree.get("gradient_accumulator") or {}).items()]
                 for name, slot, x in rows:
                     if not isinstance(x, StoredTensor) or not x.shape:
-                        self._once(steps, name, slot, number, x)
+                        self._put_once(steps, name, slot, number, x)
                         continue
                     flat = ranges.get(name, ranges.get(f"module.{name}"))
                     bounds = (int(flat[m["dp"]][0]), int(flat[m["dp"]][1])) if flat is not None else None
                     if dtypes.setdefault((name, slot), x.dtype) != x.dtype:
                         raise ValueError(f"{name} {slot} is {x.dtype}, elsewhere {dtypes[name, slot]}")
                     state.setdefault((name, slot), []).extend(
-                        self._of_rank(name, int(m["pp"]), int(m["tp"]), number, x, bounds)
+                        self._boxes_of_rank(name, int(m["pp"]), int(m["tp"]), number, x, bounds)
                     )
                     if x.storage.crc32 is not None:
                         self.records.append(Record(Extent(number, x.storage.offset, x.storage.length), x.storage.crc32))
@@ -298,17 +299,17 @@ class _Reading:
                 ) from None
         for (name, slot), held in state.items():
             path: Path = ("optim", "state", name, slot) if slot else ("extra", "master", name)
-            self._put(path, dtypes[name, slot], self.shapes[name], held)
+            self._put_tensor(path, dtypes[name, slot], self.shapes[name], held)
         for (name, slot), (_, leaf) in steps.items():
-            self._leaf(("optim", "state", name, slot), leaf)
+            self._put_leaf(("optim", "state", name, slot), leaf)
         for i, (hyper, members) in enumerate(groups):
             for key, data in {**hyper, "params": list(members)}.items():
-                self._leaf(("optim", "param_groups", i, key), data)
+                self._put_leaf(("optim", "param_groups", i, key), data)
 
-    def _of_rank(
+    def _boxes_of_rank(
         self, name: str, pp: int, tp: int, number: int, x: StoredTensor, bounds: tuple[int, int] | None
     ) -> Iterator[_Held]:
-        """What one file has of a slot: the rank's part of the parameter, or a flat range of that."""
+        """Return what one file has of a slot: the rank's part of the parameter, or a flat range of that."""
         shape = self.shapes[name]
         whole = _Part(shape, shape, (_Box((0,) * len(shape), (0,) * len(shape), shape),))
         part = self.parts.get((name, pp, tp), whole)
@@ -330,15 +331,15 @@ class _Reading:
                     there = tuple(g + a - b for g, a, b in zip(box.start, met[0], box.local, strict=True))
                     yield _Held(number, at, boxes.strides(size), _Box(inside, there, met[1]))
 
-    def _called(self, name: str) -> str:
-        """What the model calls a parameter of the optimizer."""
+    def _model_name(self, name: str) -> str:
+        """Return what the model calls a parameter of the optimizer."""
         for found in (name, name.removeprefix("module.")):
             if found in self.shapes:
                 return found
         raise ValueError(f"the optimizer has {name}, which the model does not have")
 
-    def _complete(self, names: list[str], sizes: Mapping[str, Any], zero: bool) -> list[int]:
-        """How many pipeline, data and tensor parallel ranks there are; all have a file.
+    def _check_ranks(self, names: list[str], sizes: Mapping[str, Any], zero: bool) -> list[int]:
+        """Return how many pipeline, data and tensor parallel ranks there are; each must have a file.
 
         Raises:
             Corrupt: one is missing, or the config says no numbers.
@@ -360,8 +361,10 @@ class _Reading:
                 )
         return many
 
-    def _once(self, steps: dict[tuple[str, str], tuple[Any, Any]], name: str, slot: str, number: int, x: Any) -> None:
-        """A number that all ranks have: the step.
+    def _put_once(
+        self, steps: dict[tuple[str, str], tuple[Any, Any]], name: str, slot: str, number: int, x: Any
+    ) -> None:
+        """Put a number that all ranks have, the step, once.
 
         Raises:
             Corrupt: they have different ones.
@@ -382,30 +385,32 @@ class _Reading:
 
     # -------------------------------------------------------------------------------------------------------- the rest
 
-    def rest(self) -> None:
-        """Counters, scheduler, random states."""
+    def read_rest(self) -> None:
+        """Read counters, scheduler and random states."""
         found = self._json(_META)
         for key, data in self._object(_META, found, "metas").items():
-            self._leaf(("trainer", "step" if key == "last_train_step" else key), data)
+            self._put_leaf(("trainer", "step" if key == "last_train_step" else key), data)
         for key in ("version", "tp", "dp"):
             if key in found:
-                self._leaf(("extra", "nanotron", key), found[key])
+                self._put_leaf(("extra", "nanotron", key), found[key])
         if self.source.exists("lr_scheduler/lr_scheduler.pt"):
             number, tree = self._tree("lr_scheduler/lr_scheduler.pt")
-            self._leaves(("scheduler",), number, tree)
+            self._put_leaves(("scheduler",), number, tree)
         files = [m for n in sorted(self.source.list("random")) if (m := _RANDOM.fullmatch(n))]
         self.source.prefetch_ends(f"random/{m[0]}" for m in files)
         for m in files:
             number, tree = self._tree(f"random/{m[0]}")
             rank = (int(m["pp"]) * int(m["D"]) + int(m["dp"])) * int(m["T"]) + int(m["tp"])
-            self._leaves(("rng", str(rank)), number, _as_dicts(tree))
+            self._put_leaves(("rng", str(rank)), number, _as_dicts(tree))
 
     def _tree(self, file: str) -> tuple[int, Any]:
+        """Return what a file of torch.save holds."""
         what, read_at, size = f"{self.source.root}/{file}", self.source.reader_of(file), self.source.size(file)
         self.notes += torch_zip.refuse_other_rank(read_at, size, what, self.allow_equal_ranks)
         return self.number(file), torch_zip.read(read_at, 0, size, what)
 
     def _json(self, file: str) -> dict[str, Any]:
+        """Return what a file of JSON holds, an object."""
         found = bounded_json.parse(self.source.read_all(file, _MOST_JSON), f"{self.source.root}/{file}")
         self.number(file)
         if not isinstance(found, dict):
@@ -413,28 +418,30 @@ class _Reading:
         return found
 
     def _object(self, file: str, found: dict[str, Any], key: str) -> dict[str, Any]:
-        """An object inside the JSON of a file; an empty one where the key is missing or null."""
+        """Return an object inside the JSON of a file; an empty one where the key is missing or null."""
         inner = found.get(key)
         if not isinstance(inner, dict | None):
             raise Corrupt(f'{self.source.root}/{file}: "{key}" is no object, which nanotron writes.')
         return inner or {}
 
-    def _leaves(self, path: Path, number: int, tree: Any) -> None:
+    def _put_leaves(self, path: Path, number: int, tree: Any) -> None:
+        """Put the leaves of a tree of a file below a path."""
         what = f"{self.source.root}/{self.files[number]}"
         found, records = stored_tensors.leaves(tree, path, number, self.source.reader_of(self.files[number]), what)
         self.records += records
         for at, leaf in found.items():
-            self._leaf(at, leaf)
+            self._put_leaf(at, leaf)
 
-    def _leaf(self, path: Path, leaf: Any) -> None:
+    def _put_leaf(self, path: Path, leaf: Any) -> None:
+        """Put a leaf at a path where none is."""
         if isinstance(leaf, TensorEntry):
             self.tensors[joined(path)] = leaf
         else:
             self.values[joined(path)] = Value(path, leaf)
 
 
-def _slice(text: str, n: int) -> tuple[int, int]:
-    """(start, stop) of "4,8,None" or "None,None,None" along a dimension of n."""
+def _parse_slice(text: str, n: int) -> tuple[int, int]:
+    """Return (start, stop) of "4,8,None" or "None,None,None" along a dimension of n."""
     start, stop, step = (None if x == "None" else int(x) for x in text.split(","))
     a, b = start or 0, n if stop is None else stop
     if step not in (None, 1) or not 0 <= a <= b <= n:
@@ -443,7 +450,7 @@ def _slice(text: str, n: int) -> tuple[int, int]:
 
 
 def _as_dicts(x: Any) -> Any:
-    """nanotron's RandomStates and RandomState as the dicts that they are made of."""
+    """Return nanotron's RandomStates and RandomState as the dicts that they are made of."""
     if isinstance(x, Opaque) and x.cls.module == "nanotron.random" and isinstance(x.state, dict):
         return _as_dicts(x.state.get("_dict", x.state))
     return {k: _as_dicts(v) for k, v in x.items()} if isinstance(x, dict) else x
@@ -454,6 +461,7 @@ def _next_step(advice: Advice) -> str:
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    """Tell a folder with the optimizer of a save whose last file is missing."""
     begun = folder.layout is None and "optimizer" in folder.names
     if begun and "optimizer_config.json" in folder.source.list("optimizer"):
         return Unfinished(f"no {_META}, which nanotron writes last")

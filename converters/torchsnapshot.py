@@ -76,7 +76,7 @@ _Entry = dict[str, Any]
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """A folder with .snapshot_metadata."""
+    """Say whether a place is a folder with .snapshot_metadata."""
     if where.file is not None:
         return False, "a folder; this is a file"
     yes = _METADATA in where.source.list()
@@ -84,14 +84,14 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a snapshot.
+    """Return the index of a snapshot.
 
     Raises:
         Corrupt: the manifest is not one. Unsupported: ranks have tensors of their own under one name, or quantized
         ones.
     """
     source = where.source
-    world, entries = _manifest(source)
+    world, entries = _read_manifest(source)
     reading = _Reading(source, world, entries, options)
     named = with_canonical_keys(
         canonical(
@@ -109,8 +109,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _manifest(source: Source) -> tuple[int, dict[_Key, dict[int, _Entry]]]:
-    """(world size, {path without rank: {rank: entry}}).
+def _read_manifest(source: Source) -> tuple[int, dict[_Key, dict[int, _Entry]]]:
+    """Return (world size, {path without rank: {rank: entry}}).
 
     Raises:
         Corrupt: it is not what torchsnapshot writes. Unsupported: YAML.
@@ -154,10 +154,10 @@ class _Reading:
             for key, rows in entries.items()
             if any(e["type"] in _CONTAINERS for e in rows.values())
         }
-        self.texts = {key: frozenset(_texts(entry)) for key, entry in self.containers.items()}
+        self.texts = {key: frozenset(_text_keys(entry)) for key, entry in self.containers.items()}
 
     def leaves(self) -> dict[Path, Any]:
-        """{path in the tree: TensorEntry or data}; lists of data alone are one value."""
+        """Return {path in the tree: TensorEntry or data}; lists of data alone are one value."""
         out: dict[Path, Any] = {}
         differing: list[str] = []
         copies: list[str] = []
@@ -171,29 +171,29 @@ class _Reading:
         for key, rows in self.entries.items():
             if key in self.containers:
                 continue
-            path = self._path(key)
+            path = self._tree_path(key)
             role = ROLES.get(key[0])
             if any(e["type"] in _SHARDED for e in rows.values()):
-                out[path] = self._sharded(path, rows)
+                out[path] = self._read_sharded(path, rows)
                 continue
             if any(e.get("replicated") is True for e in rows.values()):
                 rows = dict(list(rows.items())[:1])
             elif role == "rng" and self.world > 1:
                 for rank, entry in rows.items():
-                    out.update(self._leaf((path[0], str(rank), *path[1:]), entry))
+                    out.update(self._read_leaf((path[0], str(rank), *path[1:]), entry))
                 continue
             first, *others = sorted(rows)
-            ours = self._leaf(path, rows[first])
+            ours = self._read_leaf(path, rows[first])
             out.update(ours)
             for rank in others:
-                theirs = self._leaf(path, rows[rank])
-                if self._equal(ours, theirs):
+                theirs = self._read_leaf(path, rows[rank])
+                if self._are_equal(ours, theirs):
                     continue
                 if role in ("model", "optim"):
                     copies.append(joined(path))
                     continue
                 differing.append(joined(path))
-                out.update({of_rank(rank, p): _at(of_rank(rank, p), x) for p, x in theirs.items()})
+                out.update({of_rank(rank, p): _with_path(of_rank(rank, p), x) for p, x in theirs.items()})
         if copies and not self.options.allow_equal_ranks:
             raise Unsupported(
                 f"{self.what}: several ranks have their own {copies[0]}, neither sharded nor replicated (and "
@@ -210,11 +210,11 @@ class _Reading:
                 f"ranks differ in {', '.join(sorted(set(differing))[:8])}: the first rank's is kept under its name, "
                 "the others' as extra.per_rank.<rank>"
             )
-        self._fold(out)
+        self._fold_containers(out)
         return out
 
-    def _path(self, key: _Key) -> Path:
-        """The path of a key in the tree: positions in lists are integers, integer keys of dicts are Numbers."""
+    def _tree_path(self, key: _Key) -> Path:
+        """Return the path of a key in the tree: positions in lists are integers, integer keys of dicts are Numbers."""
         out: list[str | int] = []
         for i, token in enumerate(key):
             container = self.containers.get(key[:i])
@@ -229,9 +229,9 @@ class _Reading:
                 out.append(Number(token) if is_number else token)
         return tuple(out)
 
-    def _fold(self, out: dict[Path, Any]) -> None:
+    def _fold_containers(self, out: dict[Path, Any]) -> None:
         """Put empty containers, and lists of plain values, into the leaves as one value each."""
-        containers = {self._path(key): entry for key, entry in self.containers.items()}
+        containers = {self._tree_path(key): entry for key, entry in self.containers.items()}
         below: dict[Path, list[Path]] = {}
         apart: set[Path] = set()  # containers that stay taken apart, since a tensor or a dict is in them
         for path, leaf in out.items():
@@ -253,28 +253,28 @@ class _Reading:
 
     # ---------------------------------------------------------------------------------------------------- entries
 
-    def _leaf(self, path: Path, entry: _Entry) -> dict[Path, Any]:
-        """The leaves of an entry that is whole: one, or those of an object with tensors in it."""
+    def _read_leaf(self, path: Path, entry: _Entry) -> dict[Path, Any]:
+        """Return the leaves of an entry that is whole: one, or those of an object with tensors in it."""
         kind = entry["type"]
         what = f"{self.what}: {joined(path)}"
         if kind == "Tensor":
-            dtype, shape = self._dtype(entry, what), _numbers(entry.get("shape"), what)
+            dtype, shape = self._parse_dtype(entry, what), _parse_numbers(entry.get("shape"), what)
             chunks = Chunks(len(shape))
-            chunks.add((0,) * len(shape), shape, *self._bytes(entry, dtype, shape, what))
+            chunks.add((0,) * len(shape), shape, *self._find_elements(entry, dtype, shape, what))
             return {path: TensorEntry(dtype, shape, path, chunks)}
         if kind == "ChunkedTensor":
-            return {path: self._boxes(path, entry.get("chunks"), _numbers(entry.get("shape"), what), what)}
+            return {path: self._make_tensor(path, entry.get("chunks"), _parse_numbers(entry.get("shape"), what), what)}
         if kind == "object":
-            name, file, first, end = self._range(entry, what)
+            name, file, first, end = self._byte_range(entry, what)
             read_at = self.source.reader_of(name)
             tree = torch_zip.read(read_at, first, end - first, f"{self.source.root}/{name}")
             found, records = stored_tensors.leaves(tree, path, file, read_at, f"{self.source.root}/{name}")
             self.records += records
             return found
-        return {path: _primitive(kind, entry.get("serialized_value"), what)}
+        return {path: _parse_primitive(kind, entry.get("serialized_value"), what)}
 
-    def _sharded(self, path: Path, rows: Mapping[int, _Entry]) -> TensorEntry:
-        """A tensor of the shards of all ranks; its shape is that of the box around them."""
+    def _read_sharded(self, path: Path, rows: Mapping[int, _Entry]) -> TensorEntry:
+        """Put a tensor together of the shards of all ranks; its shape is that of the box around them."""
         what = f"{self.what}: {joined(path)}"
         shards: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
         shape: tuple[int, ...] = ()
@@ -282,7 +282,7 @@ class _Reading:
             if entry["type"] not in _SHARDED or not isinstance(entry.get("shards"), list):
                 raise Corrupt(f"{what}: rank {rank} has no shards of it, and another rank has.")
             for shard in entry["shards"]:
-                offsets, sizes = _box(shard, what)
+                offsets, sizes = _parse_box(shard, what)
                 shape = shape or (0,) * len(sizes)
                 if len(shape) != len(sizes):
                     raise Corrupt(f"{what}: shards have {len(shape)} and {len(sizes)} dimensions.")
@@ -292,31 +292,32 @@ class _Reading:
             shards = {box: shard for box, shard in shards.items() if prod(box[1])}  # ranks that got nothing
         if not shards:
             raise Corrupt(f"{what}: no rank has a shard of it.")
-        return self._boxes(path, list(shards.values()), shape, what)
+        return self._make_tensor(path, list(shards.values()), shape, what)
 
-    def _boxes(self, path: Path, boxes: Any, shape: tuple[int, ...], what: str) -> TensorEntry:
+    def _make_tensor(self, path: Path, boxes: Any, shape: tuple[int, ...], what: str) -> TensorEntry:
+        """Make a tensor of boxes that ranks have of it, each once."""
         chunks = Chunks(len(shape))
         dtype = ""
         for box in boxes if isinstance(boxes, list) else ():
-            offsets, sizes = _box(box, what)
+            offsets, sizes = _parse_box(box, what)
             inner = box["tensor"]
-            dtype = dtype or self._dtype(inner, what)
+            dtype = dtype or self._parse_dtype(inner, what)
             if (
-                self._dtype(inner, what) != dtype
-                or _numbers(inner.get("shape"), what) != sizes
+                self._parse_dtype(inner, what) != dtype
+                or _parse_numbers(inner.get("shape"), what) != sizes
                 or len(sizes) != len(shape)
             ):
                 raise Corrupt(
                     f"{what}: a shard is {inner.get('dtype')} {inner.get('shape')}, its box is {dtype} {list(sizes)}."
                 )
-            chunks.add(offsets, sizes, *self._bytes(inner, dtype, sizes, what))
+            chunks.add(offsets, sizes, *self._find_elements(inner, dtype, sizes, what))
         if not dtype:
             raise Corrupt(f"{what}: it has no chunks.")
         return TensorEntry(dtype, shape, path, chunks)
 
-    def _bytes(self, entry: _Entry, dtype: str, shape: tuple[int, ...], what: str) -> tuple[int, int, int]:
-        """(file, offset, length) of the elements of a tensor."""
-        name, file, first, end = self._range(entry, what)
+    def _find_elements(self, entry: _Entry, dtype: str, shape: tuple[int, ...], what: str) -> tuple[int, int, int]:
+        """Return (file, offset, length) of the elements of a tensor."""
+        name, file, first, end = self._byte_range(entry, what)
         if entry.get("serializer") == "buffer_protocol":
             return file, first, end - first
         if entry.get("serializer") != "torch_save":
@@ -329,8 +330,8 @@ class _Reading:
             raise Corrupt(f"{what}: {name} holds {short(t)}, the manifest says {dtype} {list(shape)}.")
         return (file, *t.extent)
 
-    def _range(self, entry: _Entry, what: str) -> tuple[str, int, int, int]:
-        """(name, number, first byte, end) of the file of an entry."""
+    def _byte_range(self, entry: _Entry, what: str) -> tuple[str, int, int, int]:
+        """Return (name, number, first byte, end) of the file of an entry."""
         name, found = entry.get("location"), entry.get("byte_range")
         if not isinstance(found, list | None):
             raise Corrupt(f"{what}: {short(found)} is not a range of bytes.")
@@ -340,7 +341,7 @@ class _Reading:
             self.numbers[name] = len(self.files)
             self.files.append(name)
         size = self.source.size(name)
-        first, end = _numbers(found, what) if isinstance(found, list) and len(found) == 2 else (0, size)
+        first, end = _parse_numbers(found, what) if isinstance(found, list) and len(found) == 2 else (0, size)
         if (found is not None and (first, end) != tuple(found)) or not first <= end <= size:
             raise Corrupt(
                 f"{what}: bytes {short(found)} of {name}, which has {size}. The file was not copied whole; fetch it "
@@ -348,14 +349,15 @@ class _Reading:
             )
         return name, self.numbers[name], first, end
 
-    def _dtype(self, entry: _Entry, what: str) -> str:
+    def _parse_dtype(self, entry: _Entry, what: str) -> str:
+        """Return the dtype of an entry, which torch must know."""
         name = str(entry.get("dtype")).removeprefix("torch.")
         if name not in ITEMSIZE:
             raise Unsupported(f"{what}: dtype {short(entry.get('dtype'))}, which ckpttool does not read.")
         return name
 
-    def _equal(self, a: Mapping[Path, Any], b: Mapping[Path, Any]) -> bool:
-        """Whether two ranks' leaves are the same: values, and the bytes of small tensors."""
+    def _are_equal(self, a: Mapping[Path, Any], b: Mapping[Path, Any]) -> bool:
+        """Say whether two ranks' leaves are the same: values, and the bytes of small tensors."""
         if a.keys() != b.keys():
             return False
         for path, x in a.items():
@@ -364,49 +366,51 @@ class _Reading:
                 if (
                     (x.dtype, x.shape) != (y.dtype, y.shape)
                     or x.nbytes > _MOST_COMPARED
-                    or self._raw(x) != self._raw(y)
+                    or self._read_bytes(x) != self._read_bytes(y)
                 ):
                     return False
             elif type(x) is not type(y) or not same_value(x, y):
                 return False
         return True
 
-    def _raw(self, t: TensorEntry) -> bytes:
+    def _read_bytes(self, t: TensorEntry) -> bytes:
+        """Read the bytes of a small tensor."""
         return b"".join(
             self.source.read(self.files[f], offset, length)
             for f, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True)
         )
 
 
-def _texts(container: _Entry) -> list[Any]:
-    """The keys of a dict that are text; the others are integers."""
+def _text_keys(container: _Entry) -> list[Any]:
+    """Return the keys of a dict that are text; the others are integers."""
     keys = container.get("keys")
     return [k for k in keys if isinstance(k, str)] if isinstance(keys, list) else []
 
 
-def _at(path: Path, leaf: Any) -> Any:
+def _with_path(path: Path, leaf: Any) -> Any:
+    """Return a leaf at its path."""
     return replace(leaf, path=path) if isinstance(leaf, TensorEntry) else leaf
 
 
-def _numbers(found: Any, what: str) -> tuple[int, ...]:
-    """A shape, offsets or sizes."""
+def _parse_numbers(found: Any, what: str) -> tuple[int, ...]:
+    """Return a shape, offsets or sizes."""
     if not isinstance(found, list) or len(found) > 64 or not all(type(n) is int and n >= 0 for n in found):
         raise Corrupt(f"{what}: {short(found)} is not a list of sizes.")
     return tuple(found)
 
 
-def _box(shard: Any, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, sizes) of a shard or a chunk."""
+def _parse_box(shard: Any, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (offsets, sizes) of a shard or a chunk."""
     if not isinstance(shard, dict) or not isinstance(shard.get("tensor"), dict):
         raise Corrupt(f"{what}: a shard without a tensor.")
-    offsets, sizes = _numbers(shard.get("offsets"), what), _numbers(shard.get("sizes"), what)
+    offsets, sizes = _parse_numbers(shard.get("offsets"), what), _parse_numbers(shard.get("sizes"), what)
     if len(offsets) != len(sizes):
         raise Corrupt(f"{what}: a shard with {len(offsets)} offsets and {len(sizes)} sizes.")
     return offsets, sizes
 
 
-def _primitive(kind: str, text: Any, what: str) -> Any:
-    """A value that lies in the manifest."""
+def _parse_primitive(kind: str, text: Any, what: str) -> Any:
+    """Return a value that lies in the manifest."""
     try:
         if not isinstance(text, str):
             raise ValueError("no serialized_value")

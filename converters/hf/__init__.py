@@ -57,7 +57,7 @@ _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """A folder with *.safetensors, or one such file."""
+    """Say whether a place is a folder with *.safetensors, or one such file."""
     source, file = where
     if file is not None:
         yes = file.endswith(".safetensors") and not _is_foreign(source, file)
@@ -83,7 +83,7 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def _is_foreign(source: Source, name: str) -> bool:
-    """Whether a safetensors file is a part of vLLM's sharded_state, or of an archive that was unpacked."""
+    """Say whether a safetensors file is a part of vLLM's sharded_state, or of an archive that was unpacked."""
     if not name.startswith(("model-rank-", "tensors-")):
         return False
     beside = ("MANIFEST.json",) if name.startswith("tensors-") and source.exists("MANIFEST.json") else ()
@@ -94,7 +94,7 @@ def _is_foreign(source: Source, name: str) -> bool:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a folder: headers only.
+    """Return the index of a folder, of headers only.
 
     Raises:
         NotRecognised: its only files are parts of another program's checkpoint.
@@ -111,15 +111,15 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     shards = [n for n in names if _SHARD.fullmatch(n)]
     notes: list[str] = []
     if file is None and INDEX in names:
-        tensors, files = _indexed(source, notes)
+        tensors, files = _read_indexed(source, notes)
     elif shards:
-        tensors, files = _sharded(source, shards)
+        tensors, files = _read_rank_shards(source, shards)
         notes.append(
             f"{len(shards)} shards, which do not say how many there should be: shapes are those that their parts make "
             "up"
         )
     else:
-        tensors, files = _plain(source, _counting(source, names))
+        tensors, files = _read_plain(source, _model_files(source, names))
     state = training_state.read(source, len(files)) if training_state.FOLDER in names else None
     config = model_files.read_config(source) if file is None and "config.json" in names else None
     if options.config is not None:
@@ -138,7 +138,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(CanonicalState(leaves, {}, None, notes), "hf", source.root, None, files, source)
     out.config = config
     if file is not None:
-        out.salvage = _salvaged(source, file, notes)
+        out.salvage = _parse_salvage(source, file, notes)
     if state is not None:
         out.world_size, out.trainer = state.world_size, state.trainer
     return out
@@ -160,8 +160,8 @@ def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], conf
             )
 
 
-def _salvaged(source: Source, file: str, notes: list[str]) -> Salvage | None:
-    """What the metadata of one file says of a salvaged copy."""
+def _parse_salvage(source: Source, file: str, notes: list[str]) -> Salvage | None:
+    """Return what the metadata of one file says of a salvaged copy; None where it is none."""
     text = safetensors_header.read_header(source, file)[1].get(SALVAGE)
     if text is None:
         return None
@@ -177,7 +177,7 @@ def _salvaged(source: Source, file: str, notes: list[str]) -> Salvage | None:
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """The same weights under their names in memory, by config.json, or by the training state if there is one.
+    """Return the weights under their names in memory, by config.json, or by the training state if there is one.
 
     Raises:
         Corrupt: the training state belongs to other weights.
@@ -190,12 +190,12 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         ckpt = replace(ckpt, tensors=tensors, notes=notes)
     if training_state.INDEX not in ckpt.files:
         return ckpt
-    return training_state.merged(ckpt, source)
+    return training_state.merge_weights(ckpt, source)
 
 
-def _counting(source: Source, names: list[str]) -> list[str]:
-    """The files of the model, if there is no index: all safetensors files, but with model.safetensors only those that
-    transformers reads.
+def _model_files(source: Source, names: list[str]) -> list[str]:
+    """List the files of the model, if there is no index: all safetensors files, but with model.safetensors only those
+    that transformers reads.
 
     Raises:
         Corrupt: numbered shards are missing.
@@ -220,7 +220,8 @@ def _counting(source: Source, names: list[str]) -> list[str]:
     return files
 
 
-def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+def _read_plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Return (tensors, files) of files that hold each tensor once."""
     out: dict[str, TensorEntry] = {}
     safetensors_header.prefetch_headers(source, files)
     for i, file in enumerate(files):
@@ -235,12 +236,14 @@ def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], li
 
 
 def _entry(name: str, slot: safetensors_header.Slot, file: int) -> TensorEntry:
+    """Return the entry of a weight that is whole in a file."""
     return TensorEntry(
         slot.dtype, slot.shape, ("model", name), Chunks.whole(slot.shape, file, slot.offset, slot.length)
     )
 
 
-def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+def _read_indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Return (tensors, files) of the shards that an index lists, which must hold what it says."""
     what = f"{source.root}/{INDEX}"
     index = bounded_json.parse(source.read_all(INDEX, 128 << 20), what)
     weights = index.get("weight_map") if isinstance(index, dict) else None
@@ -278,7 +281,9 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
     return out, files
 
 
-def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+def _read_rank_shards(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Return (tensors, files) of the shards of torch's HuggingFaceStorageWriter, several of which hold parts of one
+    tensor."""
     parts: dict[str, list[tuple[str, tuple[int, ...], Chunk]]] = {}
     safetensors_header.prefetch_headers(source, files)
     for i, file in enumerate(files):
@@ -307,7 +312,7 @@ def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], 
 
 
 def _holds(own: object) -> frozenset[str]:
-    """The components that it can hold: weights, or everything with the optimizer."""
+    """Return the components that it can hold: weights, or everything with the optimizer."""
     return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
 
 

@@ -13,7 +13,7 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..options import HfOptions
-from .shards import refuse_dtypes, shard
+from .shards import draft_shard, refuse_dtypes
 
 __all__ = ["ADAPTER", "adapter_config", "refuse_adapter", "write_adapter"]
 
@@ -24,7 +24,7 @@ ADAPTER = "adapter_model.safetensors"
 def adapter_config(
     source: Source, options: WriteOptions, notes: list[str], *, one_of_several: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """(adapter_config.json, files to copy); None where `lora_alpha` stands for it.
+    """Return (adapter_config.json, files to copy); None where `lora_alpha` stands for it.
 
     Raises:
         Unsupported: there is none, and no alpha was given. UsageError: there is one, and an alpha too.
@@ -47,13 +47,13 @@ def adapter_config(
 
 
 def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """A folder that PEFT loads, of a checkpoint that holds an adapter and nothing else (adapters.keep_adapter_only)."""
+    """Draft a folder that PEFT loads, of a checkpoint that holds an adapter and nothing else (adapters.keep_adapter_only)."""
     notes: list[str] = []
     stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     refuse_dtypes(model)
     tensors: dict[str, TensorEntry] = {}
-    files = [shard(ADAPTER, 0, list(model), model, tensors)]
+    files = [draft_shard(ADAPTER, 0, list(model), model, tensors)]
     config = adapter_config(source, options, notes)
     if config is not None:
         extra = config[1]

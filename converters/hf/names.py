@@ -14,7 +14,7 @@ from ckpttool.huggingface import encodings, hub_names
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
 
-__all__ = ["asks_transformers", "crop", "in_memory", "ties"]
+__all__ = ["crop", "in_memory", "needs_transformers", "ties"]
 
 
 #: Output embeddings that transformers ties to the input embedding when the config says so, for hub_names.PLAIN.
@@ -28,12 +28,12 @@ _EMBEDDINGS = (
 
 
 def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
-    """The same tensors under their names in memory, tied ones under both; codes keep their names, which those of their
-    scales go with."""
+    """Return the tensors under their names in memory, tied ones under both; codes keep their names, which those of
+    their scales go with."""
     relation = (
         None
         if encodings.find_in_tensors(tensors, config.get("quantization_config"))
-        else _relation(config, tensors, notes)
+        else _ask_transformers(config, tensors, notes)
     )
     if (
         relation is not None
@@ -52,7 +52,7 @@ def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: li
 def ties(
     config: dict[str, Any] | None, tensors: dict[str, TensorEntry], relation: hub_names.Relation | None
 ) -> dict[str, str]:
-    """{name: the one that it is tied to} in the model of a config."""
+    """Return {name: the one that it is tied to} in the model of a config."""
     if config is None:
         return {}
     if relation is not None:
@@ -61,14 +61,15 @@ def ties(
 
 
 def _usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, str]:
+    """Return the ties of a model whose config says that embedding and output layer are tied."""
     if not config.get("tie_word_embeddings"):
         return {}
     kept = next((n for n in _EMBEDDINGS if n in tensors), None)
     return dict.fromkeys(_HEADS, kept) if kept else {}
 
 
-def asks_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> bool:
-    """Whether transformers must be asked: names may differ on the Hub, or ties follow from its defaults."""
+def needs_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> bool:
+    """Say whether transformers must be asked: names may differ on the Hub, or ties follow from its defaults."""
     if not isinstance(config.get("model_type"), str):
         return False
     if any("lora_" in n or ".base_layer." in n for n in tensors):
@@ -76,13 +77,13 @@ def asks_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) -
     return config["model_type"] not in hub_names.PLAIN or "tie_word_embeddings" not in config
 
 
-def _relation(
+def _ask_transformers(
     config: dict[str, Any],
     tensors: dict[str, TensorEntry],
     notes: list[str],
 ) -> hub_names.Relation | None:
-    """The names by transformers; None if it need not be asked, or does not know the model."""
-    if not asks_transformers(config, tensors):
+    """Return the names by transformers; None if it need not be asked, or does not know the model."""
+    if not needs_transformers(config, tensors):
         return None
     try:
         return hub_names.relate(config, None)
@@ -122,8 +123,8 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict
 def _box_of(
     view: hub_names.View, whole: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
-    """(start, shape, strides) of a view in its parameter: strides, in elements of the view's own row-major bytes, if
-    dimensions are swapped; else None.
+    """Return (start, shape, strides) of a view in its parameter: strides, in elements of the view's own row-major
+    bytes, if dimensions are swapped; else None.
 
     Raises:
         Unsupported: the view is not a box.
@@ -148,7 +149,7 @@ def _box_of(
 
 
 def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
-    """A view of a tensor, as a tensor of its own."""
+    """Return a view of a tensor as a tensor of its own."""
     if view.shape == t.shape and view.offset == 0 and view.strides == boxes.strides(t.shape):
         return t
     start, shape, _strides = _box_of(view, t.shape, name)

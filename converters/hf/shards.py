@@ -9,7 +9,7 @@ from ckpttool.formats import safetensors_header
 from ckpttool.index.checkpoint import Chunks, TensorEntry
 from ckpttool.index.draft import DraftFile
 
-__all__ = ["INDEX", "SALVAGE", "WHOLE", "refuse_dtypes", "shard", "split"]
+__all__ = ["INDEX", "SALVAGE", "WHOLE", "draft_shard", "refuse_dtypes", "split_shards"]
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -18,7 +18,7 @@ WHOLE = "model.safetensors"
 SALVAGE = "ckpttool_salvage"
 
 
-def shard(
+def draft_shard(
     file: str,
     i: int,
     names: list[str],
@@ -26,7 +26,7 @@ def shard(
     tensors: dict[str, TensorEntry],
     metadata: Mapping[str, str] | None = None,
 ) -> DraftFile:
-    """File number `i`, with these weights and this metadata besides the usual; adds their places to `tensors`."""
+    """Draft file number `i`, with these weights and this metadata besides the usual; adds their places to `tensors`."""
     names.sort(key=lambda k: safetensors_header.sort_key(k, model[k].dtype))
     head = safetensors_header.header(
         [(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt", **(metadata or {})}
@@ -52,11 +52,10 @@ def refuse_dtypes(model: dict[str, TensorEntry]) -> None:
             )
 
 
-def split(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -> list[list[str]]:
-    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger tensors get a file of
-    their own. Tensors that share a storage when transformers saves them (experts of one layer) go where the first of
-    them goes.
-    """
+def split_shards(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -> list[list[str]]:
+    """Split weights into shards as huggingface_hub does: fill one until the next tensor does not fit; larger tensors
+    get a file of their own. Tensors that share a storage when transformers saves them (`together`) are never put into
+    different ones."""
     units: dict[str, list[str]] = {}
     for name in model:
         first = together.get(name, name)

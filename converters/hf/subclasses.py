@@ -120,7 +120,8 @@ _DATACLASSES = {
 }
 
 
-def _flat(name: str, inside: str) -> str:
+def _flat_name(name: str, inside: str) -> str:
+    """Return the name of a tensor inside a weight."""
     module, dot, last = name.rpartition(".")
     return f"{module}{dot}_{last}_{inside}"
 
@@ -129,7 +130,7 @@ def _flat(name: str, inside: str) -> str:
 
 
 def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
-    """{name in the file: tensor} of a weight.
+    """Return {name in the file: tensor} of a weight.
 
     Raises:
         Unsupported: torchao has no names for its class.
@@ -139,11 +140,12 @@ def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
             f'"{name}" is a {class_label(found.about)}, which torchao does not write to safetensors; it writes '
             f"{', '.join(_CLASSES)} in modules. dcp and full carry it as it is."
         )
-    return {_flat(name, inside): t for inside, t in found.tensors.items()}
+    return {_flat_name(name, inside): t for inside, t in found.tensors.items()}
 
 
 def metadata(objects: Mapping[str, Composite], names: Iterable[str]) -> dict[str, str]:
-    """`__metadata__` of the files, where there are quantised weights; `names` are those of all weights, in memory.
+    """Return `__metadata__` of the files, where there are quantised weights; `names` are those of all weights, in
+    memory.
 
     Raises:
         Unsupported: an attribute is of a class that is not known.
@@ -151,11 +153,12 @@ def metadata(objects: Mapping[str, Composite], names: Iterable[str]) -> dict[str
     if not objects:
         return {}
     listed = list(names)
-    out = {n: json.dumps(_described(n, objects[n]) if n in objects else {"_type": "Tensor"}) for n in listed}
+    out = {n: json.dumps(_describe(n, objects[n]) if n in objects else {"_type": "Tensor"}) for n in listed}
     return {**out, _NAMES: json.dumps(listed)}
 
 
-def _described(name: str, found: Composite) -> dict[str, Any]:
+def _describe(name: str, found: Composite) -> dict[str, Any]:
+    """Return what torchao's __metadata__ says of a quantised weight."""
     kind = _CLASSES[found.about["class"][1]]
     given = {**found.about["state"], "dtype": Global("torch", found.dtype)}
     inside = [n for n in (*kind.may, "qdata", "scale") if n in found.tensors]
@@ -163,11 +166,12 @@ def _described(name: str, found: Composite) -> dict[str, Any]:
         raise Unsupported(
             f'"{name}" is a {class_label(found.about)} of another version of torchao: {", ".join(given)}.'
         )
-    data = {k: _encoded(given[k], name) for k in kind.data}
+    data = {k: _encode(given[k], name) for k in kind.data}
     return {"_type": found.about["class"][1], "_data": data, "_tensor_data_names": inside}
 
 
-def _encoded(x: Any, name: str) -> Any:
+def _encode(x: Any, name: str) -> Any:
+    """Return an attribute as torchao encodes it in JSON."""
     if isinstance(x, Global) and x.module == "torch":
         return {"_type": "torch.dtype", "_data": x.name}
     if isinstance(x, Opaque) and x.call and x.cls.name in _ENUMS:
@@ -177,9 +181,9 @@ def _encoded(x: Any, name: str) -> Any:
             "_data": str(x.args[0]).upper() if members is None else members[int(x.args[0]) - 1],
         }
     if isinstance(x, Opaque) and x.cls.name in _DATACLASSES and not x.call and isinstance(x.state, dict):
-        return {"_type": x.cls.name, "_data": {k: _encoded(v, name) for k, v in x.state.items()}}
+        return {"_type": x.cls.name, "_data": {k: _encode(v, name) for k, v in x.state.items()}}
     if isinstance(x, (list, tuple)) and not isinstance(x, Global):
-        return [_encoded(v, name) for v in x]
+        return [_encode(v, name) for v in x]
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
     raise Unsupported(
@@ -193,7 +197,7 @@ def _encoded(x: Any, name: str) -> Any:
 def put_together(
     source: Source, files: list[str], tensors: dict[str, TensorEntry], notes: list[str]
 ) -> dict[str, Composite]:
-    """{name in memory: quantised weight} of what the files say; takes the tensors inside out of `tensors`.
+    """Return {name in memory: quantised weight} of what the files say; takes the tensors inside out of `tensors`.
 
     Raises:
         Corrupt: a tensor that the metadata names is not there.
@@ -202,11 +206,11 @@ def put_together(
         return {}
     meta = safetensors_header.read_header(source, files[0])[1]
     what = f"{source.root}/{files[0]}: __metadata__"
-    names = _parsed(meta.get(_NAMES, "[]"), what)
+    names = _parse(meta.get(_NAMES, "[]"), what)
     out: dict[str, Composite] = {}
     unknown = []
     for name in names if isinstance(names, list) else ():
-        row = _parsed(meta[name], what) if isinstance(name, str) and name in meta else None
+        row = _parse(meta[name], what) if isinstance(name, str) and name in meta else None
         if not isinstance(row, dict) or row.get("_type") in (None, "Tensor"):
             continue
         inside = row.get("_tensor_data_names")
@@ -214,17 +218,17 @@ def put_together(
         if kind is None or not isinstance(row.get("_data"), dict) or not isinstance(inside, list):
             unknown.append(str(row["_type"]))
             continue
-        if gone := [n for n in inside if _flat(name, str(n)) not in tensors]:
+        if gone := [n for n in inside if _flat_name(name, str(n)) not in tensors]:
             raise Corrupt(
-                f'{source.root}: "{_flat(name, str(gone[0]))}" is missing, a part of the {row["_type"]} "{name}". '
+                f'{source.root}: "{_flat_name(name, str(gone[0]))}" is missing, a part of the {row["_type"]} "{name}". '
                 "Fetch the files again."
             )
-        out[name] = _composite(
+        out[name] = _make_composite(
             name,
             str(row["_type"]),
             kind,
             row["_data"],
-            {str(n): tensors.pop(_flat(name, str(n))) for n in inside},
+            {str(n): tensors.pop(_flat_name(name, str(n))) for n in inside},
             what,
         )
     if unknown:
@@ -235,15 +239,17 @@ def put_together(
     return out
 
 
-def _parsed(text: str, what: str) -> Any:
+def _parse(text: str, what: str) -> Any:
+    """Parse an entry of `__metadata__`, which is JSON."""
     return bounded_json.parse(text.encode("utf-8", "surrogatepass"), what)
 
 
-def _composite(
+def _make_composite(
     name: str, cls: str, kind: _Class, data: dict[str, Any], inside: dict[str, TensorEntry], what: str
 ) -> Composite:
+    """Make the quantised weight of what the files say of it, and of the tensors inside."""
     try:
-        given = {k: _decoded(v) for k, v in data.items()}
+        given = {k: _decode(v) for k, v in data.items()}
         dtype = given.get("dtype") or given["orig_dtype"]
         qdata = inside["qdata"]
         packed = cls == "NVFP4Tensor" or (cls == "MXTensor" and given["elem_dtype"].name == "float4_e2m1fn_x2")
@@ -266,9 +272,10 @@ def _composite(
     return Composite(("model", name), about, {k: replace(t, path=("model", name, k)) for k, t in ordered.items()})
 
 
-def _decoded(x: Any) -> Any:
+def _decode(x: Any) -> Any:
+    """Return an attribute that torchao encoded in JSON."""
     if isinstance(x, list):
-        return [_decoded(v) for v in x]
+        return [_decode(v) for v in x]
     if not isinstance(x, dict):
         return x
     cls, data = x["_type"], x["_data"]
@@ -278,5 +285,5 @@ def _decoded(x: Any) -> Any:
         module, members = _ENUMS[cls]
         return Opaque(Global(module, cls), (data.lower() if members is None else members.index(data) + 1,), call=True)
     out = Opaque(Global(_DATACLASSES[cls], cls), ())
-    out.state = {k: _decoded(v) for k, v in data.items()}
+    out.state = {k: _decode(v) for k, v in data.items()}
     return out

@@ -49,7 +49,7 @@ from ckpttool.index.draft import DraftFile
 from ckpttool.index.names import find_misplaced_path, own_tree_is_readable, refuse_surrogates
 from ckpttool.storage.source import Source
 
-__all__ = ["FOLDER", "INDEX", "State", "draft", "merged", "read"]
+__all__ = ["FOLDER", "INDEX", "State", "draft", "merge_weights", "read"]
 
 FOLDER = "training_state"
 INDEX = f"{FOLDER}/index.json"
@@ -79,7 +79,7 @@ def draft(
     first: int,
     tied: Mapping[str, str],
 ) -> tuple[dict[str, TensorEntry], list[DraftFile], list[DraftFile]]:
-    """(tensors of the destination, the shards that hold them, the records that come after all other files).
+    """Return (tensors of the destination, the shards that hold them, the records that come after all other files).
 
     Args:
         ckpt: what is written, all of it.
@@ -97,9 +97,9 @@ def draft(
     out: dict[str, TensorEntry] = {}
     shards: list[DraftFile] = []
     for i, group in enumerate(groups):
-        group.sort(key=lambda k: safetensors_header.sort_key(k, _stored(tensors[k].dtype, tensors[k].shape)[0]))
+        group.sort(key=lambda k: safetensors_header.sort_key(k, _header_type(tensors[k].dtype, tensors[k].shape)[0]))
         head = safetensors_header.header(
-            [(k, *_stored(tensors[k].dtype, tensors[k].shape)) for k in group], {"format": "pt"}
+            [(k, *_header_type(tensors[k].dtype, tensors[k].shape)) for k in group], {"format": "pt"}
         )
         at = len(head)
         for k in group:
@@ -137,8 +137,8 @@ def draft(
     return out, shards, [DraftFile(f"{FOLDER}/{_VALUES}", len(held), held), DraftFile(INDEX, len(text), text)]
 
 
-def _stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """(dtype, shape) that the safetensors header gives a tensor."""
+def _header_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return (dtype, shape) that the safetensors header gives a tensor."""
     if dtype in safetensors_header.CODES:
         return dtype, shape
     return "uint8", (prod(shape) * ITEMSIZE[dtype],)
@@ -148,7 +148,8 @@ def _stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 
 
 def read(source: Source, first: int) -> State:
-    """The training state of an hf folder, of headers and records only. Its shards are the files from number `first` on.
+    """Read the training state of an hf folder, of headers and records only. Its shards are the files from number
+    `first` on.
 
     Raises:
         Corrupt, Unsafe: it is incomplete, damaged, or contradicts itself.
@@ -159,17 +160,17 @@ def read(source: Source, first: int) -> State:
             f"{source.root}/{FOLDER} has no index.json: it is incomplete, or of another program. Fetch it again, or "
             "remove it to read the weights alone."
         )
-    index, what = _index(source)
-    files = _files(index["files"], there, source, what)
-    tensors = _tensors(index["tensors"], files, source, first, what)
-    held = _held(index, source)
+    index, what = _read_record(source)
+    files = _check_files(index["files"], there, source, what)
+    tensors = _read_tensors(index["tensors"], files, source, first, what)
+    held = _read_values(index, source)
     paths = [t.path for t in tensors.values()] + [v.path for v in held.values()]
     if (path := find_misplaced_path(paths)) is not None:
         raise Corrupt(f'{what}: "{joined(path)}" is of no component, or lies in another entry.')
     if len(set(paths)) != len(paths) or tensors.keys() & held.keys():
         raise Corrupt(f"{what}: a value has the name of a tensor.")
-    _weights(index, what)
-    _origin(index["origin"], what)
+    _parse_weights(index, what)
+    _parse_origin(index["origin"], what)
     parsed = index["source"]
     if not isinstance(parsed, dict):
         raise Corrupt(f"{what}: source is not an object.")
@@ -183,8 +184,8 @@ def read(source: Source, first: int) -> State:
     )
 
 
-def _index(source: Source) -> tuple[dict[str, Any], str]:
-    """(index.json, what it is called in messages)."""
+def _read_record(source: Source) -> tuple[dict[str, Any], str]:
+    """Return (index.json, what it is called in messages)."""
     what = f"{source.root}/{INDEX}"
     data = source.read_all(INDEX, _MOST_INDEX)
     index = bounded_json.parse(data, what)
@@ -197,10 +198,10 @@ def _index(source: Source) -> tuple[dict[str, Any], str]:
     return index, what
 
 
-def _weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[str, str]]:
-    """(FQNs of the weights, {one without bytes of its own: whose it has})."""
+def _parse_weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[str, str]]:
+    """Return (FQNs of the weights, {one without bytes of its own: whose it has})."""
     weights, tied = index["weights"], index["tied"]
-    if not _texts(weights) or len(set(weights)) != len(weights):
+    if not _are_texts(weights) or len(set(weights)) != len(weights):
         raise Corrupt(f"{what}: weights are not names, or one is there twice.")
     own = {*weights} - {*tied} if isinstance(tied, dict) else None
     if own is None or len(own) != len(weights) - len(tied) or not {*map(str, tied.values())} <= own:
@@ -208,24 +209,27 @@ def _weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[str, str
     return weights, tied
 
 
-def _texts(x: Any) -> bool:
+def _are_texts(x: Any) -> bool:
+    """Say whether a value is a list of strings."""
     return isinstance(x, list) and all(type(k) is str for k in x)
 
 
-def _path(x: Any, what: str) -> Path:
+def _parse_path(x: Any, what: str) -> Path:
+    """Return a path that the record gives, which must be one."""
     if not isinstance(x, list) or not x or not all(type(k) is str or (type(k) is int and k >= 0) for k in x):
         raise Corrupt(f"{what}: {str(x)[:80]} is not a path.")
     return tuple(x)
 
 
-def _origin(rows: Any, what: str) -> dict[Path, Path]:
+def _parse_origin(rows: Any, what: str) -> dict[Path, Path]:
+    """Return the origin that the record gives."""
     if not isinstance(rows, list) or not all(isinstance(r, list) and len(r) == 2 for r in rows):
         raise Corrupt(f"{what}: origin is not pairs of paths.")
-    return {_path(a, what): _path(b, what) for a, b in rows}
+    return {_parse_path(a, what): _parse_path(b, what) for a, b in rows}
 
 
-def _files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
-    """The shards that the index names, which are there, as long as it says, and all there are."""
+def _check_files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
+    """Return the shards that the index names, which are there, as long as it says, and all there are."""
     if not isinstance(said, dict) or _VALUES not in said:
         raise Corrupt(f"{what}: files does not list {_VALUES}.")
     for name, row in said.items():
@@ -246,8 +250,8 @@ def _files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
     return [n for n in said if n != _VALUES]
 
 
-def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str) -> dict[str, TensorEntry]:
-    """The tensors of the shards, which are those of the index, in its order."""
+def _read_tensors(rows: Any, files: list[str], source: Source, first: int, what: str) -> dict[str, TensorEntry]:
+    """Return the tensors of the shards, which are those of the index, in its order."""
     found: dict[str, tuple[int, safetensors_header.Slot]] = {}
     safetensors_header.prefetch_headers(source, [f"{FOLDER}/{file}" for file in files])
     for i, file in enumerate(files):
@@ -266,14 +270,14 @@ def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str)
         i, slot = found[name]
         if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str) or row[0] not in ITEMSIZE:
             raise Corrupt(f'{what}: the entry of "{name}" is damaged.')
-        dtype, shape, path = row[0], row[1], _path(row[2], what)
+        dtype, shape, path = row[0], row[1], _parse_path(row[2], what)
         if joined(path) != name:
             raise Corrupt(f'{what}: "{name}" has the path {str(path)[:80]}.')
         if path[0] == "model":
             raise Corrupt(f'{what}: "{name}" is a weight; those lie beside {FOLDER}, not in it.')
         if not isinstance(shape, list) or not all(type(k) is int and 0 <= k <= MAX_NUMEL for k in shape):
             raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.')
-        if (slot.dtype, slot.shape) != _stored(dtype, tuple(shape)):
+        if (slot.dtype, slot.shape) != _header_type(dtype, tuple(shape)):
             raise Corrupt(
                 f'{what} says "{name}" is {dtype} {shape}; it is {slot.dtype} {list(slot.shape)} in {files[i]}. They '
                 "are not from one save."
@@ -283,8 +287,8 @@ def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str)
     return out
 
 
-def _held(index: dict[str, Any], source: Source) -> dict[str, Value]:
-    """The values, in the order of the index."""
+def _read_values(index: dict[str, Any], source: Source) -> dict[str, Value]:
+    """Return the values, in the order of the index."""
     from hashlib import sha256
 
     what = f"{source.root}/{FOLDER}/{_VALUES}"
@@ -293,20 +297,20 @@ def _held(index: dict[str, Any], source: Source) -> dict[str, Value]:
         raise Corrupt(f"{what} was altered after it was written; take another copy.")
     found = values.decode(data, what)
     order = index["values"]
-    if not _texts(order) or sorted(order) != sorted(found):
+    if not _are_texts(order) or sorted(order) != sorted(found):
         raise Corrupt(f"{what} holds other values than index.json lists; they are not from one save.")
     return {n: found[n] for n in order}
 
 
-def merged(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """A checkpoint whose weights have the names they have in memory, as the one that was written: its weights in their
-    order, tied ones under both names, and the user's own keys.
+def merge_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """Return the checkpoint with the weights under their names in memory, as the one that was written: in its order,
+    tied ones under both names, and with the user's own keys.
 
     Raises:
         Corrupt: the weights are not those that the training state was written with.
     """
-    index, what = _index(source)
-    weights, tied = _weights(index, what)
+    index, what = _read_record(source)
+    weights, tied = _parse_weights(index, what)
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     rest = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "model"}
     if model:
@@ -324,7 +328,7 @@ def merged(ckpt: Checkpoint, source: Source) -> Checkpoint:
             )
         model = listed
     out = replace(ckpt, tensors={**{joined(t.path): t for t in model.values()}, **rest})
-    out.origin = _origin(index["origin"], what)
+    out.origin = _parse_origin(index["origin"], what)
     if not own_tree_is_readable(out):
         out.origin = {}
     return out

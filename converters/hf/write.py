@@ -22,16 +22,16 @@ from ckpttool.storage.source import Source
 from ..options import HfOptions
 from . import training_state
 from .adapter import adapter_config, refuse_adapter, write_adapter
-from .names import asks_transformers, crop, ties
-from .shards import INDEX, SALVAGE, WHOLE, refuse_dtypes, shard, split
+from .names import crop, needs_transformers, ties
+from .shards import INDEX, SALVAGE, WHOLE, draft_shard, refuse_dtypes, split_shards
 from .subclasses import flat_names, metadata
 
 __all__ = ["prepare", "write", "write_file"]
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """The checkpoint without `strip_prefix`, or without the prefix that all weights have and the model of the config
-    has not; with `adapter`, only the adapter, under PEFT's names.
+    """Return the checkpoint without `strip_prefix`, or without the prefix that all weights have and the model of the
+    config has not; with `adapter`, only the adapter, under PEFT's names.
 
     Raises:
         UsageError: no weight has the prefix. Unsupported: ckpttool finds no adapter.
@@ -56,13 +56,13 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> str | None:
-    """A prefix that all weights have ("net."), if all are right for the model of the config without it, and are not
-    with it."""
+    """Return a prefix that all weights have ("net."), if all are right for the model of the config without it, and are
+    not with it; None where there is none."""
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if options.of(HfOptions).allow_name_mismatch or len({name.partition(".")[0] for name in model}) != 1:
         return None
     config = model_files.find_model_files(source, options.config, [])[0]
-    relation = None if config is None else _relation(config, model, [])
+    relation = None if config is None else _ask_transformers(config, model, [])
     strip = relation.verdict.strip if relation and relation.verdict and not relation.verdict.good else None
     return strip if strip and all(name.startswith(strip) for name in model) else None
 
@@ -70,16 +70,15 @@ def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> s
 def _config_files(
     ckpt: Checkpoint, source: Source, options: WriteOptions, notes: list[str]
 ) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """(config.json, files to copy) of the model, untied where that was asked for; after a merge as PEFT leaves them:
-    without adapter_config.json, at which from_pretrained would look for the adapter again, and untied if only one of
-    two tied weights was changed.
+    """Return (config.json, files to copy) of the model, untied where that was asked for; after a merge as PEFT leaves
+    them: without adapter_config.json, at which from_pretrained would look for the adapter again.
 
     Raises:
         Unsupported: it was asked to untie, and there is no config.json.
     """
     said: list[str] = []
     config, files, where = model_files.find_model_files(source, options.config, said)
-    if where == ".." and config is not None and (why := _of_another_model(ckpt, config, options)) is not None:
+    if where == ".." and config is not None and (why := _contradiction(ckpt, config, options)) is not None:
         said = [
             f"config.json in '..' is of another model and was not taken: {why}; give {argument('config')} the config "
             "of this very model"
@@ -87,26 +86,26 @@ def _config_files(
         config, files = None, {}
     notes += said
     if options.vocab_size is not None and config is not None:
-        config, files = _with(config, files, "vocab_size", options.vocab_size)
+        config, files = _with_config_value(config, files, "vocab_size", options.vocab_size)
     if ckpt.merged is not None:
         files.pop(model_files.ADAPTER_CONFIG, None)
         if config is not None and ckpt.merged["untied"]:
-            return _untied(config, files)
-    return _untied(config, files) if options.of(HfOptions).untie else (config, files)
+            return _untie_config(config, files)
+    return _untie_config(config, files) if options.of(HfOptions).untie else (config, files)
 
 
-def _of_another_model(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptions) -> str | None:
-    """Why the weights are not those of the model of a config; None where they are, or nobody can tell."""
+def _contradiction(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptions) -> str | None:
+    """Return why the weights are not those of the model of a config; None where they are, or nobody can tell."""
     objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
-    model = _shown(ckpt, objects)
-    relation = _relation(config, model, [])
+    model = _as_dense_tensors(ckpt, objects)
+    relation = _ask_transformers(config, model, [])
     if relation is not None and relation.verdict is not None:
-        return None if relation.verdict.good else _differences(model, relation.verdict)
+        return None if relation.verdict.good else _describe_differences(model, relation.verdict)
     return hub_names.find_contradiction(config, {n: t.shape for n, t in model.items()})
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """A folder that from_pretrained loads.
+    """Draft a folder that from_pretrained loads.
 
     Raises:
         Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
@@ -119,21 +118,21 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     if not own.include_optimizer:
         refuse_adapter(ckpt, notes)
     config, extra = _config_files(ckpt, source, options, notes)
-    weights = _weights(ckpt, source, options, config, notes)
+    weights = _weights_to_write(ckpt, source, options, config, notes)
     if config is not None and not own.allow_name_mismatch:
         _refuse_unstated(weights.shown, config, extra)
     model, rest, tied = weights.model, weights.rest, weights.tied
-    groups = split(model, own.max_shard_bytes, weights.together)
+    groups = split_shards(model, own.max_shard_bytes, weights.together)
     n = len(groups)
     files = [WHOLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     tensors: dict[str, TensorEntry] = {}
-    draft_files = [shard(files[i], i, names, model, tensors, weights.metadata) for i, names in enumerate(groups)]
+    draft_files = [draft_shard(files[i], i, names, model, tensors, weights.metadata) for i, names in enumerate(groups)]
     sources = {"model." + k: weights.stored[k] for names in groups for k in names}
     dropped = weights.dropped
     records: list[DraftFile] = []
     if own.include_optimizer:
         fqns = {k.removeprefix("model."): v.removeprefix("model.") for k, v in tied.items()}
-        held, shards, records = training_state.draft(ckpt, rest, split(rest, own.max_shard_bytes, {}), n, fqns)
+        held, shards, records = training_state.draft(ckpt, rest, split_shards(rest, own.max_shard_bytes, {}), n, fqns)
         tensors |= held
         sources |= {k: ckpt.tensors[k] for k in held}
         draft_files += shards
@@ -160,8 +159,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     )
 
 
-def _untied(config: dict[str, Any] | None, extra: dict[str, bytes]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """The config, and the files to copy, of a model that ties no weights.
+def _untie_config(
+    config: dict[str, Any] | None, extra: dict[str, bytes]
+) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """Return the config, and the files to copy, of a model that ties no weights.
 
     Raises:
         Unsupported: there is no config.json.
@@ -171,14 +172,14 @@ def _untied(config: dict[str, Any] | None, extra: dict[str, bytes]) -> tuple[dic
             f"{argument('untie', True, 'HfOptions')} changes config.json, and there is none beside the source. Give "
             f"{argument('config')}."
         )
-    return _with(config, extra, "tie_word_embeddings", False)
+    return _with_config_value(config, extra, "tie_word_embeddings", False)
 
 
-def _with(
+def _with_config_value(
     config: dict[str, Any], extra: dict[str, bytes], key: str, value: Any
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The config, and the files to copy, with another value in config.json: in the config of the text model, if that
-    has it."""
+    """Return the config, and the files to copy, with another value in config.json: in the config of the text model, if
+    that has it."""
     text = config.get("text_config")
     inside = isinstance(text, dict) and key in text
     if inside:
@@ -189,7 +190,7 @@ def _with(
 
 
 def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """One file with all weights, whatever its size. A config decides the names, and is not in it.
+    """Draft one file with all weights, whatever its size. A config decides the names, and is not in it.
 
     Raises:
         UsageError: an option asks for what lies beside the weights. The others: as `write`.
@@ -219,12 +220,12 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
             f"the file holds the weights alone, named as config.json says; from_pretrained loads a folder, with "
             f"{', '.join(list(extra)[:3])}{', ...' if len(extra) > 3 else ''} in it"
         )
-    weights = _weights(ckpt, source, options, config, notes)
+    weights = _weights_to_write(ckpt, source, options, config, notes)
     tensors: dict[str, TensorEntry] = {}
     kept = [n for n, t in ckpt.tensors.items() if t.path[0] == "model"]
     states = ckpt.salvage.states(kept) if ckpt.salvage is not None else {}
     metadata = weights.metadata | ({SALVAGE: json.dumps(states, separators=(",", ":"))} if states else {})
-    file = shard(options.target, 0, list(weights.model), weights.model, tensors, metadata)
+    file = draft_shard(options.target, 0, list(weights.model), weights.model, tensors, metadata)
     sources = {"model." + k: t for k, t in weights.stored.items()}
     out = Checkpoint("hf", options.target, None, [file.name], [file.size], tensors, weights.marks)
     out.config = config
@@ -254,16 +255,16 @@ class _Weights(NamedTuple):
     marks: dict[str, Value]  # what the quantised weights are: values that `metadata` holds
 
 
-def _weights(
+def _weights_to_write(
     ckpt: Checkpoint, source: Source, options: WriteOptions, config: dict[str, Any] | None, notes: list[str]
 ) -> _Weights:
-    """The tensors that save_pretrained would write.
+    """Return the tensors that save_pretrained would write.
 
     Raises:
         Unsupported: as `write`.
     """
     objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
-    model = _shown(ckpt, objects)
+    model = _as_dense_tensors(ckpt, objects)
     if not model:
         raise Unsupported(
             f"the checkpoint holds no model weights, and hf holds nothing else.{describe_weights_elsewhere(ckpt)}"
@@ -278,19 +279,19 @@ def _weights(
     dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
     marks = {n: v for n, v in ckpt.values.items() if v.path[:1] + v.path[-1:] == ("model", MARK)}
     dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values if n not in marks]
-    relation = None if config is None else _judged(ckpt, config, model, options, notes)
+    relation = None if config is None else _check_names(ckpt, config, model, options, notes)
     untie = options.of(HfOptions).untie
     stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes, untie)
     added = [f"model.{n}" for n, kept in ties(config, model, relation).items() if n not in model and kept in stored]
     shown = {k: t if k in objects else replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
-    stored, model = _made_of(stored, shown, objects, relation, notes, config)
+    stored, model = _take_apart_objects(stored, shown, objects, relation, notes, config)
     refuse_dtypes(model)
     listed = {n: c for n, c in objects.items() if n in shown}
     return _Weights(stored, model, rest, tied, together, added, dropped, shown, metadata(listed, shown), marks)
 
 
-def _shown(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:
-    """The weights, {name: tensor}; a quantised one as the tensor that it shows, at the bytes of the first tensor
+def _as_dense_tensors(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:
+    """Return the weights, {name: tensor}; a quantised one as the tensor that it shows, at the bytes of the first tensor
     inside."""
     of = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
     out: dict[str, TensorEntry] = {}
@@ -305,7 +306,7 @@ def _shown(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorE
     return out
 
 
-def _made_of(
+def _take_apart_objects(
     stored: dict[str, TensorEntry],
     shown: dict[str, TensorEntry],
     objects: dict[str, Composite],
@@ -313,8 +314,8 @@ def _made_of(
     notes: list[str],
     config: dict[str, Any] | None,
 ) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """(tensors of the source, the same with the dtypes to write) of a model; instead of quantised weights what they are
-    made of.
+    """Return (tensors of the source, the same with the dtypes to write) of a model; instead of quantised weights what
+    they are made of.
 
     Raises:
         Unsupported: such a weight has another name or is several tensors on the Hub.
@@ -346,10 +347,10 @@ def _made_of(
     return old, new
 
 
-def _relation(
+def _ask_transformers(
     config: dict[str, Any], model: dict[str, TensorEntry], notes: list[str], *, needed: bool = False
 ) -> hub_names.Relation | None:
-    """What transformers says of the names, with its verdict; a note says why it could not answer.
+    """Return what transformers says of the names, with its verdict; a note says why it could not answer.
 
     Raises:
         MissingPackage: there is no transformers, and its answer is `needed`.
@@ -377,26 +378,26 @@ def _relation(
         return None
 
 
-def _judged(
+def _check_names(
     ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
 ) -> hub_names.Relation | None:
-    """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them
-    and no others, with these shapes, however the config was found.
+    """Return what transformers says of the names, where they may differ on the Hub; the model of the config must have
+    all of them and no others, with these shapes, however the config was found.
 
     Raises:
         Unsupported: it has not.
     """
-    asks, allowed = asks_transformers(config, model), options.of(HfOptions).allow_name_mismatch
+    asks, allowed = needs_transformers(config, model), options.of(HfOptions).allow_name_mismatch
     odd = hub_names.find_contradiction(config, {n: t.shape for n, t in model.items()})
     coded = bool(encodings.find_in_tensors(model))  # scales keep the names of the Hub, so weights do, too
     if ckpt.layout == "hf" and ckpt.config is not None and options.config is None and not asks and odd is None:
         return None  # it is the source's own config: from_pretrained loads the one as it loads the other
-    relation = _relation(config, model, notes, needed=asks and not allowed)
+    relation = _ask_transformers(config, model, notes, needed=asks and not allowed)
     verdict = None if relation is None else relation.verdict
     if verdict is not None and not verdict.good:
         text = (
             f"config.json describes a {verdict.model}, and the weights are not those of one: "
-            f"{_differences(model, verdict)}. {_remedy(ckpt, model, verdict, options)}"
+            f"{_describe_differences(model, verdict)}. {_remedy(ckpt, model, verdict, options)}"
         )
     elif verdict is None and odd is not None:
         text = f"config.json is of another model than the weights: {odd}. {_remedy(ckpt, model, None, options)}"
@@ -412,8 +413,8 @@ def _judged(
     return relation if asks and not coded else None
 
 
-def _differences(model: dict[str, TensorEntry], found: hub_names.LoadVerdict) -> str:
-    """What a verdict that is not good says."""
+def _describe_differences(model: dict[str, TensorEntry], found: hub_names.LoadVerdict) -> str:
+    """Say in words what a verdict that is not good has found."""
     parts = []
     if found.missing:
         parts.append(f'{len(found.missing)} of its {found.parameters} tensors are missing, first "{found.missing[0]}"')
@@ -429,7 +430,7 @@ def _differences(model: dict[str, TensorEntry], found: hub_names.LoadVerdict) ->
 def _remedy(
     ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.LoadVerdict | None, options: WriteOptions
 ) -> str:
-    """What would happen, and what to do where the weights are not those of the model of config.json."""
+    """Say what would happen, and what to do where the weights are not those of the model of config.json."""
     if found is not None and found.strip:
         hint = (
             f'All names and shapes are right without the prefix "{found.strip}": add '
@@ -467,8 +468,8 @@ def _hub_tensors(
     notes: list[str],
     untie: bool,
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
-    """The tensors save_pretrained would write, as views of the source's, {omitted name: the name it is tied to}, and
-    {name: first one} of tensors that it never puts into different shards."""
+    """Return the tensors save_pretrained would write, as views of the source's, {omitted name: the name it is tied to},
+    and {name: first one} of tensors that it never puts into different shards."""
     together: dict[str, str] = {}
     tied = {} if untie else tied_weights(model)
     tied.update({k: v for k, v in ties(config, model, relation).items() if k in model and v in model})
@@ -514,7 +515,7 @@ def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], file
 
 
 def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
-    """config.json with the dtype of the weights, as save_pretrained writes it; codes and their scales have other
+    """Return config.json with the dtype of the weights, as save_pretrained writes it; codes and their scales have other
     ones."""
     if name != "config.json":
         return data

@@ -65,7 +65,7 @@ _MOST_RAW, _MOST_JSON = 64 << 20, 256 << 20
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """A folder with metadata.pkl, or with model_0.pt and the same of other items."""
+    """Say whether a place is a folder with metadata.pkl, or with model_0.pt and the same of other items."""
     if where.file is not None:
         return False, "a folder; this is a file"
     names = where.source.list()
@@ -83,7 +83,7 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def _first_files(source: Source, names: list[str]) -> Iterator[str]:
-    """Files of rank 0, in the folder or in one below it."""
+    """Yield files of rank 0, in the folder or in one below it."""
     for name in names:
         if (m := _FILE.fullmatch(name)) and int(m["rank"]) == 0:
             yield name
@@ -93,7 +93,7 @@ def _first_files(source: Source, names: list[str]) -> Iterator[str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of a folder.
+    """Return the index of a folder.
 
     Raises:
         Corrupt: files of ranks are missing, or they and metadata.pkl are not of one save. Unsupported: plain tensors of
@@ -102,7 +102,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """
     source = where.source
     world, described = read_metadata(source) if source.exists(METADATA) else (None, {})
-    items = _items(source, world, described, options.only)
+    items = _find_items(source, world, described, options.only)
     if world is None:
         world = max((len(item.files) for item in items.values()), default=1)
     reading = _Reading(source, world, options, Files(source))
@@ -111,7 +111,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     for name in sorted(
         items, key=lambda n: ("model", "optim").index(r) if (r := ROLES.get(n)) in ("model", "optim") else 2
     ):
-        leaves |= reading.item(name, items[name], leaves)
+        leaves |= reading.read_item(name, items[name], leaves)
     named = canonical(
         leaves, shape_of, options.like and options.like.optimizer, same_bytes, options.only, known_orders(options)
     )
@@ -125,16 +125,17 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _asked_for(item: str, only: frozenset[str] | None) -> bool:
-    """Whether some components need an item; the weights are what parameters of an optimizer are named by."""
+def _is_needed(item: str, only: frozenset[str] | None) -> bool:
+    """Say whether some components need an item; weights always are, since they name the parameters of an optimizer."""
     role = ROLES.get(item)
     return only is None or role == "model" or (role in only if role else bool(only - {"model", "optim"}))
 
 
-def _items(
+def _find_items(
     source: Source, world: int | None, described: Mapping[str, Item], only: frozenset[str] | None
 ) -> dict[str, Item]:
-    """The items of a folder that are asked for: those of metadata.pkl, and those that have none, by the names of files.
+    """Return the items of a folder that are asked for: those of metadata.pkl, and those that have none, by the names of
+    files.
 
     Raises:
         Corrupt: a file of a rank is missing.
@@ -154,7 +155,7 @@ def _items(
                 "this save."
             )
     for name, item in list(out.items()):
-        if not _asked_for(name, only):
+        if not _is_needed(name, only):
             del out[name]
             continue
         ranks = set(item.files)
@@ -188,10 +189,10 @@ class _Reading:
     ranks: dict[int, int] = field(default_factory=dict)  # {number of a file: its rank}
     _names: dict[int, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
-    def item(self, name: str, item: Item, taken: Mapping[Path, Any]) -> dict[Path, Any]:
-        """{path: TensorEntry or value} of an item."""
+    def read_item(self, name: str, item: Item, taken: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Return {path: TensorEntry or value} of an item."""
         ranks = [
-            Rank(self.files.number(file), rank, self._tree(file, kind))
+            Rank(self.files.number(file), rank, self._read_tree(file, kind))
             for rank, (file, kind) in sorted(item.files.items())
         ]
         self.ranks |= {r.file: r.rank for r in ranks}
@@ -201,24 +202,25 @@ class _Reading:
         sharded = any(is_sharded(x) for leaves in flat for x in leaves.values())
         if not item.tensors and not sharded and ROLES.get(name) not in ("model", "optim"):
             return merge_other_state(self.files, {name: [r._replace(tree={name: r.tree}) for r in ranks]}, taken)
-        by_text = [{self._key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
+        by_text = [{self._metadata_key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
         out: dict[Path, Any] = {}
         for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
             column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
             path: Path = (name, *(column[0][1] if column and not in_one else key))
             if key in item.tensors:
-                out[path] = self._placed(path, item.tensors[key], {r.rank: (r, x) for r, _, x in column})
+                out[path] = self._place_tensor(path, item.tensors[key], {r.rank: (r, x) for r, _, x in column})
             elif any(is_sharded(x) for _, _, x in column):
                 out[path] = assemble_tensor(
                     self.files, [r for r, _, _ in column], joined(path), [x for _, _, x in column]
                 )
             elif any(isinstance(x, StoredTensor) for _, _, x in column):
-                out[path] = self._copies(path, [(r, x) for r, _, x in column])
+                out[path] = self._copy_of_ranks(path, [(r, x) for r, _, x in column])
             else:
-                out |= self._values(path, [(r, x) for r, _, x in column])
+                out |= self._value_of_ranks(path, [(r, x) for r, _, x in column])
         return out
 
     def _refuse_subclasses(self, item: str, ranks: list[Rank], flat: list[dict[Path, Any]]) -> None:
+        """Refuse objects of tensor subclasses, whose parts on other ranks nothing describes."""
         for r, leaves in zip(ranks, flat, strict=True):
             for path, x in leaves.items():
                 inside = local_tensor(x) if is_sharded(x) else x
@@ -230,8 +232,8 @@ class _Reading:
                         "out."
                     )
 
-    def _tree(self, file: str, kind: str) -> Any:
-        """What a file holds; tensors of safetensors as those of torch."""
+    def _read_tree(self, file: str, kind: str) -> Any:
+        """Return what a file holds; tensors of safetensors as those of torch."""
         what = f"{self.source.root}/{file}"
         if kind == "pt":
             return load(self.files, file)
@@ -244,14 +246,15 @@ class _Reading:
             for name, s in safetensors_header.slots(self.source, file).items()
         }
 
-    def _key(self, item: Item, path: Path) -> tuple[str, ...]:
-        """The path of a leaf as metadata.pkl has it; safetensors knows only the parts joined."""
+    def _metadata_key(self, item: Item, path: Path) -> tuple[str, ...]:
+        """Return the path of a leaf as metadata.pkl has it; safetensors knows only the parts joined."""
         key = tuple(map(str, path))
         if key in item.tensors or not item.tensors:
             return key
-        return self._joined(item).get(".".join(key), key)
+        return self._joined_keys(item).get(".".join(key), key)
 
-    def _joined(self, item: Item) -> dict[str, tuple[str, ...]]:
+    def _joined_keys(self, item: Item) -> dict[str, tuple[str, ...]]:
+        """Return {path joined by dots: path} of the tensors of an item."""
         found = self._names.get(id(item))
         if found is None:
             found = self._names[id(item)] = {".".join(k): k for k in item.tensors}
@@ -259,8 +262,8 @@ class _Reading:
                 raise Unsafe(f"{self.source.root}/{METADATA}: two tensors of an item have one name, joined by dots.")
         return found
 
-    def _placed(self, path: Path, groups: list[Placed], found: Mapping[int, tuple[Rank, Any]]) -> TensorEntry:
-        """A tensor of which metadata.pkl says what every rank has."""
+    def _place_tensor(self, path: Path, groups: list[Placed], found: Mapping[int, tuple[Rank, Any]]) -> TensorEntry:
+        """Put a tensor together of which metadata.pkl says what every rank has."""
         name, what = joined(path), f"{self.source.root}/{METADATA}"
         shape, dtype = groups[0].shape, groups[0].dtype
         chunks = Chunks(len(shape))
@@ -287,7 +290,7 @@ class _Reading:
                         )
                     continue
                 r, x = found[rank]
-                tensor = self._local(name, r, x, shape, [p.start for p in pieces if all(p.shape)])
+                tensor = self._local_part(name, r, x, shape, [p.start for p in pieces if all(p.shape)])
                 if tensor.dtype != dtype or (
                     local is not None and tensor.shape != local and any(all(p.shape) for p in pieces)
                 ):
@@ -297,7 +300,7 @@ class _Reading:
                         "saves."
                     )
                 for piece in pieces:
-                    self._add(chunks, seen, name, r, tensor, piece)
+                    self._add_box(chunks, seen, name, r, tensor, piece)
         if not shape and not seen:
             raise Corrupt(f'{self.source.root}: no rank has "{name}".')
         why = boxes.find_cover_problem(shape, chunks.boxes())
@@ -307,9 +310,11 @@ class _Reading:
             )
         return TensorEntry(dtype, shape, path, chunks)
 
-    def _local(self, name: str, r: Rank, x: Any, shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> StoredTensor:
-        """A rank's own tensor: plain, or inside a DTensor, which must be of the same whole and have its boxes in the
-        same places."""
+    def _local_part(
+        self, name: str, r: Rank, x: Any, shape: tuple[int, ...], starts: list[tuple[int, ...]]
+    ) -> StoredTensor:
+        """Return a rank's own tensor: plain, or inside a DTensor, which must be of the same whole and have its boxes in
+        the same places."""
         if is_sharded(x):
             stated = self.files.shards(r.file, name, x)
             if stated.shape != shape or (stated.rank is not None and stated.rank != r.rank):
@@ -329,8 +334,8 @@ class _Reading:
             )
         return x
 
-    def _add(self, chunks: Chunks, seen: Any, name: str, r: Rank, tensor: StoredTensor, piece: Any) -> None:
-        """A box of a local tensor, unless another rank has the same one."""
+    def _add_box(self, chunks: Chunks, seen: Any, name: str, r: Rank, tensor: StoredTensor, piece: Any) -> None:
+        """Add a box of a local tensor, unless another rank has the same one."""
         if len(piece.local) != len(tensor.shape) or any(
             a + n > m for a, n, m in zip(piece.local, piece.shape, tensor.shape, strict=True)
         ):
@@ -347,8 +352,8 @@ class _Reading:
         self.files.keep(r.file, tensor)
         chunks.add(piece.start, piece.shape, r.file, *part.extent, None if part.contiguous else part.strides)
 
-    def _copies(self, path: Path, column: list[tuple[Rank, StoredTensor]]) -> TensorEntry:
-        """A plain tensor of an item that metadata.pkl does not have: one rank's, or the same on all."""
+    def _copy_of_ranks(self, path: Path, column: list[tuple[Rank, StoredTensor]]) -> TensorEntry:
+        """Return a plain tensor of an item that metadata.pkl does not have: one rank's, or the same on all."""
         name = joined(path)
         (r, first), *others = column
         if not isinstance(first, StoredTensor):
@@ -369,11 +374,11 @@ class _Reading:
                 )
         return self.files.entry(r.file, first)
 
-    def _values(self, path: Path, column: list[tuple[Rank, Any]]) -> dict[Path, Any]:
-        """A value: once where all ranks have the same, else that of the first and the others' by rank."""
+    def _value_of_ranks(self, path: Path, column: list[tuple[Rank, Any]]) -> dict[Path, Any]:
+        """Return a value: once where all ranks have the same, else that of the first and the others' by rank."""
         data = []
         for r, x in column:
-            if any(is_sharded(y) for y in _inside(x)):
+            if any(is_sharded(y) for y in _walk(x)):
                 raise Unsupported(
                     f'{self.files.path(r.file)}: "{joined(path)}" holds a DTensor inside a tuple, which has no name of '
                     "its own."
@@ -389,8 +394,8 @@ class _Reading:
         return out | {of_rank(rank, path): x for rank, x in differ}
 
 
-def _inside(x: Any) -> list[Any]:
-    """Everything in a value, itself included."""
+def _walk(x: Any) -> list[Any]:
+    """Yield everything in a value, itself included."""
     todo, out = [x], []
     while todo:
         out.append(y := todo.pop())
@@ -406,6 +411,7 @@ _ITEM = re.compile(r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl
 
 
 def _next_step(advice: Advice) -> str:
+    """Say whether the package's own manager loads it, and how at another world size."""
     again = advice.convert("--to torch_checkpointing -n RANKS")
     if METADATA in advice.ckpt.files:
         return (
@@ -416,12 +422,14 @@ def _next_step(advice: Advice) -> str:
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    """Tell a folder with files of items whose name is still that of an unfinished save."""
     if folder.layout is None and folder.is_temporary and any(map(_ITEM.fullmatch, folder.names)):
         return Unfinished(folder.STILL_WRITTEN, "torch_checkpointing")
     return None
 
 
 def _is_piece(source: Source, name: str) -> bool:
+    """Say whether a file is one item of one rank, beside metadata.pkl."""
     # a server may have no listing of the folder
     return bool(_ITEM.fullmatch(name)) and not source.root.startswith("http") and METADATA in source.list()
 

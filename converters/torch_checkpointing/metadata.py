@@ -58,19 +58,19 @@ class Placed:
     is_dtensor: bool
 
     def pieces(self, rank: int) -> tuple[list[ShardPiece], tuple[int, ...] | None]:
-        """(the boxes that a rank has, the shape of its local tensor or None where that is not said).
+        """Return (the boxes that a rank has, the shape of its local tensor or None where that is not said).
 
         Raises:
             Unsupported: a placement that a checkpoint cannot hold. ValueError, KeyError, TypeError: not such metadata.
         """
         if not self.is_dtensor:
             rows = zip(self.data["global_offsets"], self.data["local_offsets"], self.data["local_sizes"], strict=True)
-            return [ShardPiece(_ints(a), _ints(b), _ints(n)) for a, b, n in rows], None
+            return [ShardPiece(_parse_integers(a), _parse_integers(b), _parse_integers(n)) for a, b, n in rows], None
         mesh = self.data["mesh_spec"]
-        sizes, ranks = _ints(mesh["mesh_shape"]), _ints(mesh["mesh_data"])
+        sizes, ranks = _parse_integers(mesh["mesh_shape"]), _parse_integers(mesh["mesh_data"])
         if prod(sizes) != len(ranks):
             raise ValueError(f"a mesh of {sizes} with {len(ranks)} ranks")
-        place = _places(ranks)[rank]
+        place = _ranks_in_mesh(ranks)[rank]
         at: list[int] = []
         for n in reversed(sizes):
             place, k = divmod(place, n)
@@ -89,12 +89,13 @@ class Placed:
 
 
 @lru_cache(64)
-def _places(ranks: tuple[int, ...]) -> dict[int, int]:
-    """{rank: where it is in the flattened mesh}; tensors share their meshes."""
+def _ranks_in_mesh(ranks: tuple[int, ...]) -> dict[int, int]:
+    """Return {rank: where it is in the flattened mesh}; tensors share their meshes."""
     return {rank: k for k, rank in enumerate(ranks)}
 
 
-def _ints(x: Any) -> tuple[int, ...]:
+def _parse_integers(x: Any) -> tuple[int, ...]:
+    """Return a sequence of sizes as a tuple."""
     if isinstance(x, (list, tuple)) and len(x) <= _MOST_RANKS and all(type(n) is int and n >= 0 for n in x):
         return tuple(x)
     raise ValueError(f"{pickles.short(x)} are not sizes")
@@ -110,7 +111,7 @@ class Item:
 
 
 def read_metadata(source: Source) -> tuple[int, dict[str, Item]]:
-    """(world size, {item: Item}) of a folder's metadata.pkl.
+    """Return (world size, {item: Item}) of a folder's metadata.pkl.
 
     Raises:
         Corrupt: it is none. Unsupported: a type of metadata or of file that 0.1.1 does not have.
@@ -121,12 +122,13 @@ def read_metadata(source: Source) -> tuple[int, dict[str, Item]]:
         raise Corrupt(f"{what} is empty: the save was interrupted. Take an earlier step.")
     try:
         found = pickles.load(data, what=what)[0]
-        return _read(found, what)
+        return _parse_metadata(found, what)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(f"{what}: not the metadata of torch_checkpointing ({type(e).__name__}: {e}).") from None
 
 
-def _read(found: Any, what: str) -> tuple[int, dict[str, Item]]:
+def _parse_metadata(found: Any, what: str) -> tuple[int, dict[str, Item]]:
+    """Return the same of what was unpickled."""
     world, version = found["world_size"], found.get("version", "1.0")
     if type(world) is not int or not 0 < world <= _MOST_RANKS:
         raise ValueError(f"world_size {pickles.short(world)}")
@@ -138,23 +140,26 @@ def _read(found: Any, what: str) -> tuple[int, dict[str, Item]]:
     if version == "1.0":
         for rank, layouts in found["rank_to_layout_info_mappings"].items():
             for name, layout in layouts.items():
-                items.setdefault(name, Item()).files[int(rank)] = _file(name, int(rank), layout, what)
+                items.setdefault(name, Item()).files[int(rank)] = _file_of_rank(name, int(rank), layout, what)
         for text, groups in found["metadata"].items():
             name, *path = bounded_json.parse(text.encode(), what)
-            items[name].tensors[tuple(map(str, path))] = [_placed(g, what) for g in groups]
+            items[name].tensors[tuple(map(str, path))] = [_parse_placed(g, what) for g in groups]
         return world, items
     for name, data in found["metadata"].items():
         item = items[name] = Item()
         for rank, layout in data["rank_to_layout_info"].items():
-            item.files[int(rank)] = _file(name, int(rank), layout, what)
+            item.files[int(rank)] = _file_of_rank(name, int(rank), layout, what)
         for text, groups in data["nested_path_to_metadata"].items():
-            item.tensors[tuple(map(str, bounded_json.parse(text.encode(), what)))] = [_placed(g, what) for g in groups]
+            item.tensors[tuple(map(str, bounded_json.parse(text.encode(), what)))] = [
+                _parse_placed(g, what) for g in groups
+            ]
         if missing := sorted(set(range(world)) - set(item.files)):
             raise ValueError(f'"{name}" has no file for rank {missing[0]}')
     return world, items
 
 
-def _file(name: str, rank: int, layout: Any, what: str) -> tuple[str, str]:
+def _file_of_rank(name: str, rank: int, layout: Any, what: str) -> tuple[str, str]:
+    """Return the file of a rank, which the layout or the usual names give."""
     if layout is None:
         return f"{name}_{rank}.pt", "pt"
     kind = FORMATS.get(layout["serialization_format"]["type"])
@@ -166,7 +171,8 @@ def _file(name: str, rank: int, layout: Any, what: str) -> tuple[str, str]:
     return layout["file_path"], kind
 
 
-def _placed(group: Any, what: str) -> Placed:
+def _parse_placed(group: Any, what: str) -> Placed:
+    """Return where the parts of a tensor are."""
     meta = group["sharding_metadata"]
     kind, data = meta["type"], meta["data"]
     if kind not in ("DTensorShardingMetadata", "default_tensor_v1"):
@@ -175,8 +181,8 @@ def _placed(group: Any, what: str) -> Placed:
             "DTensorShardingMetadata and default_tensor_v1. Save with torch_checkpointing's own resharder."
         )
     return Placed(
-        _ints(group["ranks"]),
-        _ints(data["global_shape"]),
+        _parse_integers(group["ranks"]),
+        _parse_integers(data["global_shape"]),
         str(data["dtype"]).removeprefix("torch."),
         data,
         kind == "DTensorShardingMetadata",

@@ -45,7 +45,7 @@ _MESH = ("ckpttool",)
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """A folder that CheckpointManager.load takes with its DefaultResharder, at any world size.
+    """Draft a folder that CheckpointManager.load takes with its DefaultResharder, at any world size.
 
     Raises:
         UsageError: no world size was given and the source has none.
@@ -67,14 +67,14 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out = _Writing(ckpt, world, cast, same)
     for name, leaves in items.items():
         if ROLES.get(name) in ("model", "optim") and () not in leaves:
-            out.cut(name, leaves)
+            out.cut_item(name, leaves)
         elif (of_rank := _by_rank(name, leaves, ckpt, source)) is not None:
             for rank, own in of_rank.items():
-                out.put(name, rank, own, first=True)
+                out.put_item(name, rank, own, first=True)
             notes.append(f"{name}_<rank>.pt has each rank's own state, of the {len(of_rank)} ranks that saved it")
         else:
             for rank in range(world):
-                out.put(name, rank, leaves, first=rank == 0)
+                out.put_item(name, rank, leaves, first=rank == 0)
     described = {
         name: {"nested_path_to_metadata": of, "rank_to_layout_info": dict.fromkeys(range(world))}
         for name, of in out.described.items()
@@ -91,7 +91,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _by_rank(
     name: str, leaves: Mapping[Path, Any], ckpt: Checkpoint, source: Source
 ) -> dict[int, dict[Path, Any]] | None:
-    """{rank: its part} of an item that ranks saved differently, RNG states say; None of one that all share."""
+    """Return {rank: its part} of an item that ranks saved differently, RNG states say; None of one that all share."""
     if ROLES.get(name) not in ("rng", "dataloader") or not all(len(p) > 1 and str(p[0]).isdigit() for p in leaves):
         return None
     out: dict[int, dict[Path, Any]] = {}
@@ -124,23 +124,27 @@ class _Writing:
     sources: dict[str, TensorEntry] = field(default_factory=dict)
     described: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def cut(self, item: str, leaves: Mapping[Path, Any]) -> None:
-        """The model or the optimizer: each rank has rows of every tensor, the first one all of those that are not
+    def cut_item(self, item: str, leaves: Mapping[Path, Any]) -> None:
+        """Cut the model or the optimizer: each rank has rows of every tensor, the first one all of those that are not
         cut."""
         described = self.described[item] = {}
         held = {p: joined(t.path) for p, t in leaves.items() if isinstance(t, TensorEntry)}
-        rows = {n: self._rows(self.ckpt.tensors[n]) for n in held.values()}
+        rows = {n: self._rows_of_ranks(self.ckpt.tensors[n]) for n in held.values()}
         for path, name in held.items():
             text = json.dumps([int(k) if isinstance(k, (int, Number)) else k for k in path], separators=(",", ":"))
-            described[text] = [self._described(self.ckpt.tensors[name], self.cast[name], bool(rows[name]))]
+            described[text] = [self._describe(self.ckpt.tensors[name], self.cast[name], bool(rows[name]))]
         owners = [n for n in held.values() if n not in self.same]
         numbers: list[int] = []
         keys: list[dict[str, str]] = []  # {name: its storage} in the file of each rank
         for rank in range(self.world):
             tree: dict[Path, Any] = {p: x for p, x in leaves.items() if p not in held}
-            here = [n for n in owners if self._bytes(n, rows[n], rank) or (not rank and not self.ckpt.tensors[n].numel)]
+            here = [
+                n
+                for n in owners
+                if self._bytes_of_rank(n, rows[n], rank) or (not rank and not self.ckpt.tensors[n].numel)
+            ]
             keys.append({n: str(k) for k, n in enumerate(here)})
-            sizes = {keys[rank][n]: self._bytes(n, rows[n], rank) for n in here}
+            sizes = {keys[rank][n]: self._bytes_of_rank(n, rows[n], rank) for n in here}
             for path, name in held.items():
                 t, dtype = self.ckpt.tensors[name], self.cast[name]
                 if not rows[name] and rank:
@@ -154,18 +158,18 @@ class _Writing:
             chunks = Chunks(len(t.shape))
             at = 0
             for rank in range(self.world):
-                n = self._bytes(name, rows[name], rank)
+                n = self._bytes_of_rank(name, rows[name], rank)
                 shape = (rows[name][rank], *t.shape[1:]) if rows[name] else t.shape
                 if name in keys[rank]:
                     start = (at, *[0] * (len(t.shape) - 1)) if rows[name] else (0,) * len(t.shape)
                     chunks.add(start, shape, numbers[rank], self.files.offset(numbers[rank], keys[rank][name]), n)
                     at += shape[0] if rows[name] else 0
-            self._placed(name, name, chunks)
+            self._place_tensor(name, name, chunks)
         for name in (n for n in held.values() if n in self.same):
-            self._placed(name, name, self.tensors[self.same[name]].chunks)
+            self._place_tensor(name, name, self.tensors[self.same[name]].chunks)
 
-    def put(self, item: str, rank: int, leaves: Mapping[Path, Any], first: bool) -> None:
-        """The file of an item on one rank, with whole tensors; of later ranks they are copies."""
+    def put_item(self, item: str, rank: int, leaves: Mapping[Path, Any], first: bool) -> None:
+        """Add the file of an item on one rank, with whole tensors; of later ranks they are copies."""
         tree: dict[Path, Any] = {}
         keys: dict[str, str] = {}  # {name: its storage}
         sizes: dict[str, int] = {}
@@ -184,28 +188,32 @@ class _Writing:
         number = self.files.add(f"{item}_{rank}.pt", tree[()] if list(tree) == [()] else nest(tree), sizes)
         for name, key in keys.items():
             chunks = Chunks.whole(self.ckpt.tensors[name].shape, number, self.files.offset(number, key), sizes[key])
-            self._placed(name if first else f"replica.{rank}.{name}", name, chunks)
+            self._place_tensor(name if first else f"replica.{rank}.{name}", name, chunks)
         for name in tied if first else ():
-            self._placed(name, name, self.tensors[self.same[name]].chunks)
+            self._place_tensor(name, name, self.tensors[self.same[name]].chunks)
 
-    def _placed(self, name: str, of: str, chunks: Chunks) -> None:
+    def _place_tensor(self, name: str, of: str, chunks: Chunks) -> None:
+        """Note where a tensor is written, and which one it is copied from."""
         t = self.ckpt.tensors[of]
         self.tensors[name] = replace(t, dtype=self.cast[of], chunks=chunks, coding="raw")
         self.sources[name] = t
 
-    def _rows(self, t: TensorEntry) -> list[int]:
-        """Rows of each rank, [] of a tensor that only the first one has: numbers, counters, what has no elements."""
+    def _rows_of_ranks(self, t: TensorEntry) -> list[int]:
+        """Return rows of each rank, [] of a tensor that only the first one has: numbers, counters, what has no
+        elements."""
         if not t.shape or not t.numel or (len(t.shape) == 1 and "float" not in t.dtype and "complex" not in t.dtype):
             return []
         return boxes.chunk_sizes(t.shape[0], self.world)
 
-    def _bytes(self, name: str, rows: list[int], rank: int) -> int:
+    def _bytes_of_rank(self, name: str, rows: list[int], rank: int) -> int:
+        """Return how many bytes of a tensor a rank has."""
         t = self.ckpt.tensors[name]
         n = rows[rank] * prod(t.shape[1:]) if rows else t.numel if rank == 0 else 0
         return n * ITEMSIZE[self.cast[name]]
 
-    def _described(self, t: TensorEntry, dtype: str, cut: bool) -> dict[str, Any]:
-        """What metadata.pkl says of a tensor: cut among all ranks along dim 0, or whole on a mesh of the first."""
+    def _describe(self, t: TensorEntry, dtype: str, cut: bool) -> dict[str, Any]:
+        """Return what metadata.pkl says of a tensor: cut among all ranks along dim 0, or whole on a mesh of the
+        first."""
         ranks = tuple(range(self.world)) if cut else (0,)
         mesh = {"device_type": "cpu", "mesh_shape": (len(ranks),), "mesh_data": ranks, "mesh_dim_names": _MESH}
         data = {
