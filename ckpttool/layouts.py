@@ -60,7 +60,7 @@ __all__ = [
     "target_of",
     "tree_of",
     "with_tree_of",
-    "written",
+    "writable",
 ]
 
 _MODULES = (
@@ -118,7 +118,7 @@ class ReadOptions(ModelHints):
 
 
 def known_orders(options: ReadOptions) -> Orders | None:
-    """The order of the parameters of a model, from the caller or from the config; None if neither gives it."""
+    """Return what gives the order of the parameters of a model: the caller, or the config; None if neither does."""
     if options.orders is not None or options.config is None:
         return options.orders
     given = options.config
@@ -153,11 +153,11 @@ class WriteOptions(ModelHints):
     tree: Callable[[dict[Path, Any]], dict[Path, Any]] | None = None  # the leaves at the places that a job asks for
 
     def of(self, kind: type[T]) -> T:
-        """The layout's own options, or the defaults of `kind`."""
+        """Return the layout's own options, or the defaults of `kind`."""
         return self.own if isinstance(self.own, kind) else kind()
 
     def ranks(self, ckpt: Checkpoint) -> int:
-        """Ranks of the job that will load what is written.
+        """Return the number of ranks of the job that will load what is written.
 
         Raises:
             UsageError: no world size was given and the source has none.
@@ -171,8 +171,8 @@ class WriteOptions(ModelHints):
 def tree_of(
     leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any, options: WriteOptions
 ) -> tuple[dict[Path, Any], list[str]]:
-    """(the tree that a layout of trees writes, notes) of the leaves of a state: that of the source, or the one asked
-    for."""
+    """Return (the tree that a layout of trees writes, notes) of the leaves of a state: that of the source, or the one
+    asked for."""
     return (options.tree(leaves), []) if options.tree is not None else restore_own_tree(leaves, origin, same)
 
 
@@ -260,7 +260,8 @@ class Layout:
 
 
 def late(where: str) -> Callable[..., Any]:
-    """A function that is imported when it is called. `where` is written like an entry point: "package.module:function".
+    """Return a function that is imported when it is called. `where` is written like an entry point:
+    "package.module:function".
 
     What writes a layout is named so: a command that reads one checkpoint loads the modules of all layouts, to detect
     its own.
@@ -272,7 +273,7 @@ def late(where: str) -> Callable[..., Any]:
 def checkpoint_of(
     named: CanonicalState, layout: str, root: str, world: int | None, files: list[str], source: Source
 ) -> Checkpoint:
-    """A Checkpoint from named leaves: TensorEntry, or Value, or plain data."""
+    """Make a Checkpoint of named leaves: TensorEntry, or Value, or plain data."""
     out = Checkpoint(layout, root, world, files, [source.size(f) for f in files], {}, {})
     for path, leaf in sorted(named.leaves.items(), key=lambda kv: COMPONENTS.index(str(kv[0][0]))):
         name = joined(path)
@@ -289,16 +290,17 @@ def checkpoint_of(
 
 
 def layouts() -> dict[str, Layout]:
-    """Every layout by name, built-in ones first."""
+    """Return every layout by name, built-in ones first."""
     found: dict[str, Layout] = {}
     for module in BUILT_IN:
         for layout in import_module(module).LAYOUTS:
             found[layout.name] = layout
-    found.update(_of_packages(tuple(sys.path)))
+    found.update(_layouts_of_packages(tuple(sys.path)))
     return found
 
 
 def _known_trees() -> list[trainers.TrainerTree]:
+    """List the trees of trainers that the layouts describe."""
     return [x.program.tree for x in layouts().values() if x.program.tree is not None]
 
 
@@ -310,9 +312,9 @@ class LayoutWarning(UserWarning):
 
 
 @cache
-def _of_packages(path: tuple[str, ...]) -> dict[str, Layout]:
-    """The layouts of other packages, by name. One that cannot be loaded, or whose name is taken, is left out, with a
-    warning that names it."""
+def _layouts_of_packages(path: tuple[str, ...]) -> dict[str, Layout]:
+    """Return the layouts of other packages, by name. One that cannot be loaded, or whose name is taken, is left out,
+    with a warning that names it."""
     if not _any_registered(path):
         return {}
     from importlib.metadata import entry_points
@@ -324,27 +326,28 @@ def _of_packages(path: tuple[str, ...]) -> dict[str, Layout]:
         try:
             loaded: Any = point.load()
         except (Exception, SystemExit) as e:
-            _left_out(f"The layout of {who} cannot be loaded: {type(e).__name__}: {e}")
+            _warn_left_out(f"The layout of {who} cannot be loaded: {type(e).__name__}: {e}")
             continue
         if not isinstance(loaded, Layout):
-            _left_out(f"The layout of {who} is a {type(loaded).__name__} and not a ckpttool.layouts.Layout")
+            _warn_left_out(f"The layout of {who} is a {type(loaded).__name__} and not a ckpttool.layouts.Layout")
         elif loaded.name in built_in:
-            _left_out(f"The layout of {who} is named {loaded.name!r}, like one of ckpttool's own")
+            _warn_left_out(f"The layout of {who} is named {loaded.name!r}, like one of ckpttool's own")
         else:
             of_name.setdefault(loaded.name, []).append((who, loaded))
     for name, rows in of_name.items():
         if len(rows) > 1:
-            _left_out(f"{len(rows)} packages have a layout named {name!r}: {', '.join(who for who, _ in rows)}")
+            _warn_left_out(f"{len(rows)} packages have a layout named {name!r}: {', '.join(who for who, _ in rows)}")
     return {name: rows[0][1] for name, rows in of_name.items() if len(rows) == 1}
 
 
-def _left_out(what: str) -> None:
+def _warn_left_out(what: str) -> None:
+    """Warn about a layout of another package that is left out."""
     warnings.warn(f"{what}. It is left out.", LayoutWarning, stacklevel=2)
 
 
 def _any_registered(path: Iterable[str]) -> bool:
-    """Whether some installed package may have an entry point of ours; importlib.metadata takes 30 times longer to say
-    so."""
+    """Say whether some installed package may have an entry point of ours; importlib.metadata takes 30 times longer to
+    say so."""
     if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
         return True
     for folder in path:
@@ -365,7 +368,7 @@ def _any_registered(path: Iterable[str]) -> bool:
 
 
 def find(name: str) -> Layout:
-    """A layout by its name or one of its aliases, in upper or lower case.
+    """Return a layout by its name or one of its aliases, in upper or lower case.
 
     Raises:
         UsageError: there is none.
@@ -411,8 +414,8 @@ def for_trainers() -> dict[str, tuple[Layout, ForTrainer]]:
 
 
 def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
-    """The layout to write: the one that was named, or the one whose suffix the name of the destination has. A folder
-    layout that can be one file is one where the name says so.
+    """Return the layout to write: the one that was named, or the one whose suffix the name of the destination has. A
+    folder layout that can be one file is one where the name says so.
 
     Raises:
         UsageError: neither is known, or a folder is named like a file.
@@ -423,7 +426,7 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
     if to is None:
         if of_suffix := [x for x in files if x.suffixes and text.endswith(x.suffixes)]:
             return of_suffix[0]
-        raise UsageError(f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(written())}.")
+        raise UsageError(f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(writable())}.")
     target = find(to)
     if target.as_file is not None and text.endswith(target.as_file.suffixes):
         return target.as_file
@@ -435,20 +438,20 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
     return target
 
 
-def written() -> list[str]:
-    """The names of the layouts that can be written."""
+def writable() -> list[str]:
+    """List the names of the layouts that can be written."""
     return [name for name, layout in layouts().items() if layout.write is not None]
 
 
 def flags_of(layout: Layout) -> dict[str, Field[Any]]:
-    """{option of the command line: field of `Layout.options`}, of fields that were made with `option`."""
+    """Return {option of the command line: field of `Layout.options`}, of fields that were made with `option`."""
     made = [f for f in fields(layout.options) if "help" in f.metadata] if layout.options else []
     return {f.metadata["flag"] or "--" + f.name.replace("_", "-"): f for f in made}
 
 
 def type_of(layout: Layout, option: Field[Any]) -> type:
-    """bool, int, float or str: the type of a field of `Layout.options`, which may be written as a class or as its name,
-    and `| None`."""
+    """Return bool, int, float or str: the type of a field of `Layout.options`, which may be written as a class or as
+    its name, and `| None`."""
     try:
         hint: Any = get_type_hints(layout.options)[option.name]
     except NameError:  # of a name that only a type checker has imported
@@ -458,7 +461,7 @@ def type_of(layout: Layout, option: Field[Any]) -> type:
 
 
 def options_of(target: Layout, given: Mapping[str, Any]) -> object:
-    """The options of a layout from {flag: value} of the command line; None if none were given.
+    """Make the options of a layout of {flag: value} of the command line; None if none were given.
 
     Raises:
         UsageError: one of them belongs to other layouts.
@@ -474,7 +477,7 @@ def options_of(target: Layout, given: Mapping[str, Any]) -> object:
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """The place of a path or URL.
+    """Open the place of a path or URL.
 
     Raises:
         NotRecognised: nothing is there.
@@ -490,7 +493,7 @@ def place(path: str | os.PathLike[str]) -> Place:
             )
         # a web server also answers requests for a folder, whose URL ends with a slash
         folder = url.lower().startswith("http") and url.partition("?")[0].endswith("/")
-        return _remote_place(url.rstrip("/"), folder)
+        return _open_remote(url.rstrip("/"), folder)
     text = os.path.abspath(path)
     if os.path.isdir(text):
         return Place(Source(text), None)
@@ -513,7 +516,7 @@ _MOST_LISTED = 10_000
 
 
 def _missing_hint(path: str) -> str:
-    """What else somebody may mean by a path at which nothing is."""
+    """Return what else somebody may mean by a path at which nothing is, as a sentence; "" where nothing is known."""
     if _NO_URL.match(path):
         return " The URL of a store has two slashes, as in s3://bucket/folder."
     if path == "-":
@@ -533,10 +536,11 @@ def _missing_hint(path: str) -> str:
     return ""
 
 
-def _remote_place(url: str, is_folder: bool) -> Place:
-    """An object, or the objects below a prefix. The branch of a repository on the Hub may have slashes in its name."""
+def _open_remote(url: str, is_folder: bool) -> Place:
+    """Open an object, or the objects below a prefix. The branch of a repository on the Hub may have slashes in its
+    name."""
     for spelled in (url, *_longer_revisions(url)):
-        if found := _object_or_prefix(spelled, is_folder):
+        if found := _open_object_or_prefix(spelled, is_folder):
             return found
     what = "no such object, and no objects below it"
     if url.startswith("hf://"):
@@ -545,7 +549,7 @@ def _remote_place(url: str, is_folder: bool) -> Place:
 
 
 def _longer_revisions(url: str) -> list[str]:
-    """The spellings of hf://org/name@a/b/c in which more than "a" is the revision."""
+    """List the spellings of hf://org/name@a/b/c in which more than "a" is the revision."""
     repository, at, rest = url.partition("@")
     parts = rest.split("/")
     if not url.startswith("hf://") or not at or parts[0] == "refs":
@@ -553,7 +557,8 @@ def _longer_revisions(url: str) -> list[str]:
     return [f"{repository}@{'/'.join(['%2F'.join(parts[:n]), *parts[n:]])}" for n in range(2, min(len(parts), 8) + 1)]
 
 
-def _object_or_prefix(url: str, is_folder: bool) -> Place | None:
+def _open_object_or_prefix(url: str, is_folder: bool) -> Place | None:
+    """Open an object, or the objects below a prefix; None where there is neither."""
     folder, name = urls.split_url(url)
     if not is_folder and name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)
@@ -569,7 +574,7 @@ def _object_or_prefix(url: str, is_folder: bool) -> Place | None:
 
 
 def detect(where: Place) -> Layout:
-    """The one layout of a place.
+    """Return the one layout of a place.
 
     Raises:
         NotRecognised: with what each layout looked for.
@@ -587,11 +592,13 @@ def detect(where: Place) -> Layout:
     if where.file:
         head = where.source.read(where.file, 0, min(where.source.size(where.file), other_files.HEAD_BYTES))
         other_files.refuse_foreign_format(head, path)
-    raise NotRecognised(f"{path} is not a checkpoint that ckpttool knows. It looked for:", listing=_reasons(answers))
+    raise NotRecognised(
+        f"{path} is not a checkpoint that ckpttool knows. It looked for:", listing=_list_reasons(answers)
+    )
 
 
-def _reasons(answers: Iterable[tuple[Layout, bool, str]]) -> str:
-    """A line for each reason, with the layouts that have it; those that several have come last."""
+def _list_reasons(answers: Iterable[tuple[Layout, bool, str]]) -> str:
+    """Write a line for each reason, with the layouts that have it; those that several have come last."""
     names: dict[str, list[str]] = {}
     for layout, _, why in answers:
         names.setdefault(why, []).append(layout.name)

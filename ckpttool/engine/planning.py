@@ -278,7 +278,7 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
     """
     if target.write is None:
         raise Unsupported(
-            f"ckpttool reads {target.name}, but does not write it. Choose one of: {', '.join(layouts.written())}."
+            f"ckpttool reads {target.name}, but does not write it. Choose one of: {', '.join(layouts.writable())}."
         )
     if writing.options is not None and type(writing.options) is not target.options:
         kind, wanted = type(writing.options).__name__, target.options.__name__ if target.options else "no options"

@@ -33,7 +33,7 @@ from ckpttool.formats.pickles import Opaque
 
 __all__ = ["SOURCES", "SUFFIX", "WRITTEN", "case", "converted", "run", "saved_state", "unaccounted"]
 
-WRITTEN = tuple(layouts.written())
+WRITTEN = tuple(layouts.writable())
 SOURCES = sorted(
     path / "ckpt"
     for path in (Path(__file__).resolve().parents[2] / "fixtures").iterdir()

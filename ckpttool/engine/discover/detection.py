@@ -79,7 +79,7 @@ class Checkpoints:
         return [c for c in self.checkpoints if c.newest]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; "newest" is a path where there is one answer."""
+        """Return plain data; "newest" is a path where there is one answer."""
         answer = self.newest
         return {
             "path": self.path,
@@ -118,7 +118,7 @@ class Checkpoints:
 
 
 def detect(where: Place) -> Layout:
-    """The one layout of a place.
+    """Return the one layout of a place.
 
     Raises:
         NotRecognised: a file of a folder, with the folder to give; a folder of checkpoints, with their list, and
@@ -128,19 +128,19 @@ def detect(where: Place) -> Layout:
     """
     if where.file is not None:
         _refuse_piece(where.source, where.file)
-    elif _is_folder_of_rank(_name(where.source)) and (whole := _folder_of(where.source)) is not None:
-        raise _piece(where, *whole)
+    elif _is_folder_of_rank(_name(where.source)) and (whole := _checkpoint_around(where.source)) is not None:
+        raise _piece_error(where, *whole)
     try:
         layout = layouts.detect(where)
     except NotRecognised as e:
         if where.file is not None:
-            if (folder := _folder_of(where.source)) is not None:
-                raise _piece(where, *folder) from None
+            if (folder := _checkpoint_around(where.source)) is not None:
+                raise _piece_error(where, *folder) from None
             _refuse_foreign(where.source, where.file)
             raise
         found = below(where.source)
         if not found.checkpoints:
-            if (closed := _closed(where.source)) is not None:
+            if (closed := _find_closed_folder(where.source)) is not None:
                 raise NotPermitted(
                     f"{closed} cannot be listed: Permission denied. What it holds is not known."
                 ) from None
@@ -164,12 +164,12 @@ def detect(where: Place) -> Layout:
     if where.file is None and layout.program.is_stray(where.source.list()):
         found = below(where.source)
         if any(c.layout != layout.name for c in found.checkpoints):
-            raise _stray(where.source, found)
+            raise _stray_files_error(where.source, found)
     return layout
 
 
-def _stray(source: Source, found: Checkpoints) -> NotRecognised:
-    """The error for a folder with checkpoints below it and safetensors files that are no model beside them."""
+def _stray_files_error(source: Source, found: Checkpoints) -> NotRecognised:
+    """Return the error for a folder with checkpoints below it and safetensors files that are no model beside them."""
     files = [n for n in source.list() if n.endswith(".safetensors")]
     error = NotRecognised(
         f"{_shown(source, '')} holds safetensors files without a config.json, first {files[0]}, and {_count(found)} "
@@ -198,8 +198,8 @@ def _refuse_foreign(source: Source, file: str | None) -> None:
         other_files.refuse_foreign_checkpoint(files, here, _shown(source, folder))
 
 
-def _closed(source: Source) -> str | None:
-    """A folder here, or this one, that this user may not look into; None where there is none."""
+def _find_closed_folder(source: Source) -> str | None:
+    """Return a folder here, or this one, that this user may not look into; None where there is none."""
     if not source.local:
         return None
     folders = [source.root, *(os.path.join(source.root, n) for n in source.list() if source.glance(n)[0])]
@@ -207,6 +207,7 @@ def _closed(source: Source) -> str | None:
 
 
 def _count(found: Checkpoints) -> str:
+    """Say how many checkpoints were found."""
     n = len(found.checkpoints)
     return "1 checkpoint is" if n == 1 else f"{n} checkpoints are"
 
@@ -218,6 +219,7 @@ _SHARD_OF_RANK = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 
 
 def _matches_any(patterns: Iterable[str | None], name: str) -> bool:
+    """Say whether a name matches one of several patterns; None matches nothing."""
     return any(p is not None and re.fullmatch(p, name) is not None for p in patterns)
 
 
@@ -227,7 +229,7 @@ def _is_folder_of_rank(name: str) -> bool:
 
 
 def _is_piece(source: Source, name: str) -> bool:
-    """Whether a file holds a part of a checkpoint, and by itself is none, although a layout may take it for one."""
+    """Say whether a file holds a part of a checkpoint, and by itself is none, although a layout may take it for one."""
     if any(layout.program.is_piece(source, name) for layout in layouts.layouts().values()):
         return True
     if source.root.startswith("http"):  # a server may have no listing of the folder
@@ -236,20 +238,22 @@ def _is_piece(source: Source, name: str) -> bool:
         return sum(1 for n in source.list() if re.fullmatch(_SHARD_OF_RANK, n)) > 1
     if m := re.fullmatch(_SHARD, name):
         names = source.list()
-        shards = sum(_same(_SHARD, n, m, "of") for n in names)  # of an incomplete copy each may be read alone
+        shards = sum(_is_same_series(_SHARD, n, m, "of") for n in names)  # of an incomplete copy each may be read alone
         return m["of"] != "00001" and (shards == int(m["of"]) or any(n.endswith(".index.json") for n in names))
     kind = kind_of(name)
     if kind is not None and kind[1] in ("scheduler", "rng", "scaler", "dataloader", "trainer"):
         return True
     m = re.fullmatch(_RANK, name)
-    return m is not None and any(n != name and _same(_RANK, n, m) for n in source.list())
+    return m is not None and any(n != name and _is_same_series(_RANK, n, m) for n in source.list())
 
 
 def _name(source: Source) -> str:
+    """Return the name of the folder that a source is opened at."""
     return source.root.rstrip("/").rpartition("/")[2]
 
 
-def _same(pattern: str, name: str, m: re.Match[str], *more: str) -> bool:
+def _is_same_series(pattern: str, name: str, m: re.Match[str], *more: str) -> bool:
+    """Say whether another name differs from a match in its number alone."""
     other = re.fullmatch(pattern, name)
     return other is not None and all(other[k] == m[k] for k in ("head", "tail", *more))
 
@@ -258,8 +262,8 @@ def _refuse_piece(source: Source, name: str) -> None:
     """Answer a file of a folder with that folder."""
     if not _is_piece(source, name):
         return
-    if (folder := _folder_of(source)) is not None:
-        raise _piece(Place(source, name), *folder)
+    if (folder := _checkpoint_around(source)) is not None:
+        raise _piece_error(Place(source, name), *folder)
     dcp = layouts.find(DEFAULT_LAYOUT)
     if dcp.program.is_piece(source, name):
         why = dcp.detect(Place(source, None))[1]
@@ -269,9 +273,8 @@ def _refuse_piece(source: Source, name: str) -> None:
         )
 
 
-def _folder_of(source: Source) -> tuple[str, Layout] | None:
-    """(path, layout) of the checkpoint whose folder this is: the folder, or that of the trainer that it is a half
-    of."""
+def _checkpoint_around(source: Source) -> tuple[str, Layout] | None:
+    """Return (path, layout) of the checkpoint that this folder is, or is a part of; None where there is none."""
     parent, _, name = source.root.rpartition("/")
     parts = (x.program.part_folders for x in layouts.layouts().values())
     if _matches_any(parts, name) or _is_folder_of_rank(name):
@@ -288,13 +291,15 @@ def _folder_of(source: Source) -> tuple[str, Layout] | None:
         return None
 
 
-def _piece(where: Place, folder: str, layout: Layout) -> NotRecognised:
+def _piece_error(where: Place, folder: str, layout: Layout) -> NotRecognised:
+    """Return the error for a file or a folder that is one piece of a checkpoint."""
     path = _shown(where.source, where.file or "")
     kind = "file" if where.file else "folder"
     return NotRecognised(f"{path} is one {kind} of the {layout.name} checkpoint {folder}; give that folder.")
 
 
 def _shown(source: Source, name: str) -> str:
+    """Return the path of an entry as messages show it."""
     return urls.display_path(f"{source.root.rstrip('/')}/{name}" if name else source.root)
 
 
@@ -309,13 +314,13 @@ _EPOCH = r"(?i)(?:epoch|(?<![a-z])ep)[-_=]?(\d{1,9})(?!\d)"
 
 
 def below(source: Source) -> Checkpoints:
-    """The checkpoints in a folder and in its folders."""
+    """List the checkpoints in a folder and in its folders."""
     walk = _Walk(source)
     rows = sorted(walk.rows(""), key=_age)
     runs: dict[tuple[str, str], list[Found]] = {}
     for c in rows:
         if c.complete:
-            runs.setdefault(_run(c), []).append(c)
+            runs.setdefault(_run_of(c), []).append(c)
     chosen: set[int] = set()
     exports: set[int] = set()
     for saves in runs.values():
@@ -332,19 +337,20 @@ def below(source: Source) -> Checkpoints:
 
 
 def _age(c: Found) -> tuple[int, int, str]:
+    """Return the key by which saves are sorted, the oldest first."""
     return (-1 if c.step is None else c.step, -1 if c.epoch is None else c.epoch, c.name)
 
 
-def _run(c: Found) -> tuple[str, str]:
-    """What the saves of one run have in common: the folder they are in; of global_step_3/actor also the name."""
+def _run_of(c: Found) -> tuple[str, str]:
+    """Return what the saves of one run have in common: the folder they are in; of global_step_3/actor also the name."""
     folder, _, name = c.name.rpartition("/")
-    if _numbers(name) == (None, None):
+    if _step_and_epoch(name) == (None, None):
         return re.sub(r"\d+", "#", folder), name if folder else ""
     return folder, ""
 
 
-def _numbers(name: str) -> tuple[int | None, int | None]:
-    """(step, epoch) in a name."""
+def _step_and_epoch(name: str) -> tuple[int | None, int | None]:
+    """Return (step, epoch) in a name, None for what it does not have."""
     steps, epochs = re.findall(_NAMED_STEP, name) or re.findall(_STEP, name), re.findall(_EPOCH, name)
     return (int(steps[-1]) if steps else None), (int(epochs[-1]) if epochs else None)
 
@@ -362,12 +368,12 @@ class _Walk:
         names = self.source.list(folder)
         complete: set[str] = set()  # the layouts of which a complete save is here, so that those beside it should be
         out: list[Found] = []
-        for name in sorted(names, key=lambda n: [-1 if x is None else x for x in _numbers(n)], reverse=True):
+        for name in sorted(names, key=lambda n: [-1 if x is None else x for x in _step_and_epoch(n)], reverse=True):
             path = f"{folder}/{name}" if folder else name
             if self._leads_to_another(path, names) or any(x.program.is_part(name, names) for x in self.known.values()):
                 continue
             if not self.source.glance(path)[0]:
-                out += self._file(folder, path, name, names)
+                out += self._look_at_file(folder, path, name, names)
                 continue
             if re.fullmatch(_NO_CHECKPOINT, name):
                 continue
@@ -375,7 +381,7 @@ class _Walk:
                 self.left_out += 1
                 continue
             self.listings -= 1
-            found = self._folder(path, name)
+            found = self._look_at_folder(path, name)
             deeper = path.count("/") + 1 < _DEPTH
             if found is None:
                 yield from self.rows(path) if deeper else ()
@@ -397,18 +403,19 @@ class _Walk:
             yield c
 
     def _leads_to_another(self, path: str, names: Iterable[str]) -> bool:
-        """Whether an entry is a link to another one of its folder: LATEST of NeMo AutoModel, last.ckpt of Lightning."""
+        """Say whether an entry is a link to another one of its folder: LATEST of NeMo AutoModel, last.ckpt of
+        Lightning."""
         here = os.path.join(self.source.root, path)
         if not self.source.local or not os.path.islink(here):
             return False
         folder, _, name = os.path.realpath(here).rpartition("/")
         return name in names and folder == os.path.realpath(os.path.dirname(here))
 
-    def _folder(self, path: str, name: str) -> Found | None:
+    def _look_at_folder(self, path: str, name: str) -> Found | None:
         """Return what a folder is: a checkpoint of one layout, or the beginning of one; None where it is neither."""
         inside = self.source.below(path)
         names = self.source.list(path)
-        layout = _matching(Place(inside, None), self.known.values())
+        layout = _first_match(Place(inside, None), self.known.values())
         temporary = re.fullmatch(_TEMPORARY, name) is not None
         seen = SeenFolder(inside, names, name, layout.name if layout else None, temporary)
         begun = (x.program.unfinished(seen) for x in self.known.values())
@@ -420,12 +427,12 @@ class _Walk:
             return None
         else:
             lacks = next(_gaps(seen, layout), "")
-        sizes = [size for _, size in _files(inside, names)]
+        sizes = [size for _, size in _list_files(inside, names)]
         known = layout.name if layout else DEFAULT_LAYOUT
-        return self._found(path, known, layout, lacks, len(sizes), sum(sizes))
+        return self._make_row(path, known, layout, lacks, len(sizes), sum(sizes))
 
-    def _file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[Found]:
-        """A checkpoint in one file, unless names say that it is a part of one or no state of a model."""
+    def _look_at_file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[Found]:
+        """Yield a checkpoint in one file, unless names say that it is a part of one or no state of a model."""
         kind = kind_of(name)
         of_suffix = (x.name for x in self.known.values() if x.is_file and x.suffixes and name.endswith(x.suffixes))
         layout = next(of_suffix, None)
@@ -437,12 +444,12 @@ class _Walk:
             return
         if not self.source.is_remote:
             inside = self.source.below(folder) if folder else self.source
-            found = _matching(Place(inside, name), self.known.values())
+            found = _first_match(Place(inside, name), self.known.values())
             layout = found.name if found else None
         if layout is not None:
             size = self.source.glance(path)[1] or 0
             lacks = "" if size else "the file is empty"
-            yield self._found(
+            yield self._make_row(
                 path,
                 layout,
                 None,
@@ -451,10 +458,11 @@ class _Walk:
                 size,
             )
 
-    def _found(self, path: str, layout: str, of: Layout | None, lacks: str, files: int, size: int) -> Found:
+    def _make_row(self, path: str, layout: str, of: Layout | None, lacks: str, files: int, size: int) -> Found:
+        """Make the row of a checkpoint, with the step and the epoch that its path names."""
         step = epoch = None
         for part in reversed(path.split("/")):
-            step, epoch = _numbers(part)
+            step, epoch = _step_and_epoch(part)
             if step is not None or epoch is not None:
                 break
         if step is None and layouts.program_of(layout).step_word == "" and (name := path.rpartition("/")[2]).isdigit():
@@ -476,8 +484,8 @@ class _Walk:
         )
 
 
-def _matching(where: Place, known: Iterable[Layout]) -> Layout | None:
-    """The layout of a place; the first where several match."""
+def _first_match(where: Place, known: Iterable[Layout]) -> Layout | None:
+    """Return the layout of a place, the first where several match; None where none does."""
     yes = []
     for layout in known:
         try:
@@ -488,8 +496,8 @@ def _matching(where: Place, known: Iterable[Layout]) -> Layout | None:
     return next((x for x in yes if x.of_trainer), yes[0] if yes else None)
 
 
-def _files(inside: Source, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of the files of a folder and of the folders in it."""
+def _list_files(inside: Source, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield (name, bytes) of the files of a folder and of the folders in it."""
     for name in names:
         is_folder, size = inside.glance(name)
         if not is_folder:
@@ -545,8 +553,8 @@ def _missing_numbers(names: Iterable[str]) -> Iterator[str]:
 
 
 def newest(path: str | os.PathLike[str]) -> str:
-    """The path of the newest complete checkpoint below a folder, from which a job can resume; the folder itself where
-    it is a checkpoint.
+    """Return the path of the newest complete checkpoint below a folder, from which a job can resume; the folder itself
+    where it is a checkpoint.
 
     Folders are looked into two levels down.
 
@@ -557,14 +565,14 @@ def newest(path: str | os.PathLike[str]) -> str:
 
 
 def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """(`newest`, a note on newer ones that hold weights alone, "" where there are none)."""
+    """Return (`newest`, a note on newer ones that hold weights alone, "" where there are none)."""
     where = layouts.place(path)
     if where.file is not None:
         raise UsageError(
             f"{argument('latest', True)} asks for a folder of checkpoints; {os.fspath(path)} is a file. Leave it out."
         )
     with where.source as source:
-        itself = _matching(Place(source, None), layouts.layouts().values())
+        itself = _first_match(Place(source, None), layouts.layouts().values())
         if itself is not None and not itself.of_weights:
             return os.fspath(path), ""
         found = below(source)

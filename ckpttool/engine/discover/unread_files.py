@@ -91,7 +91,7 @@ _MOST = 1000  # rows; those beyond are one more
 
 
 def human(n: float) -> str:
-    """Bytes as people read them: human(2_500_000) == "2.5 MB"."""
+    """Write bytes as people read them: human(2_500_000) == "2.5 MB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(n) < 1000 or unit == "TB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -103,7 +103,7 @@ def human(n: float) -> str:
 
 
 def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | None) -> list[Unread]:
-    """What belongs to a checkpoint by its name and was not read, the most important first. A folder that cannot be
+    """List what belongs to a checkpoint by its name and was not read, the most important first. A folder that cannot be
     listed becomes a note of the checkpoint.
 
     Args:
@@ -117,19 +117,19 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | No
     }  # these may have several parts
     held |= {"adapter" for n in ckpt.files if n.startswith("adapter_model.")}
     rows: list[Unread] = []
-    looks = [_inside, _above] if file is None else [_around]
+    looks = [_in_folder, _in_folder_above] if file is None else [_beside_file]
     for look in looks:
         try:
             rows += look(source, held, saves)
         except (CkpttoolError, OSError) as e:  # a folder that may be read but not listed
             ckpt.notes.append(f"the folder could not be listed for files that belong to the checkpoint: {e}")
     if file is None and source.local:
-        rows = [r._replace(what=_COPY, component="") if _is_whole(source, r, ckpt) else r for r in rows]
+        rows = [r._replace(what=_COPY, component="") if _is_same_model(source, r, ckpt) else r for r in rows]
         rows = [r._replace(what=_OF_PEFT, component="") if _is_its_adapter(source, r, ckpt) else r for r in rows]
     rows.sort(key=lambda r: (_ORDER.index(r.component), r.what, r.name))
     if len(rows) > _MOST:
         rest = rows[_MOST:]
-        rows[_MOST:] = [Unread(f"{len(rest)} more files", _sum(rest), "unknown", rest[0].component)]
+        rows[_MOST:] = [Unread(f"{len(rest)} more files", _sum_bytes(rest), "unknown", rest[0].component)]
     return rows
 
 
@@ -137,8 +137,8 @@ _COPY = "another checkpoint of the same model"
 _OF_PEFT = "its adapter once more, by names and shapes, as PEFT saves it"
 
 
-def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
-    """Whether a file under an unknown name is a checkpoint itself, with the weights and the optimizer of the same
+def _is_same_model(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
+    """Say whether a file under an unknown name is a checkpoint itself, with the weights and the optimizer of the same
     model. Weights alone may be an average, which is state of its own."""
     model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
     large = sum(t.nbytes for t in ckpt.tensors.values() if t.path[0] == "model")
@@ -163,8 +163,8 @@ def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
 
 
 def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
-    """Whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights of
-    DeepSpeed and of FSDP's FULL_STATE_DICT, in which the adapter's name stands in the names."""
+    """Say whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights
+    of DeepSpeed and of FSDP's FULL_STATE_DICT, in which the adapter's name stands in the names."""
     seen = lora.find_lora(ckpt) if row.component == "adapter" else None
     if seen is None:
         return False
@@ -181,14 +181,14 @@ def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
     return bool(saved) and all(held.get(n) == shape for n, shape in saved.items())
 
 
-def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Files in the folder, and in the folders in it from which the layout read."""
+def _in_folder(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
+    """Yield files in the folder, and in the folders in it from which the layout read."""
     read = {n for n in source.identities() if not n.startswith("../")}
     used = {n[:i] for n in read for i, c in enumerate(n) if c == "/"}
     for folder in ("", *sorted(used)):
         for entry in source.list(folder):
             name = f"{folder}/{entry}" if folder else entry
-            if name in read or name in used or (kind := _kind(entry)) is None:
+            if name in read or name in used or (kind := _kind_in_checkpoint(entry)) is None:
                 continue
             is_folder, size = source.glance(name)
             if not is_folder:
@@ -198,19 +198,19 @@ def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unr
             if saves is not None and (kind is None or saves.folder in entry):
                 continue  # another save, whatever its tag is called
             if kind is not None and _holds_state(source, name, kind):
-                yield _row(name + "/", _within(source, name), *kind, held)
+                yield _row(name + "/", _bytes_within(source, name), *kind, held)
             elif not folder and not re.fullmatch(_SAVES, entry + "/") and not re.fullmatch(_PLAIN, entry + "/"):
                 yield _row(name + "/", None, "folder", "", held)
 
 
-def _around(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """State next to a single file."""
+def _beside_file(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
+    """Yield state next to a single file."""
     if not source.root.startswith("http"):  # where listings are pages for people, a question a file is too much
-        yield from _siblings(source, set(source.identities()), held, "", None)
+        yield from _state_under_known_names(source, set(source.identities()), held, "", None)
 
 
-def _above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """State in the folder above, where a trainer spreads one checkpoint over several folders."""
+def _in_folder_above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
+    """Yield state in the folder above, where a trainer spreads one checkpoint over several folders."""
     parent, name = parent_of(source)
     known = (half for layout in layouts.layouts().values() for half in layout.program.halves)
     half = next((h for h in known if re.fullmatch(h.folder, name)), None)
@@ -225,12 +225,14 @@ def _above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unre
         stem = re.sub(r"\d+", "", name)
         same = {n for n in names if re.sub(r"\d+", "", n) == stem}  # other steps, or another model and its optimizer
         same |= {n.split("/")[1] for n in source.identities() if n.startswith("../")}
-        yield from _siblings(above, same, held, "../", None if half is None else half.other)
+        yield from _state_under_known_names(above, same, held, "../", None if half is None else half.other)
 
 
-def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: StateFile | None) -> Iterator[Unread]:
-    """State in a folder under names that trainers use (all of them, or those of one kind), but for components that the
-    checkpoint has."""
+def _state_under_known_names(
+    source: Source, skip: set[str], held: set[str], above: str, kind: StateFile | None
+) -> Iterator[Unread]:
+    """Yield state in a folder under names that trainers use (all of them, or those of one kind), but for components
+    that the checkpoint has."""
     for entry in source.list():
         for name in (entry, entry + "/") if entry not in skip else ():
             found = kind_of(name) if kind is None else kind[1:] if re.fullmatch(kind.pattern, name) else None
@@ -238,17 +240,18 @@ def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: 
                 continue
             is_folder, size = source.glance(entry)
             if is_folder == name.endswith("/") and (not is_folder or _holds_state(source, entry, found)):
-                yield Unread(printable(above + name), _within(source, entry) if is_folder else size, *found)
+                yield Unread(printable(above + name), _bytes_within(source, entry) if is_folder else size, *found)
 
 
 def _holds_state(source: Source, folder: str, kind: tuple[str, str]) -> bool:
-    """Whether a folder with such a name holds files of state; a folder of programs may be called dataloader, too."""
+    """Say whether a folder with such a name holds files of state; a folder of programs may be called dataloader,
+    too."""
     return not kind[1] or any(n == ".metadata" or re.fullmatch(_STATE, n) for n in source.list(folder))
 
 
-def _kind(name: str) -> tuple[str, str] | None:
-    """(what, component) of a file in the checkpoint's own folder; None of one that needs no word: config, tokenizer,
-    texts."""
+def _kind_in_checkpoint(name: str) -> tuple[str, str] | None:
+    """Return (what, component) of a file in the checkpoint's own folder; None of one that needs no word: config,
+    tokenizer, texts."""
     if (known := kind_of(name)) is not None:
         return known
     if name.startswith((".", "tokenizer")):
@@ -261,7 +264,7 @@ def _kind(name: str) -> tuple[str, str] | None:
 
 
 def kind_of(name: str) -> tuple[str, str] | None:
-    """(what, component) of a name that trainers use; of a folder with "/"."""
+    """Return (what, component) of a name that trainers use; of a folder with "/". None of any other name."""
     known = (*_NAMES, *(f for layout in layouts.layouts().values() for f in layout.program.state_files))
     m = _pattern_of(known).fullmatch(name)
     return None if m is None else next(k[1:] for i, k in enumerate(known) if m[f"k{i}"] is not None)
@@ -269,19 +272,22 @@ def kind_of(name: str) -> tuple[str, str] | None:
 
 @cache
 def _pattern_of(known: tuple[StateFile, ...]) -> re.Pattern[str]:
+    """Compile one pattern of all names, with a group k0, k1, ... for each kind."""
     return re.compile("|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(known)))
 
 
 def _row(name: str, size: int | None, what: str, component: str, held: set[str]) -> Unread:
+    """Make a row; a component that the checkpoint holds is no loss."""
     return Unread(printable(name), size, what, "" if component in held else component)
 
 
-def _within(source: Source, folder: str) -> int:
-    """Bytes of the first files of a folder, as far as they are known."""
+def _bytes_within(source: Source, folder: str) -> int:
+    """Return the bytes of the first files of a folder, as far as they are known."""
     return sum(source.glance(f"{folder}/{n}")[1] or 0 for n in source.list(folder)[:_MOST])
 
 
-def _sum(rows: Iterable[Unread]) -> int:
+def _sum_bytes(rows: Iterable[Unread]) -> int:
+    """Add up the bytes of rows."""
     return sum(r.bytes or 0 for r in rows)
 
 
@@ -289,9 +295,9 @@ def _sum(rows: Iterable[Unread]) -> int:
 
 
 def lost(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None) -> list[Unread]:
-    """The files without which a conversion would give a checkpoint that looks complete and is not: state that was asked
-    for (`only`, all where None) and that the target holds (all components where there are none), beside the weights of
-    a model.
+    """List the files without which a conversion would give a checkpoint that looks complete and is not: state that was
+    asked for (`only`, all where None) and that the target holds (all components where there are none), beside the
+    weights of a model.
 
     The counters in trainer_state.json alone are not enough: Trainer writes them beside weights that are to be
     published.
@@ -307,20 +313,20 @@ def lost(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None)
 
 
 def listed(rows: Iterable[Unread], most: int = 8) -> str:
-    """Files in words, with sizes and what they hold; files whose names differ in numbers alone are one item."""
+    """Write files in words, with sizes and what they hold; files whose names differ in numbers alone are one item."""
     groups: dict[tuple[str, str], list[Unread]] = {}
     for r in rows:
         groups.setdefault((re.sub(r"\d+", "#", r.name), r.what), []).append(r)
     parts = []
     for same in list(groups.values())[:most]:
-        size = "" if all(r.bytes is None for r in same) else f"{human(_sum(same))}, "
+        size = "" if all(r.bytes is None for r in same) else f"{human(_sum_bytes(same))}, "
         more = f" and {len(same) - 1} more" if len(same) > 1 else ""
         parts.append(f"{same[0].name}{more} ({size}{same[0].what})")
     if rest := [r for same in list(groups.values())[most:] for r in same]:
-        parts.append(f"and {len(rest)} more ({human(_sum(rest))})")
+        parts.append(f"and {len(rest)} more ({human(_sum_bytes(rest))})")
     return ", ".join(parts)
 
 
 def note(rows: list[Unread]) -> list[str]:
-    """The sentence for the notes of a checkpoint, where there is anything to name."""
+    """Return the sentence for the notes of a checkpoint, where there is anything to name."""
     return [f"not read, so not carried: {listed(rows)}"] if rows else []
