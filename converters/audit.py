@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from ckpttool.storage.source import Source
 
 if TYPE_CHECKING:  # every command asks every layout whether a path is its own, and most paths are not archives
     from ckpttool.audit.archive import Archive
+    from ckpttool.audit.archive_plan import ArchivePlan
     from ckpttool.audit.encryption import Encryptor
     from ckpttool.audit.frame_writer import FrameWriter
 
@@ -147,113 +148,142 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """
     from ckpttool.audit import archive_plan as plan
     from ckpttool.audit import manifest as records
-    from ckpttool.audit import provenance, retention, tarball
-    from ckpttool.audit.archive import make_facts
-    from ckpttool.audit.encryption import Encryptor
-    from ckpttool.audit.frame_writer import FrameWriter
+    from ckpttool.audit import provenance, retention
 
     own = options.of(ArchiveOptions)
-    suffix = ENCRYPTED if own.recipients else SUFFIX
-    if not options.target.endswith(suffix) or options.target == suffix:
-        kind = "an encrypted archive" if own.recipients else "an archive"
-        raise UsageError(f"{options.target}: name {kind} *{suffix}.")
-    if own.key is not None:  # a key that cannot sign is refused now, not after everything was copied
-        _sign([("x", "0" * 64)], options.target, own)
-    if own.recipients:
-        need("encryption", "pyrage")
+    _check_target(options.target, own)
     refuse_surrogates(ckpt.values)
+    # where every tensor will lie, which follows from names and sizes alone
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     mtime = _member_time(own, source)
-    readme = records.readme_text(own.shuffle)
     grouped = plan.group_by_member(wanted, own.member_bytes, own.shuffle)
-    planned = plan.make_plan(grouped, wanted, own.shuffle, mtime, readme)
+    planned = plan.make_plan(grouped, wanted, own.shuffle, mtime, records.readme_text(own.shuffle))
     held = values.encode(ckpt.values)
     tensors: dict[str, TensorEntry] = {}
     for name in (n for names in grouped for n in names):
         t, p = wanted[name], planned.places[name]
         tensors[name] = TensorEntry(t.dtype, t.shape, t.path, Chunks.whole(t.shape, 0, p.at, p.nbytes))
-    sinks: list[FrameWriter] = []
-    sent = [0]  # bytes of the archive so far
-
-    def coded(write: Callable[[bytes | memoryview], None], jobs: int, earlier: EarlierFile | None) -> Sink:
-        def counted_write(data: bytes | memoryview) -> None:
-            sent[0] += len(data)
-            write(data)
-
-        sent[0] = 0
-        seal = Encryptor(counted_write, own.recipients) if own.recipients else None
-        frames = FrameWriter(
-            seal.append if seal else counted_write,
-            planned.cuts,
-            planned.members,
-            level=own.level,
-            jobs=jobs,
-            earlier=earlier,
-        )
-        sinks.append(frames)
-        return _EncryptedSink(frames, seal) if seal else frames
-
+    # the small files, which are complete once the tensors were hashed
     now = _given_time(own) or datetime.now(UTC).replace(microsecond=0)
     story = provenance.collect_provenance(own, now, mtime, ckpt, source, options.config)
     kept = retention.encode_retention(own.retain, own.hold, now)
     parsed = retention.decode_retention(kept, plan.RETENTION) if kept is not None else None
-
-    def tail(file: int, written: object, digests: Mapping[str, Any]) -> bytes:
-        sinks[-1].flush()
-        hashed = sinks[-1].member_sums()
-        hashes = {m.name: (m.end - m.start, hashed[m.name]) for m in planned.members}
-        hashes[plan.VALUES] = (len(held), records.sha256_hex(held))
-        manifest = records.Manifest(
-            {n: wanted[n] for n in tensors},
-            {n: digests[n] for n in tensors},
-            grouped,
-            hashes,
-            own.shuffle,
-            step_count(ckpt.value),
-        )
-        smalls = {
-            plan.VALUES: held,
-            plan.MANIFEST: records.encode_manifest(manifest, planned.places),
-            plan.PROVENANCE: provenance.encode_provenance(story),
-        }
-        if kept is not None:
-            smalls[plan.RETENTION] = kept
-        listed = [(n, h) for n, (_, h) in hashes.items() if n != plan.VALUES]
-        listed += [(n, records.sha256_hex(data)) for n, data in smalls.items()]
-        smalls[plan.SUMS] = records.encode_sums(listed)
-        if own.key is not None:
-            listed.append((plan.SUMS, records.sha256_hex(smalls[plan.SUMS])))
-            smalls[plan.SIGNATURE] = _sign(listed, options.target, own)
-        draft.summary = asdict(
-            make_facts(
-                options.target,
-                0,
-                manifest,
-                records.sha256_hex(smalls[plan.MANIFEST]),
-                records.sha256_hex(smalls[plan.SUMS]),
-                story,
-                parsed,
-                signature=smalls.get(plan.SIGNATURE),
-                encrypted=bool(own.recipients),
-            )
-        )
-        for name, data in smalls.items():
-            _refuse_unreadable(name, data, sent[0])
-        out = b"".join(plan.small_member(n, data, mtime) for n, data in smalls.items())
-        return plan.padding_after(planned) + out + tarball.END
-
+    ordered, step = {n: wanted[n] for n in tensors}, step_count(ckpt.value)
+    writing = _Writing(own, options.target, planned, grouped, ordered, held, mtime, step, story, kept, parsed)
     size = planned.end + len(held) + 400 * len(tensors) + sum(map(len, planned.headers.values())) + (1 << 20)
-    made = DraftFile(options.target, size, planned.head, coded)
+    made = DraftFile(options.target, size, planned.head, writing.open_sink)
     out = Checkpoint("audit", options.target, None, [options.target], [size], tensors, dict(ckpt.values))
     draft = Draft(
         out,
         {n: ckpt.tensors[n] for n in tensors},
         [made],
         before=lambda name, entry, row, written: planned.before.get(name, b""),
-        tail=tail,
+        tail=lambda file, written, digests: writing.write_tail(draft, digests),
         object_lock=retention.object_lock_arguments(parsed, own.lock_mode.upper()),
     )
     return draft
+
+
+def _check_target(target: str, own: ArchiveOptions) -> None:
+    """Refuse a name that is not that of an archive, and a key that cannot sign: before anything is copied."""
+    suffix = ENCRYPTED if own.recipients else SUFFIX
+    if not target.endswith(suffix) or target == suffix:
+        kind = "an encrypted archive" if own.recipients else "an archive"
+        raise UsageError(f"{target}: name {kind} *{suffix}.")
+    if own.key is not None:
+        _sign([("x", "0" * 64)], target, own)
+    if own.recipients:
+        need("encryption", "pyrage")
+
+
+@dataclass
+class _Writing:
+    """An archive that is written: its plan, and what its small files will say.
+
+    `wanted` are the tensors as they are written, in order; `values` is values.json; `mtime` the time of the members, in
+    seconds; `kept` and `retained` are RETENTION.json and what it says, None where there is none.
+    """
+
+    own: ArchiveOptions
+    target: str
+    planned: ArchivePlan
+    grouped: list[list[str]]
+    wanted: dict[str, TensorEntry]
+    values: bytes
+    mtime: int
+    step: int | None
+    story: dict[str, Any]
+    kept: bytes | None
+    retained: dict[str, Any] | None
+    sinks: list[FrameWriter] = field(default_factory=list)
+    sent: int = 0  # bytes of the archive so far
+
+    def open_sink(self, write: Callable[[bytes | memoryview], None], jobs: int, earlier: EarlierFile | None) -> Sink:
+        """Open what compresses the members, and encrypts them where there are recipients."""
+        from ckpttool.audit.encryption import Encryptor
+        from ckpttool.audit.frame_writer import FrameWriter
+
+        def counted_write(data: bytes | memoryview) -> None:
+            self.sent += len(data)
+            write(data)
+
+        self.sent = 0
+        seal = Encryptor(counted_write, self.own.recipients) if self.own.recipients else None
+        frames = FrameWriter(
+            seal.append if seal else counted_write,
+            self.planned.cuts,
+            self.planned.members,
+            level=self.own.level,
+            jobs=jobs,
+            earlier=earlier,
+        )
+        self.sinks.append(frames)
+        return _EncryptedSink(frames, seal) if seal else frames
+
+    def write_tail(self, draft: Draft, digests: Mapping[str, Any]) -> bytes:
+        """Return the small files, which hold the hashes of all others; `draft` gets the summary of the archive."""
+        from ckpttool.audit import archive_plan as plan
+        from ckpttool.audit import manifest as records
+        from ckpttool.audit import provenance, tarball
+        from ckpttool.audit.archive import make_facts
+
+        self.sinks[-1].flush()
+        hashed = self.sinks[-1].member_sums()
+        hashes = {m.name: (m.end - m.start, hashed[m.name]) for m in self.planned.members}
+        hashes[plan.VALUES] = (len(self.values), records.sha256_hex(self.values))
+        manifest = records.Manifest(
+            self.wanted, {n: digests[n] for n in self.wanted}, self.grouped, hashes, self.own.shuffle, self.step
+        )
+        smalls = {
+            plan.VALUES: self.values,
+            plan.MANIFEST: records.encode_manifest(manifest, self.planned.places),
+            plan.PROVENANCE: provenance.encode_provenance(self.story),
+        }
+        if self.kept is not None:
+            smalls[plan.RETENTION] = self.kept
+        listed = [(n, h) for n, (_, h) in hashes.items() if n != plan.VALUES]
+        listed += [(n, records.sha256_hex(data)) for n, data in smalls.items()]
+        smalls[plan.SUMS] = records.encode_sums(listed)
+        if self.own.key is not None:
+            listed.append((plan.SUMS, records.sha256_hex(smalls[plan.SUMS])))
+            smalls[plan.SIGNATURE] = _sign(listed, self.target, self.own)
+        draft.summary = asdict(
+            make_facts(
+                self.target,
+                0,
+                manifest,
+                records.sha256_hex(smalls[plan.MANIFEST]),
+                records.sha256_hex(smalls[plan.SUMS]),
+                self.story,
+                self.retained,
+                signature=smalls.get(plan.SIGNATURE),
+                encrypted=bool(self.own.recipients),
+            )
+        )
+        for name, data in smalls.items():
+            _refuse_unreadable(name, data, self.sent)
+        out = b"".join(plan.small_member(n, data, self.mtime) for n, data in smalls.items())
+        return plan.padding_after(self.planned) + out + tarball.END
 
 
 def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:

@@ -11,9 +11,9 @@ import os
 import re
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.formats import pickles
@@ -35,6 +35,8 @@ MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 STORAGE = "torch.distributed.checkpoint.filesystem"
 #: Above this many bytes .metadata is read with the C unpickler in a limited child (pickles.load_large).
 _LARGE_BYTES = 2 << 20
+
+T = TypeVar("T")
 
 
 class _Inert(pickles.StandIn):
@@ -80,6 +82,148 @@ class _Stored:
 _ITEM_FIELDS = ({"relative_path", "offset", "length"}, {"relative_path", "offset", "length", "transform_descriptors"})
 
 
+class _Bound:
+    """A stand-in that knows its collector: each collector makes a subclass of its own, with the attribute."""
+
+    __slots__ = ()
+    collect: ClassVar[_Collector]
+
+
+class _Tensor(_Bound, _Inert):
+    """TensorStorageMetadata, whose chunks are the last rows of boxes."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        collect, n = self.collect, len(state["chunks"])
+        first = len(collect.starts) - n
+        if first < collect.tensors:
+            raise Corrupt("two tensors of .metadata share a chunk; torch does not write that")
+        self.state = (state["properties"], state["size"], first, n)
+        collect.tensors = first + n
+        collect.built[0] += 1
+
+
+class _BytesCounted(_Bound, _Bytes):
+    """BytesStorageMetadata."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any) -> _BytesCounted:
+        cls.collect.built[1] += 1
+        return object.__new__(cls)
+
+
+class _Single(_Bound, pickles.SharedStandIn):
+    """A class with a single instance, and another one once the plans have begun."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any) -> _Single:
+        if args:
+            raise Corrupt(f"a {cls.__name__} with arguments")
+        return (cls.collect.spent if cls.collect.ended else cls.collect.instances)[cls]
+
+    def forgets(self, state: Any) -> bool:
+        """Forget a state that is part of a plan, and say whether it was."""
+        if not self.collect.ended:
+            return False
+        if self is self.collect.instances.get(type(self)):
+            raise Corrupt("the plans of Megatron's saver begin inside another field of .metadata")
+        state.clear()
+        return True
+
+
+class _Box(_Single):
+    """ChunkStorageMetadata: a row of starts and sizes."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        if self.forgets(state):
+            return
+        self.collect.starts.append(state["offsets"])
+        self.collect.sizes.append(state["sizes"])
+        state.clear()  # a million of them are 170 MB
+
+
+class _Place(_Single):
+    """MetadataIndex: the key of the item that comes next."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        if self.forgets(state):
+            return
+        collect, key = self.collect, state["fqn"]
+        if not isinstance(key, str):  # hashing a tuple of tuples has no bound
+            raise TypeError("fqn")
+        found = collect.stored.get(key)
+        if found is None:
+            found = collect.stored[key] = _Stored()
+        found.starts.append(state.get("offset"))
+        collect.last = found
+        collect.places += 1
+        state.clear()
+
+
+class _Item(_Single):
+    """_StorageInfo: where the item of the last place is."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        if state.keys() not in _ITEM_FIELDS:
+            raise Corrupt(
+                f"a _StorageInfo of .metadata has the fields {', '.join(map(str, state))}, not those of torch"
+            )
+        if self.forgets(state):
+            raise Unsupported(
+                ".metadata has plans of its saver before its storage_data, as nvidia-resiliency-ext may keep them in "
+                "planner_data. Load and save the checkpoint once with torch.distributed.checkpoint, which writes none"
+            )
+        collect, path = self.collect, state["relative_path"]
+        found = collect.last
+        if not isinstance(path, str):
+            raise TypeError("relative_path")
+        transforms = state.get("transform_descriptors")
+        if transforms:
+            if not isinstance(transforms, (list, tuple)) or not all(type(t) is str for t in transforms):
+                raise TypeError("transform_descriptors")
+            found.transforms[len(found.file)] = transforms
+        found.file.append(collect.files.setdefault(path, len(collect.files)))
+        found.offset.append(state["offset"])
+        found.length.append(state["length"])
+        collect.items += 1
+        if collect.items != collect.places:
+            raise Corrupt("storage_data of .metadata is not made of (index, info) pairs")
+        state.clear()
+
+
+class _Planned(_Single):
+    """WriteItem, and what is in it."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any) -> _Planned:
+        if not cls.collect.ended:
+            raise Corrupt("a part of a plan of Megatron's saver is in another field of .metadata")
+        return cls.collect.planned
+
+    def __setstate__(self, state: Any) -> None:
+        state.clear()
+
+
+class _Plan(_Planned):
+    """SavePlan, the first of which ends the collection."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any) -> _Plan:
+        cls.collect.ended = True
+        return cls.collect.plan
+
+
 class _Collector:
     """Stand-ins for the classes in one .metadata, which collect the content of its million objects in columns.
 
@@ -99,151 +243,35 @@ class _Collector:
         self.sizes: list[Any] = []
         self.tensors = 0  # rows of starts that belong to a tensor already
         self.stored: dict[str, _Stored] = {}
+        self.last = _Stored()
         self.files: dict[str, int] = {}
         self.places = self.items = 0
         self.built: list[int] = [0, 0]  # tensors and values
         self.ended = False  # whether the plans have begun
-        collect, stored, files = self, self.stored, self.files
-        add_start, add_size = self.starts.append, self.sizes.append
-
-        class Tensor(_Inert):
-            __slots__ = ()
-
-            def __setstate__(self, state: Any) -> None:
-                n = len(state["chunks"])
-                first = len(collect.starts) - n
-                if first < collect.tensors:
-                    raise Corrupt("two tensors of .metadata share a chunk; torch does not write that")
-                self.state = (state["properties"], state["size"], first, n)
-                collect.tensors = first + n
-                collect.built[0] += 1
-
-        class Bytes(_Bytes):
-            __slots__ = ()
-
-            def __new__(cls, *args: Any) -> Bytes:
-                collect.built[1] += 1
-                return object.__new__(cls)
-
-        class Single(pickles.SharedStandIn):
-            __slots__ = ()
-
-            def __new__(cls, *args: Any) -> Single:
-                if args:
-                    raise Corrupt(f"a {cls.__name__} with arguments")
-                return (spent if collect.ended else instances)[cls]
-
-            def forgets(self, state: Any) -> bool:
-                """Whether it is part of a plan."""
-                if not collect.ended:
-                    return False
-                if self is instances.get(type(self)):
-                    raise Corrupt("the plans of Megatron's saver begin inside another field of .metadata")
-                state.clear()
-                return True
-
-        class Box(Single):
-            __slots__ = ()
-
-            def __setstate__(self, state: Any) -> None:
-                if self.forgets(state):
-                    return
-                add_start(state["offsets"])
-                add_size(state["sizes"])
-                state.clear()  # a million of them are 170 MB
-
-        class Place(Single):
-            __slots__ = ()
-
-            def __setstate__(self, state: Any) -> None:
-                if self.forgets(state):
-                    return
-                key = state["fqn"]
-                if not isinstance(key, str):  # hashing a tuple of tuples has no bound
-                    raise TypeError("fqn")
-                found = stored.get(key)
-                if found is None:
-                    found = stored[key] = _Stored()
-                found.starts.append(state.get("offset"))
-                collect.last = found
-                collect.places += 1
-                state.clear()
-
-        class Item(Single):
-            __slots__ = ()
-
-            def __setstate__(self, state: Any) -> None:
-                if state.keys() not in _ITEM_FIELDS:
-                    raise Corrupt(
-                        f"a _StorageInfo of .metadata has the fields {', '.join(map(str, state))}, not those of torch"
-                    )
-                if self.forgets(state):
-                    raise Unsupported(
-                        ".metadata has plans of its saver before its storage_data, as nvidia-resiliency-ext may keep "
-                        "them in planner_data. Load and save the checkpoint once with torch.distributed.checkpoint, "
-                        "which writes none"
-                    )
-                found = collect.last
-                path = state["relative_path"]
-                if not isinstance(path, str):
-                    raise TypeError("relative_path")
-                transforms = state.get("transform_descriptors")
-                if transforms:
-                    if not isinstance(transforms, (list, tuple)) or not all(type(t) is str for t in transforms):
-                        raise TypeError("transform_descriptors")
-                    found.transforms[len(found.file)] = transforms
-                found.file.append(files.setdefault(path, len(files)))
-                found.offset.append(state["offset"])
-                found.length.append(state["length"])
-                collect.items += 1
-                if collect.items != collect.places:
-                    raise Corrupt("storage_data of .metadata is not made of (index, info) pairs")
-                state.clear()
-
-        class Planned(Single):
-            """WriteItem, and what is in it."""
-
-            __slots__ = ()
-
-            def __new__(cls, *args: Any) -> Planned:
-                if not collect.ended:
-                    raise Corrupt("a part of a plan of Megatron's saver is in another field of .metadata")
-                return planned
-
-            def __setstate__(self, state: Any) -> None:
-                state.clear()
-
-        class Plan(Planned):
-            __slots__ = ()
-
-            def __new__(cls, *args: Any) -> Plan:
-                collect.ended = True
-                return plan
-
-        instances: dict[type, Single] = {cls: object.__new__(cls) for cls in (Box, Place, Item)}
-        spent: dict[type, Single] = {cls: object.__new__(cls) for cls in (Box, Place, Item)}
-        planned, plan = object.__new__(Planned), object.__new__(Plan)
-        self.single = instances[Place], instances[Item]
-        self.last = _Stored()
-        self.tensor_class = Tensor
+        box, place, item = self._bind(_Box), self._bind(_Place), self._bind(_Item)
+        planned, plan = self._bind(_Planned), self._bind(_Plan)
+        self.tensor_class = self._bind(_Tensor)
+        self.instances: dict[type, _Single] = {cls: object.__new__(cls) for cls in (box, place, item)}
+        self.spent: dict[type, _Single] = {cls: object.__new__(cls) for cls in (box, place, item)}
+        self.planned, self.plan = object.__new__(planned), object.__new__(plan)
+        self.single = self.instances[place], self.instances[item]
         self.stand_ins: dict[tuple[str, str], Any] = {
             **_STAND_INS,
-            (META, "TensorStorageMetadata"): Tensor,
-            (META, "BytesStorageMetadata"): Bytes,
-            (META, "ChunkStorageMetadata"): Box,
-            (META, "MetadataIndex"): Place,
-            (pickles.ANY_MODULE, "_StorageInfo"): Item,  # OLMo-core has a class of its own, with torch's fields
-            (PLANNER, "SavePlan"): Plan,
-            (MEGATRON, "MCoreSavePlan"): Plan,
-            **{
-                (module, name): Planned
-                for module, names in (
-                    (PLANNER, ("WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
-                    (STORAGE, ("_StoragePrefix",)),
-                )
-                for name in names
-            },
+            (META, "TensorStorageMetadata"): self.tensor_class,
+            (META, "BytesStorageMetadata"): self._bind(_BytesCounted),
+            (META, "ChunkStorageMetadata"): box,
+            (META, "MetadataIndex"): place,
+            (pickles.ANY_MODULE, "_StorageInfo"): item,  # OLMo-core has a class of its own, with torch's fields
+            (PLANNER, "SavePlan"): plan,
+            (MEGATRON, "MCoreSavePlan"): plan,
+            (STORAGE, "_StoragePrefix"): planned,
         }
+        for name in ("WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
+            self.stand_ins[PLANNER, name] = planned
+
+    def _bind(self, cls: type[T]) -> type[T]:
+        """Make the stand-in of this collector."""
+        return type(cls.__name__[1:], (cls,), {"__slots__": (), "collect": self})
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
@@ -367,6 +395,7 @@ def _build_index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
 
 
 def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
+    """Join what was collected of one or several files into an index."""
     out = Index()
     files: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...], Chunks]] = {}
@@ -374,86 +403,111 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
         if not isinstance(top, _Metadata) or not isinstance(top.state, dict):
             raise Corrupt(f"{what}: holds a {type(top).__name__}, not the metadata of a DCP checkpoint.")
         state = top.state
-        items = state.get("storage_data")
-        if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None) if items else None:
-            raise Unsupported(
-                f"{what}: storage_data says where items are with objects of {other.cls}, a class that ckpttool does "
-                "not know. Save the checkpoint with torch's own writer."
-            )
-        if collector.tensors != len(collector.starts) or collector.places != collector.items:
-            raise Corrupt(f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.")
-        if collector.ended and any(pair != collector.single for pair in state["storage_data"].items()):
-            raise Corrupt(f"{what}: storage_data holds plans of Megatron's saver.")
+        _check_storage(state, collector, what)
         for key, more in (state.get("mcore_data") or {}).items():
             if (shape := more.get("nd_reformulated_orig_global_shape")) is not None:
                 if not isinstance(shape, (tuple, list)) or not all(type(n) is int for n in shape):
                     raise Corrupt(f"{what}: mcore_data gives {pickles.short(key)} the shape {pickles.short(shape)}.")
                 out.whole[key] = list(shape)
-        if "planner_data" not in state:
-            raise Corrupt(
-                f"{what}: has no planner_data, which torch writes even where it is empty; the file is damaged."
-            )
-        for key, path in (state["planner_data"] or {}).items():
-            if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
-                raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
-            if joined(path) != key:
-                raise Corrupt(
-                    f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(path)}. torch joins the "
-                    "path to make the key and loads by the key alone, so the file was altered; take another copy."
-                )
-            out.paths[key] = list(path)
-        lost = (
-            [key for key in state["state_dict_metadata"] if key not in state["planner_data"]]
-            if state["planner_data"]
-            else ()
-        )
-        if lost:
-            raise Corrupt(
-                f"{what}: planner_data has the paths of other entries, and none for {len(lost):,} of "
-                f"{len(state['state_dict_metadata']):,}, first {pickles.short(lost[0])}. torch writes all or none; the "
-                "file was altered, take another copy."
-            )
-        _refuse_mixed_paths(out.paths, what)
-        listed = sum(isinstance(meta, collector.tensor_class) for meta in state["state_dict_metadata"].values())
-        values = sum(isinstance(meta, _Bytes) for meta in state["state_dict_metadata"].values())
-        if collector.built[0] > listed or collector.built[1] > values:  # what the C unpickler does not say of itself
-            raise Unsafe(
-                f"{what}: describes {sum(collector.built)} entries for {listed + values} names, so a name is there "
-                "twice, and the first entry is lost to whoever loads it. Take another copy of the checkpoint."
-            )
+        _read_paths(state, out, what)
+        _refuse_twice_listed(state["state_dict_metadata"].values(), collector, what)
         numbers = [files.setdefault(name, len(files)) for name in collector.files]  # this file's -> all files'
-        for key, meta in state["state_dict_metadata"].items():
-            stored = collector.stored.get(key) or _Stored()
-            for k, transforms in stored.transforms.items():
-                out.transforms[numbers[stored.file[k]]] = list(transforms)
-            if isinstance(meta, _Bytes):
-                if not stored.file:
-                    raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.')
-                if len(stored.file) > 1:
-                    raise Unsafe(_stored_twice(what, key))
-                row = (numbers[stored.file[0]], stored.offset[0], stored.length[0])
-                if key not in tensors:
-                    out.values.append((key, *row, list(stored.transforms.get(0, ()))))
-                continue
-            if not isinstance(meta, collector.tensor_class):
-                raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.')
-            dtype, size, chunks = _join_chunks(key, meta.state, collector, stored, numbers, what)
-            if key in tensors:  # per-rank metadata: each lists its own chunks, and what is replicated again
-                known = tensors[key][2]
-                places = {box: k for k, box in enumerate(known.boxes())}
-                for c in chunks:
-                    if (same := places.get((c.start, c.shape))) is None:
-                        known.add(c.start, c.shape, *c.extent)
-                    else:
-                        out.copies.append((known[same].extent, c.extent))
-            else:
-                tensors[key] = dtype, size, chunks
+        _read_entries(state["state_dict_metadata"], collector, numbers, tensors, out, what)
     order = [k for k in out.paths if k in tensors] + [k for k in tensors if k not in out.paths]
     out.tensors = [(k, *tensors[k]) for k in order]
     place = {k: i for i, k in enumerate(out.paths)}
     out.values.sort(key=lambda v: place.get(v[0], len(place)))
     out.files = list(files)
     return out
+
+
+def _check_storage(state: dict[str, Any], collector: _Collector, what: str) -> None:
+    """Refuse storage_data of classes that are not known, or of other objects than those that were collected."""
+    items = state.get("storage_data")
+    if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None) if items else None:
+        raise Unsupported(
+            f"{what}: storage_data says where items are with objects of {other.cls}, a class that ckpttool does "
+            "not know. Save the checkpoint with torch's own writer."
+        )
+    if collector.tensors != len(collector.starts) or collector.places != collector.items:
+        raise Corrupt(f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.")
+    if collector.ended and any(pair != collector.single for pair in state["storage_data"].items()):
+        raise Corrupt(f"{what}: storage_data holds plans of Megatron's saver.")
+
+
+def _read_paths(state: dict[str, Any], out: Index, what: str) -> None:
+    """Add the paths of planner_data, which has those of all entries or none.
+
+    Raises:
+        Corrupt: torch does not write such paths.
+    """
+    if "planner_data" not in state:
+        raise Corrupt(f"{what}: has no planner_data, which torch writes even where it is empty; the file is damaged.")
+    paths, listed = state["planner_data"] or {}, state["state_dict_metadata"]
+    for key, path in paths.items():
+        if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
+            raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
+        if joined(path) != key:
+            raise Corrupt(
+                f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(path)}. torch joins the "
+                "path to make the key and loads by the key alone, so the file was altered; take another copy."
+            )
+        out.paths[key] = list(path)
+    if lost := [key for key in listed if key not in paths] if paths else []:
+        raise Corrupt(
+            f"{what}: planner_data has the paths of other entries, and none for {len(lost):,} of {len(listed):,}, "
+            f"first {pickles.short(lost[0])}. torch writes all or none; the file was altered, take another copy."
+        )
+    _refuse_mixed_paths(out.paths, what)
+
+
+def _refuse_twice_listed(entries: Collection[Any], collector: _Collector, what: str) -> None:
+    """Refuse a file that describes more entries than it has names for: what the C unpickler does not say of itself."""
+    listed = sum(isinstance(meta, collector.tensor_class) for meta in entries)
+    values = sum(isinstance(meta, _Bytes) for meta in entries)
+    if collector.built[0] > listed or collector.built[1] > values:
+        raise Unsafe(
+            f"{what}: describes {sum(collector.built)} entries for {listed + values} names, so a name is there "
+            "twice, and the first entry is lost to whoever loads it. Take another copy of the checkpoint."
+        )
+
+
+def _read_entries(
+    entries: Mapping[str, Any],
+    collector: _Collector,
+    numbers: list[int],
+    tensors: dict[str, tuple[str, tuple[int, ...], Chunks]],
+    out: Index,
+    what: str,
+) -> None:
+    """Add the tensors and values of one file; `numbers` are those of its files among all."""
+    for key, meta in entries.items():
+        stored = collector.stored.get(key) or _Stored()
+        for k, transforms in stored.transforms.items():
+            out.transforms[numbers[stored.file[k]]] = list(transforms)
+        if isinstance(meta, _Bytes):
+            if not stored.file:
+                raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.')
+            if len(stored.file) > 1:
+                raise Unsafe(_stored_twice(what, key))
+            row = (numbers[stored.file[0]], stored.offset[0], stored.length[0])
+            if key not in tensors:
+                out.values.append((key, *row, list(stored.transforms.get(0, ()))))
+            continue
+        if not isinstance(meta, collector.tensor_class):
+            raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.')
+        dtype, size, chunks = _join_chunks(key, meta.state, collector, stored, numbers, what)
+        if key not in tensors:
+            tensors[key] = dtype, size, chunks
+            continue
+        # per-rank metadata: each lists its own chunks, and what is replicated again
+        known = tensors[key][2]
+        places = {box: k for k, box in enumerate(known.boxes())}
+        for c in chunks:
+            if (same := places.get((c.start, c.shape))) is None:
+                known.add(c.start, c.shape, *c.extent)
+            else:
+                out.copies.append((known[same].extent, c.extent))
 
 
 def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> None:
