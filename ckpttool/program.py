@@ -129,7 +129,7 @@ class Advice:
 
     @property
     def quoted(self) -> str:
-        """The path for a shell."""
+        """Return the path, quoted for a shell."""
         return shlex.quote(self.path)
 
     def convert(self, options: str) -> str:
@@ -138,22 +138,22 @@ class Advice:
 
     @cached_property
     def components(self) -> frozenset[str]:
-        """The components that it has tensors of."""
+        """Return the components that it has tensors of."""
         return frozenset(str(t.path[0]) for t in self.ckpt.tensors.values())
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it holds the state of an optimizer, also one that could not be named."""
+        """Say whether it holds the state of an optimizer, also one that could not be named."""
         return "optim" in self.components or bool(unnamed_optimizer_state(self.ckpt))
 
     @cached_property
     def adapter(self) -> lora.AdapterShape | None:
-        """The adapter in its weights; None where there is none."""
+        """Return the adapter in its weights; None where there is none."""
         return lora.find_lora(self.ckpt)
 
     @property
     def ranks(self) -> str:
-        """The world size at which it was saved, in words."""
+        """Return the world size at which it was saved, in words."""
         world = self.ckpt.world_size
         if world is None:
             return "the world size that wrote it"

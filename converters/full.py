@@ -215,6 +215,7 @@ def _why_not_loadable(x: Any) -> str | None:
 
 
 def _next_step(advice: Advice) -> str:
+    """Say how an adapter, a job of several ranks, or transformers get the state."""
     if advice.adapter is not None:
         return advice.extract_adapter()
     job, model = advice.convert("--to dcp -n RANKS"), advice.convert("--to hf --config MODEL")

@@ -457,6 +457,7 @@ def _as_dicts(x: Any) -> Any:
 
 
 def _next_step(advice: Advice) -> str:
+    """Say that nanotron resumes, and how a job of torch's own does."""
     return f"resumes in nanotron; for a job of torch's own: {advice.convert('--to dcp -n RANKS')}"
 
 

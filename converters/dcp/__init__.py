@@ -54,7 +54,7 @@ from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
 
 from ..rank_files import DifferentCopy, record_other_copies
-from .items import Items, SubclassFound
+from .items import Items, SubclassFound, read_known
 from .metadata import Index, read_index
 from .subclasses import items_are_short, list_ends, read_object
 
@@ -287,11 +287,7 @@ def _read_value(
 
         return {path: stored_tensors.inline_tensors(torch_zip.read(unpacked, 0, len(data), what), unpacked, what)}, []
     head = source.read(name, offset, min(length, _VALUE_HEAD))
-
-    def read_at(at: int, n: int) -> bytes:
-        inside = at - offset
-        return head[inside : inside + n] if inside >= 0 and inside + n <= len(head) else source.read(name, at, n)
-
+    read_at = read_known(source, name, offset, length, head, b"")
     tree = torch_zip.read(read_at, offset, length, what)
     if next(stored_tensors.tensors_in(tree), None) is None:
         return {path: tree}, []

@@ -23,7 +23,7 @@ from ckpttool.formats.subclasses import is_subclass
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Record, TensorEntry
 from ckpttool.storage.source import ReadAt, Source
 
-__all__ = ["HEAD", "TAIL", "Items", "SubclassFound", "Template", "make_template", "read_windows"]
+__all__ = ["HEAD", "TAIL", "Items", "SubclassFound", "Template", "make_template", "read_known", "read_windows"]
 
 HEAD, TAIL = 4096, 2048  # of an item, what is read: its zip's first records, and its directory
 _WINDOW = 64 << 10  # small items are read many at a time
@@ -131,6 +131,20 @@ def read_windows(head: bytes, tail: bytes, total: int) -> ReadAt:
         if at >= 0 and at + n <= len(tail):
             return tail[at : at + n]
         raise LookupError
+
+    return read_at
+
+
+def read_known(source: Source, file: str, offset: int, length: int, head: bytes, tail: bytes) -> ReadAt:
+    """Return a read_at of a file that has the first and the last bytes of an item already, and reads what is between
+    them."""
+    here = read_windows(head, tail, length)
+
+    def read_at(at: int, n: int) -> bytes:
+        try:
+            return here(at - offset, n)
+        except LookupError:
+            return source.read(file, at, n)
 
     return read_at
 
@@ -243,14 +257,7 @@ class Items:
     ) -> stored_tensors.StoredTensor:
         """Parse the zip of an item, whose first and last bytes are given, and return its tensor."""
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
-        here = read_windows(head, tail, length)
-
-        def read_at(at: int, n: int) -> bytes:
-            try:
-                return here(at - offset, n)
-            except LookupError:
-                return self.source.read(self.files[file], at, n)
-
+        read_at = read_known(self.source, self.files[file], offset, length, head, tail)
         return _check_tensor(torch_zip.read(read_at, offset, length, what), dtype, shape, what)
 
     def _find_in_zstd(

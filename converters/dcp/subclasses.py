@@ -28,7 +28,7 @@ from ckpttool.index.composites import PLAIN, CannotCut, Composite
 from ckpttool.index.draft import Written
 from ckpttool.storage.source import Source
 
-from .items import HEAD, TAIL, read_windows
+from .items import HEAD, TAIL, read_known
 
 __all__ = ["Parts", "Whole", "items_are_short", "list_ends", "read_object", "rows_of_ranks"]
 
@@ -119,15 +119,7 @@ def _read_item(source: Source, file: str, offset: int, length: int, what: str) -
     """Read the object in one item. Of a large one, the ends are read first."""
     head = source.read(file, offset, min(length, HEAD))
     tail = source.read(file, offset + length - TAIL, TAIL) if length > HEAD else head
-    here = read_windows(head, tail, length)
-
-    def read_at(at: int, n: int) -> bytes:
-        try:
-            return here(at - offset, n)
-        except LookupError:
-            return source.read(file, at, n)
-
-    return torch_zip.read(read_at, offset, length, what)
+    return torch_zip.read(read_known(source, file, offset, length, head, tail), offset, length, what)
 
 
 def _refusal(name: str, about: Mapping[str, object], why: str) -> Unsupported:
@@ -326,10 +318,9 @@ class Parts:
         self.placed: set[str] = set()  # all entries of objects
 
     def place(self, found: Composite, sizes: list[int], at: list[int]) -> dict[str, TensorEntry]:
-        """{name: entry to be} of the tensors inside, with the copies that ranks other than the first have of what every
-        part has whole. `sizes` are rows by rank, none where rank 0 has it all; `at` the ends of the ranks' files so
-        far.
-        """
+        """Place an object. Returns {name: entry to be} of the tensors inside, with the copies that ranks other than the
+        first have of what every part has whole. `sizes` are rows by rank, none where rank 0 has it all; `at` the ends
+        of the ranks' files so far."""
         whole = composites.without_plain_rows(found)
         ranks = [(r, n) for r, n in enumerate(sizes) if n] or [(0, found.shape[0] if found.shape else 1)]
         plain = {first for first, _, quantised in found.about.get("parts", ()) if not quantised}

@@ -182,6 +182,7 @@ def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> d
 
 
 def _next_step(advice: Advice) -> str:
+    """Say that DeepSpeed resumes with load_universal, and how without."""
     return f"resumes in DeepSpeed with load_universal; without it: {advice.convert('--to zero3 -n RANKS')}"
 
 

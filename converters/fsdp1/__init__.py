@@ -254,6 +254,7 @@ def _cut_flat_parameters(
 
 
 def _next_step(advice: Advice) -> str:
+    """Say that its job resumes at the same world size, and how at another one."""
     return f"resumes in its job at {advice.ranks}; at another world size: {advice.convert('--to dcp -n RANKS')}"
 
 

@@ -123,6 +123,7 @@ _RANK_FILES = frozenset(("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt
 
 
 def _next_step(advice: Advice) -> str:
+    """Say that Megatron-Core resumes, and how at other sizes."""
     return (
         f"resumes in Megatron-Core; at any other TP and PP size: {advice.convert('--to megatron -n FILES')}; for "
         f"torch's own, under Megatron's names: {advice.convert('--to dcp -n RANKS')}"
@@ -130,6 +131,7 @@ def _next_step(advice: Advice) -> str:
 
 
 def _is_piece(source: Source, name: str) -> bool:
+    """Say whether a file is one of those in the folder of a model-parallel rank."""
     return name in _RANK_FILES and RANK.fullmatch(source.root.rstrip("/").rpartition("/")[2]) is not None
 
 

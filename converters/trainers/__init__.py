@@ -106,6 +106,7 @@ def _is_deepspeed(source: Source) -> bool:
 
 
 def _is_accelerate(source: Source) -> tuple[bool, str]:
+    """Say whether a folder is one of `save_state`: a model, and what else only Accelerate writes beside it."""
     names = source.list()
     if "trainer_state.json" in names:
         return False, "trainer_state.json: of Hugging Face Trainer"
@@ -122,6 +123,7 @@ def _is_accelerate(source: Source) -> tuple[bool, str]:
 
 
 def _is_trainer(source: Source) -> tuple[bool, str]:
+    """Say whether a folder has trainer_state.json beside weights, or a save of DeepSpeed beside files of Trainer."""
     names = source.list()
     if "latest" in names:
         found = next((n for n in names if n == "trainer_state.json" or re.fullmatch(RNG_STATE, n)), None)
@@ -408,6 +410,7 @@ def _is_lightning(source: Source) -> tuple[bool, str]:
 
 
 def _next_step_of_lightning(advice: Advice) -> str:
+    """Say what Lightning does with its folder, or how a dcp folder of its keys becomes one."""
     if advice.ckpt.layout != LIGHTNING.name:
         again = advice.convert("--for lightning -n RANKS")
         return f"Lightning resumes from a folder with meta.pt, which is not here: {again}"
@@ -509,6 +512,7 @@ def _parts_of_verl(source: Source) -> list[Part]:
 
 
 def _next_step_of_verl(advice: Advice) -> str:
+    """Say that verl resumes at the same world size."""
     return f"resumes in verl at {advice.ranks}; for transformers: {advice.convert('--to hf')}"
 
 
@@ -587,6 +591,7 @@ VERL = Dialect(
 
 
 def _next_step_of_torchtitan(advice: Advice) -> str:
+    """Say that torchtitan resumes, and what to leave out at another world size."""
     if not any(advice.ckpt.component(n) == "dataloader" for n in (*advice.ckpt.tensors, *advice.ckpt.values)):
         return "resumes at any world size in torchtitan; nothing to convert"
     return (

@@ -109,6 +109,7 @@ def _automodel_world_size(source: Source) -> int | None:
 
 
 def _next_step_of_automodel(advice: Advice) -> str:
+    """Say that AutoModel resumes at the same world size."""
     return f"resumes in NeMo AutoModel at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
 
 
@@ -214,6 +215,7 @@ def _transformers_parts(source: Source) -> Sequence[Part]:
 
 
 def _next_step_of_transformers(advice: Advice) -> str:
+    """Say which two calls of transformers load the folder."""
     return (
         "resumes at any world size with from_pretrained(distributed_config=...) and load_optimizer_distributed; "
         "nothing to convert"

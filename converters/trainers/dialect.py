@@ -169,6 +169,7 @@ class Dialect:
         )
 
     def _detect(self, where: Place) -> tuple[bool, str]:
+        """Say whether a place is a folder of this trainer, and why."""
         if where.file is not None:
             return False, "a folder; this is a file"
         return self.detect(where.source)

@@ -138,9 +138,9 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
 
 
 def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, Any]) -> dict[Path, Any]:
-    """The leaves of one component below `key`. The optimizer has `numbers` for its parameters where there are any, and
-    their names in `param_names`, as torch >= 2.6 saves them (Optimizer.state_dict); otherwise those of an adapter have
-    its name, as in the live module."""
+    """Return the leaves of one component below `key`. The optimizer has `numbers` for its parameters where there are
+    any, and their names in `param_names`, as torch >= 2.6 saves them (Optimizer.state_dict); otherwise the parameters
+    of an adapter have the names of the live module."""
 
     def name(fqn: str) -> str | int:
         return numbers[fqn] if numbers else live_name(fqn)

@@ -64,11 +64,13 @@ def _notes(source: Source) -> list[str]:
 
 
 def _next_step(advice: Advice) -> str:
+    """Say that OLMo-core resumes at any world size."""
     own = advice.convert("--to dcp -n RANKS")
     return f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {own})"
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
+    """Tell a folder of a model whose last file is missing."""
     if _MODEL in folder.names and _LAST not in folder.names:
         return Unfinished(f"no {_LAST}, which OLMo-core writes last")
     return None

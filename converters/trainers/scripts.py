@@ -113,6 +113,7 @@ def _parts(source: Source) -> list[Part]:
 
 
 def _next_step(advice: Advice) -> str:
+    """Say how a job of several ranks, and transformers, get the state."""
     job, model = advice.convert("--to dcp -n RANKS"), advice.convert("--to hf")
     return f"for a job of several ranks: {job}; for transformers: {model}"
 

@@ -140,6 +140,7 @@ def _is_last(above: str, names: Sequence[str], name: str) -> bool:
 
 
 def _next_step(advice: Advice) -> str:
+    """Say whether a recipe resumes or starts with a new optimizer."""
     model = advice.convert("--to hf")
     if not any(_INSIDE in n for n in advice.ckpt.files):
         return f"torchtune starts with a new optimizer from these weights; for transformers: {model}"

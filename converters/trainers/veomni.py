@@ -94,10 +94,12 @@ def _notes(source: Source) -> Sequence[str]:
 
 
 def _next_step(advice: Advice) -> str:
+    """Say that VeOmni resumes at the same world size."""
     return f"resumes in VeOmni at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
 
 
 def _gaps(folder: SeenFolder) -> Iterator[str]:
+    """Name the manifest, which VeOmni writes last."""
     if "model" in folder.names and _MANIFEST not in folder.names:
         yield f"no {_MANIFEST}, which VeOmni writes last"
 
