@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .formats import other_files
 from .huggingface import model_names
-from .index import trainers
+from .index import trainer_trees
 from .index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from .index.composites import Composite, add_composite
 from .index.draft import Draft
@@ -299,12 +299,12 @@ def layouts() -> dict[str, Layout]:
     return found
 
 
-def _known_trees() -> list[trainers.TrainerTree]:
+def _known_trees() -> list[trainer_trees.TrainerTree]:
     """List the trees of trainers that the layouts describe."""
     return [x.program.tree for x in layouts().values() if x.program.tree is not None]
 
 
-trainers.known_trees = _known_trees
+trainer_trees.known_trees = _known_trees
 
 
 class LayoutWarning(UserWarning):

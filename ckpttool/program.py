@@ -6,7 +6,7 @@ A layout (layouts.py) or a dialect (converters/trainers/dialect.py) has one, and
     state_files, halves                         files that no layout reads           engine/discover/unread_files.py
     unfinished, gaps, is_piece, part_folders    what a folder is, and what it lacks  engine/discover/detection.py
     resumed_by                                  `convert --for`                      cli/convert.py
-    tree                                        keys at the root of a tree           index/trainers.py
+    tree                                        keys at the root of a tree           index/trainer_trees.py
     rows                                        rows of the tables in the documents  docs/_hooks.py
 
 So adding a trainer adds one file. The core names none (tests/test_fences.py).
@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 
 from .huggingface import lora
 from .index.checkpoint import Checkpoint, unnamed_optimizer_state
-from .index.trainers import TrainerTree
+from .index.trainer_trees import TrainerTree
 from .storage.source import Source
 
 __all__ = ["Advice", "ForTrainer", "Half", "Program", "Saves", "SeenFolder", "StateFile", "Unfinished"]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Corrupt, UsageError
 from .paths import HasPath, Number, Path, joined
-from .trainers import fuses_parameters
+from .trainer_trees import fuses_parameters
 
 __all__ = [
     "ITEMSIZE",

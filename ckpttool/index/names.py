@@ -44,7 +44,7 @@ from .optimizer_names import (
     UnnamedOptimizer,
     canonical_optimizer,
 )
-from .trainers import of_composer, trainer_of
+from .trainer_trees import of_composer, trainer_of
 from .trees import nest
 
 __all__ = [

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .checkpoint import Checkpoint, Path, Value, joined
 from .paths import is_param_group
-from .trainers import schedules_by_epoch
+from .trainer_trees import schedules_by_epoch
 
 __all__ = ["complete_scheduler_state"]
 

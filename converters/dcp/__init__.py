@@ -54,9 +54,9 @@ from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
 
 from ..rank_files import DifferentCopy, record_other_copies
+from .dcp_metadata import Index, read_index
 from .items import Items, SubclassFound, read_known
-from .metadata import Index, read_index
-from .subclasses import items_are_short, list_ends, read_object
+from .object_items import items_are_short, list_ends, read_object
 
 __all__ = ["LAYOUTS"]
 
@@ -478,7 +478,7 @@ LAYOUTS = (
         detect=detect,
         read=read,
         locate=locate,
-        write=late("ckpttool.converters.dcp.write:write"),
+        write=late("ckpttool.converters.dcp.write_dcp:write"),
         aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"),
         own_keys=True,
         reader_uses=("config", "like"),

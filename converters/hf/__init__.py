@@ -45,10 +45,10 @@ from ckpttool.storage.source import Source
 
 from ..options import HfOptions
 from . import training_state
-from .adapter import ADAPTER
-from .names import in_memory
+from .memory_names import in_memory
+from .peft_folder import ADAPTER
+from .quantised_weights import put_together
 from .shards import INDEX, SALVAGE, WHOLE
-from .subclasses import put_together
 
 __all__ = ["LAYOUTS"]
 
@@ -378,8 +378,8 @@ _FOLDER = Layout(
     options=HfOptions,
     keeps_subclasses=True,
     keeps_calls=True,
-    write=late("ckpttool.converters.hf.write:write"),
-    prepare=late("ckpttool.converters.hf.write:prepare"),
+    write=late("ckpttool.converters.hf.write_hf:write"),
+    prepare=late("ckpttool.converters.hf.write_hf:prepare"),
     holds=_holds,
     aliases=("huggingface", "safetensors", "transformers"),
     keeps_config=True,
@@ -394,7 +394,7 @@ _FOLDER = Layout(
 )
 _FILE = replace(
     _FOLDER,
-    write=late("ckpttool.converters.hf.write:write_file"),
+    write=late("ckpttool.converters.hf.write_hf:write_file"),
     is_file=True,
     suffixes=(".safetensors",),
     keeps_config=False,

@@ -26,8 +26,8 @@ from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
-from ..dcp import write as _dcp_write
-from ..dcp.subclasses import Whole
+from ..dcp import write_dcp as _dcp_write
+from ..dcp.object_items import Whole
 from .keys import args_of_data, common_tree, has_no_weight_decay, name_param_groups
 
 __all__ = ["prepare", "write"]

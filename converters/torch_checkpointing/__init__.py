@@ -1,7 +1,7 @@
 """torch_checkpointing: folders of Meta's package of that name, a file an item and rank.
 
-    DIR/metadata.pkl               which part of each tensor every rank has (torch_checkpointing/metadata.py); of items
-                                   with a resharder only
+    DIR/metadata.pkl               which part of each tensor every rank has (item_metadata.py); of items with a
+                                   resharder only
     DIR/<item>_<rank>.pt           torch.save of the item's value on that rank: state dicts with DTensors or plain
                                    tensors, values
     DIR/<item>_<rank>.safetensors  local tensors, keys joined by dots; the path is in metadata.pkl and may be another
@@ -56,7 +56,7 @@ from ckpttool.program import Advice, Program, SeenFolder, Unfinished
 from ckpttool.storage.source import Source
 
 from ..rank_files import Files, Rank, assemble_tensor, compare_replicas, load, merge_other_state, record_other_copies
-from .metadata import METADATA, Item, Placed, read_metadata
+from .item_metadata import METADATA, Item, Placed, read_metadata
 
 __all__ = ["LAYOUTS"]
 
@@ -466,7 +466,7 @@ LAYOUTS = (
         title="folder of torch_checkpointing's CheckpointManager",
         detect=detect,
         read=read,
-        write=late("ckpttool.converters.torch_checkpointing.write:write"),
+        write=late("ckpttool.converters.torch_checkpointing.write_items:write"),
         aliases=("torch-checkpointing", "checkpointing"),
         own_keys=True,
         reader_uses=("config", "like"),

@@ -59,7 +59,7 @@ from functools import partial
 from ckpttool import layouts
 from ckpttool.engine.discover.unread_files import kind_of
 from ckpttool.engine.recorded import RECORD
-from ckpttool.index.trainers import TrainerTree
+from ckpttool.index.trainer_trees import TrainerTree
 from ckpttool.program import Advice, ForTrainer, Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage import remote
 from ckpttool.storage.overlay import parent_of
@@ -278,7 +278,7 @@ ACCELERATE = Dialect(
     name="accelerate",
     title="Accelerate",
     detect=_is_accelerate,
-    write=layouts.late("ckpttool.converters.trainers.write:write_accelerate"),
+    write=layouts.late("ckpttool.converters.trainers.write_directories:write_accelerate"),
     options=DirectoryOptions,
     parts=partial(_parts_of_state, RANDOM_STATES),
     world_size=partial(_world_size, RANDOM_STATES),
@@ -376,7 +376,7 @@ TRAINER = Dialect(
     name="trainer",
     title="Hugging Face Trainer",
     detect=_is_trainer,
-    write=layouts.late("ckpttool.converters.trainers.write:write_trainer"),
+    write=layouts.late("ckpttool.converters.trainers.write_directories:write_trainer"),
     options=DirectoryOptions,
     parts=partial(_parts_of_state, RNG_STATE),
     world_size=partial(_world_size, RNG_STATE),
@@ -463,7 +463,7 @@ LIGHTNING = Dialect(
     suffixes=(".ckpt",),
     detect=_is_lightning,
     own_keys=True,
-    write=layouts.late("ckpttool.converters.trainers.write:write_lightning"),
+    write=layouts.late("ckpttool.converters.trainers.write_directories:write_lightning"),
     parts=lambda source: [Part("", "dcp", "model"), Part("meta.pt", TREE, "trainer")],
     program=Program(
         rows=_ROWS_OF_LIGHTNING,
@@ -636,7 +636,7 @@ TORCHTITAN = layouts.Layout(
     read=dcp.read,
     locate=dcp.locate,
     detect=lambda where: (False, "is read as dcp"),
-    write=layouts.late("ckpttool.converters.trainers.write:write_titan"),
+    write=layouts.late("ckpttool.converters.trainers.write_directories:write_titan"),
     prepare=lambda ckpt, source, options: of_one_model(ckpt),
     aliases=("titan",),
     reader_uses=("config", "like"),

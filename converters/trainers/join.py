@@ -27,7 +27,7 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from .. import full
-from ..dcp.write import write as write_dcp
+from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions
 from .dialect import LEFT_OVER, live_name
 

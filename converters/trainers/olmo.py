@@ -1,7 +1,7 @@
 """OLMo-core's step folders as one state.
 
     step1000/model_and_optim/        a folder of dcp, {"model", "optim": flattened by parameter}, whose index names
-                                     places with OLMo-core's own class (dcp/metadata.py)
+                                     places with OLMo-core's own class (dcp/dcp_metadata.py)
     step1000/train/rank{r}.pt        each rank's {"global_step", "epoch", "data_loader", "callbacks", "rng", ...}
     step1000/.metadata.json          {"ephemeral", "version"}; written last, so a folder without it was not finished
     step1000/config.json             the experiment's own config, if its callback saves it: no config of transformers

@@ -108,7 +108,7 @@ def test_a_class_of_other_fields_or_another_name_is_named(
     index = step / "model_and_optim" / ".metadata"
     index.write_bytes(index.read_bytes().replace(old, new))
     if large:
-        from ckpttool.converters.dcp import metadata as _dcp_metadata
+        from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
 
         monkeypatch.setattr(_dcp_metadata, "_LARGE_BYTES", 0)
     with pytest.raises(error, match=says):
@@ -118,7 +118,7 @@ def test_a_class_of_other_fields_or_another_name_is_named(
 def test_a_large_index_with_olmo_core_s_class_is_read_as_a_small_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpttool.converters.dcp import metadata as _dcp_metadata
+    from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
 
     def places() -> dict[str, Any]:
         with ckpttool.open(STEP) as opened:

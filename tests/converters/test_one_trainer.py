@@ -22,7 +22,7 @@ from ckpttool.engine.discover.detection import below
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.index.checkpoint import Path as Keys
 from ckpttool.index.draft import Draft
-from ckpttool.index.trainers import TrainerTree
+from ckpttool.index.trainer_trees import TrainerTree
 from ckpttool.layouts import WriteOptions
 from ckpttool.program import Advice, ForTrainer, Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage.source import Source

@@ -606,7 +606,7 @@ def test_members_of_known_enums(builtins: str) -> None:
 @pytest.mark.parametrize("child", [False, True], ids=["read here", "read in a child"])
 def test_a_checkpoint_that_such_a_python_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: bool) -> None:
     """torch's own .metadata, written again with what those versions have as Enum.__reduce_ex__."""
-    from ckpttool.converters.dcp import metadata as _dcp_metadata
+    from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
     from ckpttool.engine.diff import diff

@@ -292,7 +292,7 @@ def test_the_source_is_never_the_destination(bucket: str) -> None:
 
 def test_an_index_that_is_read_in_a_child(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of megabytes is; the child has no credentials and asks no store."""
-    from ckpttool.converters.dcp import metadata as _dcp_metadata
+    from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
 
     convert(DCP, f"{bucket}/a", to="dcp", world_size=3, verify=False)
     monkeypatch.setattr(_dcp_metadata, "_LARGE_BYTES", 0)

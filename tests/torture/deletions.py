@@ -27,16 +27,16 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 #: {module of a writer: layouts that it takes part in}
 WRITERS: dict[str, tuple[str, ...]] = {
-    "converters/dcp/write.py": ("dcp",),
+    "converters/dcp/write_dcp.py": ("dcp",),
     "converters/full.py": ("full",),
-    "converters/torch_checkpointing/write.py": ("torch_checkpointing",),
+    "converters/torch_checkpointing/write_items.py": ("torch_checkpointing",),
     "converters/deepspeed/write_common.py": ("zero3", "zero1", "universal"),
     "converters/deepspeed/write_zero.py": ("zero3", "zero2"),
     "converters/deepspeed/write_universal.py": ("universal",),
     "converters/fsdp1/write.py": ("fsdp1",),
-    "converters/hf/write.py": ("hf",),
+    "converters/hf/write_hf.py": ("hf",),
     "converters/hf/training_state.py": ("hf",),
-    "converters/trainers/write.py": ("trainer", "accelerate", "lightning", "torchtitan"),
+    "converters/trainers/write_directories.py": ("trainer", "accelerate", "lightning", "torchtitan"),
     "converters/trainers/join.py": ("trainer", "accelerate", "lightning"),
     "converters/megatron/write.py": ("megatron",),
     "converters/audit.py": ("audit",),
@@ -44,14 +44,14 @@ WRITERS: dict[str, tuple[str, ...]] = {
 }
 #: {module of a writer: tests of what it writes that no reader of ckpttool looks at, which engines and trainers do}
 TESTS: dict[str, tuple[str, ...]] = {
-    "converters/torch_checkpointing/write.py": ("tests/converters/test_torch_checkpointing.py",),
+    "converters/torch_checkpointing/write_items.py": ("tests/converters/test_torch_checkpointing.py",),
     "converters/deepspeed/write_zero.py": ("tests/converters/test_zero.py",),
     "converters/deepspeed/write_universal.py": (
         "tests/converters/test_zero.py",
         "tests/converters/test_universal_amsgrad.py",
     ),
     "converters/fsdp1/write.py": ("tests/converters/test_fsdp1.py",),
-    "converters/trainers/write.py": (
+    "converters/trainers/write_directories.py": (
         "tests/converters/test_trainers.py",
         "tests/converters/test_trainer_directories.py",
     ),

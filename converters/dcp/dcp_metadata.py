@@ -374,7 +374,9 @@ def read_index(source: Source) -> Index:
     if len(names) == 1 and source.size(names[0]) > _LARGE_BYTES:
         where, size = f"{source.root}/{names[0]}", source.size(names[0])
         data = b"" if source.local else source.read_all(names[0], 2 << 30)
-        return Index.from_bytes(run_in_child("ckpttool.converters.dcp.metadata:read_index_in_child", where, size, data))
+        return Index.from_bytes(
+            run_in_child("ckpttool.converters.dcp.dcp_metadata:read_index_in_child", where, size, data)
+        )
     tops = []
     for n in names:
         what = f"{source.root}/{n}"

@@ -28,8 +28,8 @@ from ckpttool.index.trees import check_no_leaf_inside_leaf
 from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
 
-from .metadata import META, STORAGE
-from .subclasses import Parts, Whole, rows_of_ranks
+from .dcp_metadata import META, STORAGE
+from .object_items import Parts, Whole, rows_of_ranks
 
 __all__ = ["write"]
 

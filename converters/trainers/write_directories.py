@@ -21,7 +21,7 @@ from ckpttool.index.names import canonical, describe_weights_elsewhere, step_cou
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
-from ..dcp.write import write as write_dcp
+from ..dcp.write_dcp import write as write_dcp
 from .filenames import RNG_KEYS
 from .join import SmallFile, data_files, joined_drafts, left_over, state_drafts
 

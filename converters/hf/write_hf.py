@@ -21,10 +21,10 @@ from ckpttool.storage.source import Source
 
 from ..options import HfOptions
 from . import training_state
-from .adapter import adapter_config, refuse_adapter, write_adapter
-from .names import crop, needs_transformers, ties
+from .memory_names import crop, needs_transformers, ties
+from .peft_folder import adapter_config, refuse_adapter, write_adapter
+from .quantised_weights import flat_names, metadata
 from .shards import INDEX, SALVAGE, WHOLE, draft_shard, refuse_dtypes, split_shards
-from .subclasses import flat_names, metadata
 
 __all__ = ["prepare", "write", "write_file"]
 
