@@ -49,7 +49,7 @@ from ckpttool.index.draft import DraftFile
 from ckpttool.index.names import find_misplaced_path, own_tree_is_readable, refuse_surrogates
 from ckpttool.storage.source import Source
 
-__all__ = ["FOLDER", "INDEX", "State", "draft", "merge_weights", "read"]
+__all__ = ["FOLDER", "INDEX", "SavedState", "draft", "merge_weights", "read"]
 
 FOLDER = "training_state"
 INDEX = f"{FOLDER}/index.json"
@@ -59,7 +59,7 @@ _MOST_INDEX, _MOST_VALUES = 512 << 20, 256 << 20
 _KEYS = ("version", "source", "files", "origin", "weights", "tied", "tensors", "values")
 
 
-class State(NamedTuple):
+class SavedState(NamedTuple):
     """What lies in the folder. `files` are the shards and the index, by their names in the folder of the checkpoint."""
 
     tensors: dict[str, TensorEntry]
@@ -147,7 +147,7 @@ def _header_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ..
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def read(source: Source, first: int) -> State:
+def read(source: Source, first: int) -> SavedState:
     """Read the training state of an hf folder, of headers and records only. Its shards are the files from number
     `first` on.
 
@@ -175,7 +175,7 @@ def read(source: Source, first: int) -> State:
     if not isinstance(parsed, dict):
         raise Corrupt(f"{what}: source is not an object.")
     world, trainer = parsed.get("world_size"), parsed.get("trainer")
-    return State(
+    return SavedState(
         tensors,
         held,
         [*(f"{FOLDER}/{f}" for f in files), INDEX],

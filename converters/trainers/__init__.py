@@ -70,7 +70,7 @@ from ..deepspeed import zero
 from ..deepspeed.files import SAVES
 from ..options import DirectoryOptions
 from .automodel import AUTOMODEL, TRANSFORMERS
-from .dialect import DATA, DEEPSPEED, LEFT_OVER, TREE, Dialect, Part, of_one_model
+from .dialect import DATA, DEEPSPEED, LEFT_OVER, TREE, Dialect, DirectoryPart, of_one_model
 from .filenames import (
     RANDOM_STATES,
     RNG_STATE,
@@ -89,15 +89,15 @@ from .veomni import VEOMNI
 __all__ = ["LAYOUTS"]
 
 
-def _engine_saves(source: Source) -> list[Part]:
+def _engine_saves(source: Source) -> list[DirectoryPart]:
     """List the saves of DeepSpeed's engines that make up a directory: the one that `latest` names, or one for each
     model, as Accelerate writes them."""
     models = [
-        Part(name, DEEPSPEED, "model", (str(i),))
+        DirectoryPart(name, DEEPSPEED, "model", (str(i),))
         for name, i in numbered(source.list(), r"pytorch_model(?:_(\d+))?")
         if _is_deepspeed(source.below(name))
     ]
-    return models if len(models) > 1 else [Part("", DEEPSPEED, "model")]
+    return models if len(models) > 1 else [DirectoryPart("", DEEPSPEED, "model")]
 
 
 def _is_deepspeed(source: Source) -> bool:
@@ -158,12 +158,12 @@ def _notes_of_trainer(source: Source) -> list[str]:
     ]
 
 
-def _parts_of_state(rng: str, source: Source) -> list[Part]:
+def _parts_of_state(rng: str, source: Source) -> list[DirectoryPart]:
     """List the parts of Accelerate's or Trainer's directory; `rng` is the pattern of the files with the RNG states."""
     refuse_missing_shards(source)
     names = source.list()
     state = _engine_saves(source) if "latest" in names else state_in(names)
-    counters = [Part("trainer_state.json", DATA, "trainer")] if "trainer_state.json" in names else []
+    counters = [DirectoryPart("trainer_state.json", DATA, "trainer")] if "trainer_state.json" in names else []
     return [*state, *rest_in(names, rng), *counters]
 
 
@@ -464,7 +464,7 @@ LIGHTNING = Dialect(
     detect=_is_lightning,
     own_keys=True,
     write=layouts.late("ckpttool.converters.trainers.write_directories:write_lightning"),
-    parts=lambda source: [Part("", "dcp", "model"), Part("meta.pt", TREE, "trainer")],
+    parts=lambda source: [DirectoryPart("", "dcp", "model"), DirectoryPart("meta.pt", TREE, "trainer")],
     program=Program(
         rows=_ROWS_OF_LIGHTNING,
         next_step=_next_step_of_lightning,
@@ -500,14 +500,14 @@ def _loader_of_verl(source: Source) -> list[str]:
         return ["data.pt"] if above.exists("data.pt") else []
 
 
-def _parts_of_verl(source: Source) -> list[Part]:
+def _parts_of_verl(source: Source) -> list[DirectoryPart]:
     """List the parts of a directory of verl: the files of ranks, and the data loader's."""
     folder = "" if _first_file_of_verl(source) else "actor"
-    out = [Part(folder, "fsdp1", "model", whole=True)]
+    out = [DirectoryPart(folder, "fsdp1", "model", whole=True)]
     if source.sibling_names:
-        out.append(Part("../data.pt", DATA, "dataloader"))
+        out.append(DirectoryPart("../data.pt", DATA, "dataloader"))
     elif folder and source.exists("data.pt"):
-        out.append(Part("data.pt", DATA, "dataloader"))
+        out.append(DirectoryPart("data.pt", DATA, "dataloader"))
     return out
 
 

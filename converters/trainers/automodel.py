@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from ckpttool.program import Advice, Program, SeenFolder, Unfinished
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, Dialect, Part
+from .dialect import DATA, Dialect, DirectoryPart
 from .filenames import RNG_STATE, rest_in
 
 __all__ = ["AUTOMODEL", "TRANSFORMERS"]
@@ -69,16 +69,16 @@ def _is_automodel(source: Source) -> tuple[bool, str]:
     return True, f"has model/, optim/ and {found or 'the name of a step'}"
 
 
-def _automodel_parts(source: Source) -> list[Part]:
+def _automodel_parts(source: Source) -> list[DirectoryPart]:
     """List the parts: weights, optimizer, other folders of dcp, and the files of ranks."""
     out = [
-        Part("model", _layout_of_weights(source, "model") or "hf", "model"),
-        Part("optim", "dcp", "optim", renamed="base_model.model."),
+        DirectoryPart("model", _layout_of_weights(source, "model") or "hf", "model"),
+        DirectoryPart("optim", "dcp", "optim", renamed="base_model.model."),
     ]
     for name in source.list():
         is_folder, _ = source.glance(name)
         if is_folder and name not in ("model", "optim") and ".metadata" in source.list(name):
-            out.append(Part(name, "dcp", "extra", (name,)))
+            out.append(DirectoryPart(name, "dcp", "extra", (name,)))
             continue
         files = [f"{name}/{f}" for f in source.list(name)] if is_folder and name not in ("model", "optim") else [name]
         for file in files:
@@ -88,7 +88,7 @@ def _automodel_parts(source: Source) -> list[Part]:
             component = _COMPONENTS.get(m["name"], "extra")
             under = (m["name"],) if component == "extra" else ()
             rank = (m["rank"],) if m["rank"] else ("0",) if component == "rng" else ()
-            out.append(Part(file, DATA, component, (*under, *rank)))
+            out.append(DirectoryPart(file, DATA, component, (*under, *rank)))
     return out
 
 
@@ -208,10 +208,14 @@ def _is_transformers(source: Source) -> tuple[bool, str]:
     return True, f"has shards of a model in {found[0] or 'it'}/ and an optimizer in {found[1] or 'it'}/"
 
 
-def _transformers_parts(source: Source) -> Sequence[Part]:
+def _transformers_parts(source: Source) -> Sequence[DirectoryPart]:
     """List the parts: weights, optimizer, and small files beside them."""
     weights, optimizer = _find_pair(source) or ("", "")
-    return [Part(weights, "hf", "model"), Part(optimizer, "dcp", "optim"), *rest_in(source.list(), RNG_STATE)]
+    return [
+        DirectoryPart(weights, "hf", "model"),
+        DirectoryPart(optimizer, "dcp", "optim"),
+        *rest_in(source.list(), RNG_STATE),
+    ]
 
 
 def _next_step_of_transformers(advice: Advice) -> str:

@@ -1,16 +1,17 @@
 """Directories of trainers: files and folders in several layouts that are one state.
 
-A trainer's dialect (trainers.py) lists the parts of a directory: which file or folder it is, which layout reads it, and
+A trainer's dialect lists the parts of a directory: which file or folder it is, which layout reads it, and
 which component of the state it holds. `read` reads them and joins their indexes. What is no part and holds state by its
 name is listed as unread, as for every layout (engine/discover/unread_files.py).
 
-    Part("pytorch_model_fsdp_0", "dcp", "model")         a folder, read by the layout dcp
-    Part("optimizer.pt", "full", "optim")                a file; numbers of parameters become the names of the model
-                                                         part
-    Part("rng_state_1.pth", DATA, "rng", ("1",))         plain data: rng.1.<key>
-    Part("meta.pt", TREE, "trainer")                     plain data whose keys say what they are: lr_schedulers, epoch,
-                                                         loops
-    Part("../data.pt", DATA, "dataloader")               in the folder above, where the dialect's `siblings` names it
+    DirectoryPart("pytorch_model_fsdp_0", "dcp", "model")    a folder, read by the layout dcp
+    DirectoryPart("optimizer.pt", "full", "optim")           a file; numbers of parameters become the names of the model
+                                                             part
+    DirectoryPart("rng_state_1.pth", DATA, "rng", ("1",))    plain data: rng.1.<key>
+    DirectoryPart("meta.pt", TREE, "trainer")                plain data whose keys say what they are: lr_schedulers,
+                                                             epoch, loops
+    DirectoryPart("../data.pt", DATA, "dataloader")          in the folder above, where the dialect's `siblings` names
+                                                             it
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ __all__ = [
     "LEFT_OVER",
     "TREE",
     "Dialect",
-    "Part",
+    "DirectoryPart",
     "live_name",
     "locate",
     "read",
@@ -80,7 +81,7 @@ _MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
 
 
 @dataclass(frozen=True)
-class Part:
+class DirectoryPart:
     """A file or a folder of a trainer's directory, and what it is.
 
     Args:
@@ -133,7 +134,7 @@ class Dialect:
     name: str
     title: str
     detect: Callable[[Source], tuple[bool, str]]
-    parts: Callable[[Source], Sequence[Part]]
+    parts: Callable[[Source], Sequence[DirectoryPart]]
     siblings: Callable[[Source], Sequence[str]] = lambda source: ()
     notes: Callable[[Source], Sequence[str]] = lambda source: ()
     write: Callable[[Checkpoint, Source, WriteOptions], Draft] | None = None
@@ -195,7 +196,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     if options.config is not None:
         config = model_names.load_config(options.config)
     out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
-    parts = [*dialect.parts(source), *([Part(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
+    parts = [*dialect.parts(source), *([DirectoryPart(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
     of_engine = False
     if options.only is not None:
         parts = [p for p in parts if _is_needed(p, options.only)]
@@ -244,14 +245,14 @@ def _refuse_cut_weights(ckpt: Checkpoint) -> None:
             )
 
 
-def _is_needed(part: Part, only: frozenset[str]) -> bool:
+def _is_needed(part: DirectoryPart, only: frozenset[str]) -> bool:
     """Say whether a part is needed for some components; weights always are, since they name the optimizer's numbers."""
     if part.layout in (TREE, FOREIGN):
         return bool(only - {"model"})  # what it holds besides, its keys tell
     return part.component in only or part.component == "model"  # the weights name the optimizer's numbers
 
 
-def _read_checkpoint(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
+def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
     """Return the index of a part that is a checkpoint itself, under the names that fit what was read before
     (`whole`)."""
     is_folder = bool(part.name) and source.glance(part.name)[0]
@@ -442,7 +443,7 @@ def _possible_orders(
     return ({n: model[n] for n in order} for order in possible_orders(model))
 
 
-def _read_data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
+def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
     """Return the index of a part that is plain data; its tensors stay where they are."""
     what = f"{source.root}/{part.name}"
     out = Checkpoint(DATA, source.root, None, [part.name], [source.size(part.name)], {}, {})
@@ -481,7 +482,7 @@ def _read_data(source: Source, part: Part, options: ReadOptions, whole: Checkpoi
     return out
 
 
-def _canonical_path(part: Part, path: Path) -> Path:
+def _canonical_path(part: DirectoryPart, path: Path) -> Path:
     """Return the canonical path of a leaf of a part of plain data."""
     if not path:
         return (part.component,)
@@ -492,7 +493,7 @@ def _canonical_path(part: Part, path: Path) -> Path:
 
 
 def _with_foreign_optimizer(
-    leaves: dict[Path, Any], whole: Checkpoint, part: Part, notes: list[str]
+    leaves: dict[Path, Any], whole: Checkpoint, part: DirectoryPart, notes: list[str]
 ) -> dict[Path, Any]:
     """Move an optimizer that does not name the parameters as the weights do to `extra`, under its own names, and note
     it."""
@@ -529,7 +530,7 @@ def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
     return out
 
 
-def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
+def _add(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -> None:
     """Join the index of a part to that of the directory."""
     by = len(out.files)
     for path in [*(t.path for t in found.tensors.values()), *(v.path for v in found.values.values())]:
@@ -566,7 +567,7 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
         out.rounded |= {n: replace(t, chunks=t.chunks.moved(by)) for n, t in found.rounded.items()}
 
 
-def _refuse_second(out: Checkpoint, path: Path, part: Part) -> None:
+def _refuse_second(out: Checkpoint, path: Path, part: DirectoryPart) -> None:
     """Refuse an entry of a part that another part holds too."""
     name = joined(path)
     if name in out.tensors or name in out.values:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckpttool.errors import Corrupt
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, Part
+from .dialect import DATA, DirectoryPart
 
 __all__ = [
     "RANDOM_STATES",
@@ -39,38 +39,38 @@ def numbered(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:
     yield from sorted(rows, key=lambda row: row[1])
 
 
-def models_in(names: Sequence[str]) -> list[Part]:
+def models_in(names: Sequence[str]) -> list[DirectoryPart]:
     """List the models, by number: where there are several, each is under its number."""
-    found: list[Part] = []
+    found: list[DirectoryPart] = []
     for pattern, layout in (
         (r"pytorch_model_fsdp_(\d+)", "dcp"),
         (r"pytorch_model_fsdp(?:_(\d+))?\.bin", "full"),
         (r"(?:adapter_model|model)(?:_(\d+))?\.safetensors", "hf"),
         (r"(?:pytorch_model|adapter_model)(?:_(\d+))?\.bin", "full"),
     ):
-        found = [Part(name, layout, "model", (str(i),)) for name, i in numbered(names, pattern)]
+        found = [DirectoryPart(name, layout, "model", (str(i),)) for name, i in numbered(names, pattern)]
         if found:
             break
     else:
         if "model.safetensors.index.json" in names:
-            found = [Part("", "hf", "model", ("0",))]
+            found = [DirectoryPart("", "hf", "model", ("0",))]
         elif shards := [n for n in names if re.fullmatch(r"pytorch_model-\d{5}-of-\d{5}\.bin", n)]:
-            found = [Part(name, "full", "model", ("0",)) for name in shards]
+            found = [DirectoryPart(name, "full", "model", ("0",)) for name in shards]
         elif any(numbered(names, r"pytorch_model_fsdp_rank(\d+)\.bin")):
-            found = [Part("", "fsdp1", "model", ("0",))]
+            found = [DirectoryPart("", "fsdp1", "model", ("0",))]
     return found
 
 
-def optimizers_in(names: Sequence[str]) -> list[Part]:
+def optimizers_in(names: Sequence[str]) -> list[DirectoryPart]:
     """List the optimizers, by number; that of number i is the optimizer of model i."""
     for pattern, layout in ((r"optimizer_(\d+)", "dcp"), (r"optimizer(?:_(\d+))?\.(?:bin|pt)", "full")):
-        found = [Part(name, layout, "optim", (str(i),)) for name, i in numbered(names, pattern)]
+        found = [DirectoryPart(name, layout, "optim", (str(i),)) for name, i in numbered(names, pattern)]
         if found:
             return found
     return []
 
 
-def state_in(names: Sequence[str]) -> list[Part]:
+def state_in(names: Sequence[str]) -> list[DirectoryPart]:
     """List models and optimizers; a single model needs no number."""
     models, optimizers = models_in(names), optimizers_in(names)
     if len({part.under for part in models}) < 2 and len(optimizers) < 2:
@@ -78,9 +78,9 @@ def state_in(names: Sequence[str]) -> list[Part]:
     return [*models, *optimizers]
 
 
-def rest_in(names: Sequence[str], rng: str) -> list[Part]:
+def rest_in(names: Sequence[str], rng: str) -> list[DirectoryPart]:
     """List schedulers, scalers, data loaders, RNG states and registered objects."""
-    out: list[Part] = []
+    out: list[DirectoryPart] = []
     for pattern, component in (
         (r"scheduler(?:_(\d+))?\.(?:bin|pt)", "scheduler"),
         (r"scaler(?:_(\d+))?\.pt", "scaler"),
@@ -90,10 +90,12 @@ def rest_in(names: Sequence[str], rng: str) -> list[Part]:
         found = list(numbered(names, pattern))
         for name, i in found:
             key = name.partition(".")[0] if component == "dataloader" else str(i)
-            out.append(Part(name, DATA, component, (key,) if len(found) > 1 or component == "dataloader" else ()))
-    out += [Part(name, DATA, "rng", (str(i),), RNG_KEYS) for name, i in numbered(names, rng)]
+            out.append(
+                DirectoryPart(name, DATA, component, (key,) if len(found) > 1 or component == "dataloader" else ())
+            )
+    out += [DirectoryPart(name, DATA, "rng", (str(i),), RNG_KEYS) for name, i in numbered(names, rng)]
     out += [
-        Part(name, DATA, "extra", (name.partition(".")[0],))
+        DirectoryPart(name, DATA, "extra", (name.partition(".")[0],))
         for name, _ in numbered(names, r"custom_checkpoint_(\d+)\.pkl")
     ]
     return out

@@ -18,7 +18,7 @@ from __future__ import annotations
 from ckpttool.program import Advice, Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, Dialect, Part
+from .dialect import DATA, Dialect, DirectoryPart
 from .filenames import numbered
 
 __all__ = ["OLMO"]
@@ -41,12 +41,12 @@ def _files_of_ranks(source: Source) -> list[tuple[str, int]]:
     return list(numbered(source.list(_TRAIN), r"rank(\d{1,6})\.pt"))
 
 
-def _parts(source: Source) -> list[Part]:
+def _parts(source: Source) -> list[DirectoryPart]:
     """List the parts: the folder of dcp, and the file of each rank."""
-    out = [Part(_MODEL, "dcp", "model", whole=True)]
+    out = [DirectoryPart(_MODEL, "dcp", "model", whole=True)]
     for name, rank in _files_of_ranks(source):
         places = {"rng": ("rng", str(rank)), "data_loader": ("dataloader",)}
-        out.append(Part(f"{_TRAIN}/{name}", DATA, "trainer", places=places, rank=str(rank)))
+        out.append(DirectoryPart(f"{_TRAIN}/{name}", DATA, "trainer", places=places, rank=str(rank)))
     return out
 
 

@@ -22,7 +22,7 @@ from ckpttool.program import Advice, Half, Program
 from ckpttool.storage.source import Source
 
 from .automodel import AUTOMODEL, TRANSFORMERS
-from .dialect import DATA, Dialect, Part
+from .dialect import DATA, Dialect, DirectoryPart
 from .filenames import RANDOM_STATES, RNG_STATE, models_in, numbered, refuse_missing_shards
 
 __all__ = ["SCRIPT"]
@@ -46,21 +46,21 @@ _OF_RANK = r"rank_?(\d{1,6})\.(?:pt|pth|bin)"
 _COMPLETE = "CHECKPOINT_COMPLETE"
 
 
-def _weights(source: Source, names: Sequence[str]) -> list[Part]:
+def _weights(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
     """List the files or the folder of the weights."""
     if found := [p for p in models_in(names) if p.layout in ("hf", "full") and "fsdp" not in p.name]:
-        return [Part(p.name, p.layout, "model") for p in found]
+        return [DirectoryPart(p.name, p.layout, "model") for p in found]
     files = [n for n in names if _WEIGHTS.fullmatch(n)]
     folders = _folders_of_dcp(source, names, 0)
-    return [Part(n, "hf" if n.endswith(".safetensors") else "full", "model") for n in files] + [
-        Part(n, "dcp", "model") for n in folders
+    return [DirectoryPart(n, "hf" if n.endswith(".safetensors") else "full", "model") for n in files] + [
+        DirectoryPart(n, "dcp", "model") for n in folders
     ]
 
 
-def _optimizers(source: Source, names: Sequence[str]) -> list[Part]:
+def _optimizers(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
     """List the files and folders of optimizers."""
-    files = [Part(n, "full", "optim", optional=True) for n in names if _OPTIMIZER.fullmatch(n)]
-    return files + [Part(n, "dcp", "optim", optional=True) for n in _folders_of_dcp(source, names, 1)]
+    files = [DirectoryPart(n, "full", "optim", optional=True) for n in names if _OPTIMIZER.fullmatch(n)]
+    return files + [DirectoryPart(n, "dcp", "optim", optional=True) for n in _folders_of_dcp(source, names, 1)]
 
 
 def _folders_of_dcp(source: Source, names: Sequence[str], which: int) -> Iterator[str]:
@@ -92,23 +92,23 @@ def _detect(source: Source) -> tuple[bool, str]:
     return True, f"has {weights[0].name or 'shards of a model'} and {optimizers[0].name}"
 
 
-def _parts(source: Source) -> list[Part]:
+def _parts(source: Source) -> list[DirectoryPart]:
     """List the parts: weights, optimizer, files of ranks, and whatever else names tell."""
     refuse_missing_shards(source)
     names = source.list()
     out = [*_weights(source, names), *_optimizers(source, names)]
     ranks = [n for n, _ in numbered(names, RNG_STATE) if re.search(r"\d", n)]
-    out += [Part(n, DATA, "rng", (re.sub(r"\D", "", n),)) for n in ranks]
+    out += [DirectoryPart(n, DATA, "rng", (re.sub(r"\D", "", n),)) for n in ranks]
     for folder, component in _OF_RANKS.items():
         of_ranks = numbered(source.list(folder), _OF_RANK) if folder in names and source.glance(folder)[0] else ()
-        out += [Part(f"{folder}/{n}", DATA, component, (str(rank),)) for n, rank in of_ranks]
+        out += [DirectoryPart(f"{folder}/{n}", DATA, component, (str(rank),)) for n, rank in of_ranks]
     if _COMPLETE in names and "metadata.json" in names:
-        out.append(Part("metadata.json", DATA, "trainer"))
+        out.append(DirectoryPart("metadata.json", DATA, "trainer"))
     for pattern, component in _REST:
         found = [n for n in names if pattern.fullmatch(n) and n not in ranks]
         for name in found:
             under = (name.partition(".")[0],) if len(found) > 1 or component == "extra" else ()
-            out.append(Part(name, DATA, component, under))
+            out.append(DirectoryPart(name, DATA, component, under))
     return out
 
 

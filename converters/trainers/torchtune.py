@@ -31,7 +31,7 @@ from ckpttool.storage import remote
 from ckpttool.storage.overlay import parent_of
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, FOREIGN, Dialect, Part
+from .dialect import DATA, FOREIGN, Dialect, DirectoryPart
 
 __all__ = ["TORCHTUNE"]
 
@@ -65,15 +65,15 @@ def _siblings(source: Source) -> Sequence[str]:
         return ()
 
 
-def _weights(names: Sequence[str]) -> list[Part]:
+def _weights(names: Sequence[str]) -> list[DirectoryPart]:
     """List the files of the weights."""
     found = [n for n in names if _WEIGHTS.fullmatch(n)]
     if "model.safetensors.index.json" in names or "model.safetensors" in names:
-        return [Part("", "hf", "model")]
-    return [Part(n, "hf" if n.endswith(".safetensors") else "full", "model") for n in found]
+        return [DirectoryPart("", "hf", "model")]
+    return [DirectoryPart(n, "hf" if n.endswith(".safetensors") else "full", "model") for n in found]
 
 
-def _parts(source: Source) -> list[Part]:
+def _parts(source: Source) -> list[DirectoryPart]:
     """List the parts: weights, adapter, and the recipe's state if it belongs to this epoch."""
     names = source.list()
     out = _weights(names)
@@ -81,14 +81,14 @@ def _parts(source: Source) -> list[Part]:
         (n for n in ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt") if n in names), None
     )
     if adapter is not None and out:
-        out.append(Part(adapter, "hf" if adapter.endswith(".safetensors") else "full", "extra", ("adapter",)))
+        out.append(DirectoryPart(adapter, "hf" if adapter.endswith(".safetensors") else "full", "extra", ("adapter",)))
         if "adapter_config.json" in names:
-            out.append(Part("adapter_config.json", DATA, "extra", ("adapter_config",)))
+            out.append(DirectoryPart("adapter_config.json", DATA, "extra", ("adapter_config",)))
     elif adapter is not None:
-        out.append(Part(adapter, "hf" if adapter.endswith(".safetensors") else "full", "model"))
+        out.append(DirectoryPart(adapter, "hf" if adapter.endswith(".safetensors") else "full", "model"))
     recipe, other = _recipe_state(source)
     if recipe is not None and not other:
-        out.append(Part(recipe, FOREIGN, "optim"))
+        out.append(DirectoryPart(recipe, FOREIGN, "optim"))
     return out
 
 

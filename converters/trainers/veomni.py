@@ -24,7 +24,7 @@ from ckpttool.errors import Unsupported
 from ckpttool.program import Advice, Program, SeenFolder
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, Dialect, Part
+from .dialect import DATA, Dialect, DirectoryPart
 from .filenames import numbered
 
 __all__ = ["VEOMNI"]
@@ -51,25 +51,25 @@ def _is_veomni(source: Source) -> tuple[bool, str]:
     return False, f"neither .metadata beside {_STATE}/ nor model/ckpt/.metadata beside {_MANIFEST}"
 
 
-def _parts(source: Source) -> list[Part]:
+def _parts(source: Source) -> list[DirectoryPart]:
     """List the parts: model, optimizer, data loaders, and what else each rank saved."""
     names = source.list()
     if ".metadata" in names:
-        out = [Part("", "dcp", "model", whole=True)]
+        out = [DirectoryPart("", "dcp", "model", whole=True)]
     else:
         out = _parts_of_later_release(source)
-    out += [Part(name, DATA, "dataloader", (str(rank),)) for name, rank in _files_of_ranks(source, "loader")]
+    out += [DirectoryPart(name, DATA, "dataloader", (str(rank),)) for name, rank in _files_of_ranks(source, "loader")]
     for name, rank in _files_of_ranks(source, _STATE):
         places = {
             "lr_scheduler": ("scheduler",),
             "train_dataloader": ("dataloader", str(rank)),
             "torch_rng_state": ("rng", str(rank), "cpu"),
         }
-        out.append(Part(name, DATA, "trainer", places=places, rank=str(rank)))
+        out.append(DirectoryPart(name, DATA, "trainer", places=places, rank=str(rank)))
     return out
 
 
-def _parts_of_later_release(source: Source) -> list[Part]:
+def _parts_of_later_release(source: Source) -> list[DirectoryPart]:
     """List model, optimizer and scheduler as the later release lays them out."""
     inside = source.list("model")
     if "ckpt" not in inside:
@@ -78,11 +78,11 @@ def _parts_of_later_release(source: Source) -> list[Part]:
             f"{source.root} holds {len(modules)} models: {', '.join(modules)}. Convert the folders of one, "
             f"{source.root}/model/{modules[0]}/ckpt and its optimizer."
         )
-    out = [Part("model/ckpt", "dcp", "model")]
+    out = [DirectoryPart("model/ckpt", "dcp", "model")]
     if "optimizer" in inside and ".metadata" in source.list("model/optimizer"):
-        out.append(Part("model/optimizer", "dcp", "optim"))
+        out.append(DirectoryPart("model/optimizer", "dcp", "optim"))
     if "lr_scheduler.pt" in inside:
-        out.append(Part("model/lr_scheduler.pt", DATA, "scheduler"))
+        out.append(DirectoryPart("model/lr_scheduler.pt", DATA, "scheduler"))
     return out
 
 

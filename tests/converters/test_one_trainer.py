@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ckpttool.converters.options import DirectoryOptions
-from ckpttool.converters.trainers.dialect import DATA, Dialect, Part
+from ckpttool.converters.trainers.dialect import DATA, Dialect, DirectoryPart
 from ckpttool.converters.trainers.join import SmallFile, data_files, joined_drafts, left_over, state_drafts
 from commands import ckpttool_here as run
 from peers import FIXTURES, hooks
@@ -57,9 +57,9 @@ ACME = Dialect(
     title="Acme",
     detect=lambda source: (LAST in source.list(), f"has {LAST}" if LAST in source.list() else f"no {LAST}"),
     parts=lambda source: [
-        Part(FOLDERS[0], "dcp", "model"),
-        Part(FOLDERS[1], "dcp", "optim"),
-        Part(LAST, DATA, "trainer"),
+        DirectoryPart(FOLDERS[0], "dcp", "model"),
+        DirectoryPart(FOLDERS[1], "dcp", "optim"),
+        DirectoryPart(LAST, DATA, "trainer"),
     ],
     write=write,
     options=DirectoryOptions,
