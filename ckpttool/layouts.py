@@ -291,12 +291,14 @@ def checkpoint_of(
 
 def layouts() -> dict[str, Layout]:
     """Return every layout by name, built-in ones first."""
-    found: dict[str, Layout] = {}
-    for module in BUILT_IN:
-        for layout in import_module(module).LAYOUTS:
-            found[layout.name] = layout
-    found.update(_layouts_of_packages(tuple(sys.path)))
-    return found
+    return dict(_load_layouts(BUILT_IN, tuple(sys.path)))
+
+
+@cache
+def _load_layouts(built_in: tuple[str, ...], path: tuple[str, ...]) -> dict[str, Layout]:
+    """Import the modules of the layouts, and those of packages below these paths."""
+    found = {layout.name: layout for module in built_in for layout in import_module(module).LAYOUTS}
+    return found | _layouts_of_packages(path)
 
 
 def _known_trees() -> list[trainer_trees.TrainerTree]:

@@ -1,4 +1,4 @@
-"""The `.metadata` of a DCP folder, read into columns; dcp.py describes the format.
+"""The `.metadata` of a DCP folder, read into columns; dcp/__init__.py describes the format.
 
 Up to 2 MiB it is read by our own pickle parser, above that by the C unpickler in a limited child process, with the same
 stand-ins for torch's classes, so that its million objects never exist at once.

@@ -1,5 +1,5 @@
-"""Writes directories of trainers, one function each: what a job of that trainer resumes from. trainers.py describes the
-files."""
+"""Writes directories of trainers, one function each: what a job of that trainer resumes from. trainers/__init__.py
+describes the files."""
 
 from __future__ import annotations
 
