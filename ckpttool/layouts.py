@@ -123,7 +123,7 @@ def known_orders(options: ReadOptions) -> Orders | None:
         return options.orders
     given = options.config
 
-    def of_config(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    def of_config(model: Mapping[str, object]) -> list[Mapping[str, object]]:
         try:
             return [model_names.sort_by_module_order(model, model_names.load_config(given))]
         except Unsupported:  # other names: the order of the state dict is what there is
@@ -150,7 +150,8 @@ class WriteOptions(ModelHints):
     cast: Cast = lambda name, dtype: dtype
     own: object = None
     vocab_size: int | None = None  # of the model, where it was changed
-    tree: Callable[[dict[Path, Any]], dict[Path, Any]] | None = None  # the leaves at the places that a job asks for
+    #: the leaves at the places that a job asks for
+    tree: Callable[[dict[Path, object]], dict[Path, object]] | None = None
 
     def of(self, kind: type[T]) -> T:
         """Return the layout's own options, or the defaults of `kind`."""
@@ -169,8 +170,8 @@ class WriteOptions(ModelHints):
 
 
 def tree_of(
-    leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any, options: WriteOptions
-) -> tuple[dict[Path, Any], list[str]]:
+    leaves: dict[Path, object], origin: Mapping[Path, Path], same: object, options: WriteOptions
+) -> tuple[dict[Path, object], list[str]]:
     """Return (the tree that a layout of trees writes, notes) of the leaves of a state: that of the source, or the one
     asked for."""
     return (options.tree(leaves), []) if options.tree is not None else restore_own_tree(leaves, origin, same)
@@ -326,7 +327,7 @@ def _layouts_of_packages(path: tuple[str, ...]) -> dict[str, Layout]:
     for point in entry_points(group=_GROUP):
         who = f"{point.dist.name if point.dist else 'a package'} ({point.name} = {point.value})"
         try:
-            loaded: Any = point.load()
+            loaded: object = point.load()
         except (Exception, SystemExit) as e:
             _warn_left_out(f"The layout of {who} cannot be loaded: {type(e).__name__}: {e}")
             continue
@@ -445,24 +446,24 @@ def writable() -> list[str]:
     return [name for name, layout in layouts().items() if layout.write is not None]
 
 
-def flags_of(layout: Layout) -> dict[str, Field[Any]]:
+def flags_of(layout: Layout) -> dict[str, Field[object]]:
     """Return {option of the command line: field of `Layout.options`}, of fields that were made with `option`."""
     made = [f for f in fields(layout.options) if "help" in f.metadata] if layout.options else []
     return {f.metadata["flag"] or "--" + f.name.replace("_", "-"): f for f in made}
 
 
-def type_of(layout: Layout, option: Field[Any]) -> type:
+def type_of(layout: Layout, option: Field[object]) -> type:
     """Return bool, int, float or str: the type of a field of `Layout.options`, which may be written as a class or as
     its name, and `| None`."""
     try:
-        hint: Any = get_type_hints(layout.options)[option.name]
+        hint: object = get_type_hints(layout.options)[option.name]
     except NameError:  # of a name that only a type checker has imported
         hint = option.type
     kinds = [t for t in get_args(hint) or (hint,) if t is not NoneType]
     return next((t for t in (bool, int, float) if kinds in ([t], [t.__name__], [f"{t.__name__} | None"])), str)
 
 
-def options_of(target: Layout, given: Mapping[str, Any]) -> object:
+def options_of(target: Layout, given: Mapping[str, object]) -> object:
     """Make the options of a layout of {flag: value} of the command line; None if none were given.
 
     Raises:

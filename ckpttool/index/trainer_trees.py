@@ -45,7 +45,7 @@ def trainer_of(keys: set[Any], *, model_at_root: bool) -> str | None:
     return None
 
 
-def of_composer(leaves: Mapping[Path, Any]) -> dict[Path, Any] | None:
+def of_composer(leaves: Mapping[Path, object]) -> dict[Path, object] | None:
     """Return the leaves of a tree of Composer under the usual keys; None of any other tree.
 
     {"state": {"model", "optimizers": {class: state}, "schedulers": {class: state}, "timestamp", "callbacks", ...},
@@ -61,7 +61,7 @@ def of_composer(leaves: Mapping[Path, Any]) -> dict[Path, Any] | None:
         for k in ("optimizers", "schedulers")
         if len({p[2] for p in leaves if p[:2] == ("state", k) and len(p) > 3}) > 1
     }
-    out: dict[Path, Any] = {}
+    out: dict[Path, object] = {}
     for p, leaf in leaves.items():
         if p[:2] in (("state", "optimizers"), ("state", "schedulers")) and len(p) > 3 and p[1] not in several:
             out["optim" if p[1] == "optimizers" else "scheduler", *p[3:]] = leaf

@@ -189,7 +189,7 @@ class _Reading:
     ranks: dict[int, int] = field(default_factory=dict)  # {number of a file: its rank}
     _names: dict[int, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
-    def read_item(self, name: str, item: Item, taken: Mapping[Path, Any]) -> dict[Path, Any]:
+    def read_item(self, name: str, item: Item, taken: Mapping[Path, object]) -> dict[Path, object]:
         """Return {path: TensorEntry or value} of an item."""
         ranks = [
             Rank(self.files.number(file), rank, self._read_tree(file, kind))
@@ -203,7 +203,7 @@ class _Reading:
         if not item.tensors and not sharded and ROLES.get(name) not in ("model", "optim"):
             return merge_other_state(self.files, {name: [r._replace(tree={name: r.tree}) for r in ranks]}, taken)
         by_text = [{self._metadata_key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
-        out: dict[Path, Any] = {}
+        out: dict[Path, object] = {}
         for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
             column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
             path: Path = (name, *(column[0][1] if column and not in_one else key))
@@ -232,7 +232,7 @@ class _Reading:
                         "out."
                     )
 
-    def _read_tree(self, file: str, kind: str) -> Any:
+    def _read_tree(self, file: str, kind: str) -> object:
         """Return what a file holds; tensors of safetensors as those of torch."""
         what = f"{self.source.root}/{file}"
         if kind == "pt":
@@ -262,7 +262,7 @@ class _Reading:
                 raise Unsafe(f"{self.source.root}/{METADATA}: two tensors of an item have one name, joined by dots.")
         return found
 
-    def _place_tensor(self, path: Path, groups: list[Placed], found: Mapping[int, tuple[Rank, Any]]) -> TensorEntry:
+    def _place_tensor(self, path: Path, groups: list[Placed], found: Mapping[int, tuple[Rank, object]]) -> TensorEntry:
         """Put a tensor together of which metadata.pkl says what every rank has."""
         name, what = joined(path), f"{self.source.root}/{METADATA}"
         shape, dtype = groups[0].shape, groups[0].dtype
@@ -374,7 +374,7 @@ class _Reading:
                 )
         return self.files.entry(r.file, first)
 
-    def _value_of_ranks(self, path: Path, column: list[tuple[Rank, Any]]) -> dict[Path, Any]:
+    def _value_of_ranks(self, path: Path, column: list[tuple[Rank, object]]) -> dict[Path, object]:
         """Return a value: once where all ranks have the same, else that of the first and the others' by rank."""
         data = []
         for r, x in column:
@@ -394,7 +394,7 @@ class _Reading:
         return out | {of_rank(rank, path): x for rank, x in differ}
 
 
-def _walk(x: Any) -> list[Any]:
+def _walk(x: object) -> list[object]:
     """Yield everything in a value, itself included."""
     todo, out = [x], []
     while todo:

@@ -94,7 +94,7 @@ def _ranks_in_mesh(ranks: tuple[int, ...]) -> dict[int, int]:
     return {rank: k for k, rank in enumerate(ranks)}
 
 
-def _parse_integers(x: Any) -> tuple[int, ...]:
+def _parse_integers(x: object) -> tuple[int, ...]:
     """Return a sequence of sizes as a tuple."""
     if isinstance(x, (list, tuple)) and len(x) <= _MOST_RANKS and all(type(n) is int and n >= 0 for n in x):
         return tuple(x)

@@ -89,12 +89,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _by_rank(
-    name: str, leaves: Mapping[Path, Any], ckpt: Checkpoint, source: Source
-) -> dict[int, dict[Path, Any]] | None:
+    name: str, leaves: Mapping[Path, object], ckpt: Checkpoint, source: Source
+) -> dict[int, dict[Path, object]] | None:
     """Return {rank: its part} of an item that ranks saved differently, RNG states say; None of one that all share."""
     if ROLES.get(name) not in ("rng", "dataloader") or not all(len(p) > 1 and str(p[0]).isdigit() for p in leaves):
         return None
-    out: dict[int, dict[Path, Any]] = {}
+    out: dict[int, dict[Path, object]] = {}
     for path, leaf in leaves.items():
         out.setdefault(int(path[0]), {})[path[1:]] = leaf
     ranks = sorted(out)
@@ -104,7 +104,7 @@ def _by_rank(
     names = [joined(x.path) for x in leaves.values() if isinstance(x, TensorEntry)]
     held = small(ckpt, source, names)
 
-    def shown(part: Mapping[Path, Any]) -> dict[Path, Any]:
+    def shown(part: Mapping[Path, object]) -> dict[Path, object]:
         return {p: held[joined(x.path)] if isinstance(x, TensorEntry) else x for p, x in part.items()}
 
     first = shown(out[0])
@@ -122,9 +122,9 @@ class _Writing:
     files: TorchFiles = field(default_factory=TorchFiles)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     sources: dict[str, TensorEntry] = field(default_factory=dict)
-    described: dict[str, dict[str, Any]] = field(default_factory=dict)
+    described: dict[str, dict[str, object]] = field(default_factory=dict)
 
-    def cut_item(self, item: str, leaves: Mapping[Path, Any]) -> None:
+    def cut_item(self, item: str, leaves: Mapping[Path, object]) -> None:
         """Cut the model or the optimizer: each rank has rows of every tensor, the first one all of those that are not
         cut."""
         described = self.described[item] = {}
@@ -137,7 +137,7 @@ class _Writing:
         numbers: list[int] = []
         keys: list[dict[str, str]] = []  # {name: its storage} in the file of each rank
         for rank in range(self.world):
-            tree: dict[Path, Any] = {p: x for p, x in leaves.items() if p not in held}
+            tree: dict[Path, object] = {p: x for p, x in leaves.items() if p not in held}
             here = [
                 n
                 for n in owners
@@ -168,9 +168,9 @@ class _Writing:
         for name in (n for n in held.values() if n in self.same):
             self._place_tensor(name, name, self.tensors[self.same[name]].chunks)
 
-    def put_item(self, item: str, rank: int, leaves: Mapping[Path, Any], first: bool) -> None:
+    def put_item(self, item: str, rank: int, leaves: Mapping[Path, object], first: bool) -> None:
         """Add the file of an item on one rank, with whole tensors; of later ranks they are copies."""
-        tree: dict[Path, Any] = {}
+        tree: dict[Path, object] = {}
         keys: dict[str, str] = {}  # {name: its storage}
         sizes: dict[str, int] = {}
         tied: list[str] = []
@@ -211,7 +211,7 @@ class _Writing:
         n = rows[rank] * prod(t.shape[1:]) if rows else t.numel if rank == 0 else 0
         return n * ITEMSIZE[self.cast[name]]
 
-    def _describe(self, t: TensorEntry, dtype: str, cut: bool) -> dict[str, Any]:
+    def _describe(self, t: TensorEntry, dtype: str, cut: bool) -> dict[str, object]:
         """Return what metadata.pkl says of a tensor: cut among all ranks along dim 0, or whole on a mesh of the
         first."""
         ranks = tuple(range(self.world)) if cut else (0,)

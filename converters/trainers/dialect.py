@@ -449,7 +449,7 @@ def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole:
     out = Checkpoint(DATA, source.root, None, [part.name], [source.size(part.name)], {}, {})
     if part.name.endswith(".json"):
         tree = bounded_json.parse(source.read_all(part.name, _MOST_JSON), what)
-        leaves: dict[Path, Any] = {(str(k),): v for k, v in tree.items()} if isinstance(tree, dict) else {(): tree}
+        leaves: dict[Path, object] = {(str(k),): v for k, v in tree.items()} if isinstance(tree, dict) else {(): tree}
     else:
         read_at = source.reader_of(part.name)
         out.notes += torch_zip.refuse_other_rank(read_at, out.sizes[0], what, options.allow_equal_ranks)
@@ -493,8 +493,8 @@ def _canonical_path(part: DirectoryPart, path: Path) -> Path:
 
 
 def _with_foreign_optimizer(
-    leaves: dict[Path, Any], whole: Checkpoint, part: DirectoryPart, notes: list[str]
-) -> dict[Path, Any]:
+    leaves: dict[Path, object], whole: Checkpoint, part: DirectoryPart, notes: list[str]
+) -> dict[Path, object]:
     """Move an optimizer that does not name the parameters as the weights do to `extra`, under its own names, and note
     it."""
     model = {joined(t.path[1:]) for t in whole.tensors.values() if t.path[0] == "model"}

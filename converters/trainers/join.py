@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats.subclasses import put_together
@@ -45,7 +44,7 @@ class SmallFile:
     """A file of torch.save or of JSON with the leaves {path in its tree: leaf of the source}."""
 
     name: str
-    leaves: Mapping[Path, TensorEntry | Any]
+    leaves: Mapping[Path, TensorEntry | object]
 
 
 def state_drafts(
@@ -137,7 +136,7 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
     return {name: i for i, name in enumerate(n for g in in_order for n in g)}
 
 
-def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, Any]) -> dict[Path, Any]:
+def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, object]) -> dict[Path, object]:
     """Return the leaves of one component below `key`. The optimizer has `numbers` for its parameters where there are
     any, and their names in `param_names`, as torch >= 2.6 saves them (Optimizer.state_dict); otherwise the parameters
     of an adapter have the names of the live module."""
@@ -145,7 +144,7 @@ def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, Any]) ->
     def name(fqn: str) -> str | int:
         return numbers[fqn] if numbers else live_name(fqn)
 
-    out: dict[Path, Any] = {}
+    out: dict[Path, object] = {}
     for path, leaf in leaves.items():
         if path[:2] == ("optim", "state") and len(path) > 2:
             at = name(str(path[2]))
@@ -169,7 +168,7 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
         if file.name.endswith(".json"):
             out.literal(file.name, (json.dumps(nest(dict(file.leaves)), indent=2) + "\n").encode())
             continue
-        tree: dict[Path, Any] = {}
+        tree: dict[Path, object] = {}
         storages: dict[str, int] = {}
         entries: list[tuple[str, TensorEntry]] = []
         for path, leaf in collapse_composites(file.leaves).items():
@@ -234,7 +233,7 @@ def joined_drafts(
         part = of_name[name]
         return part.after(name, part.checkpoint.tensors[name], row, written) if part.after else b""
 
-    def tail(file: int, written: Sequence[Written], digests: dict[str, Any]) -> bytes:
+    def tail(file: int, written: Sequence[Written], digests: dict[str, object]) -> bytes:
         part, own = of_file[file]
         return part.tail(own, written, digests) if part.tail else b""
 
@@ -253,7 +252,7 @@ def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], lis
         return [], []
     tensors = [leaf for leaf in rest.values() if isinstance(leaf, TensorEntry)]
     values = tuple((_with_text_keys(p), leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
-    leaves: dict[Path, Any] = {("values",): values, ("paths",): tuple(_with_text_keys(t.path) for t in tensors)}
+    leaves: dict[Path, object] = {("values",): values, ("paths",): tuple(_with_text_keys(t.path) for t in tensors)}
     leaves |= {("tensors", str(i)): t for i, t in enumerate(tensors)}
     kept = sorted({str(p[0]) if p[0] != "extra" else joined(p[:2]) for p in rest})
     return [SmallFile(LEFT_OVER, leaves)], [

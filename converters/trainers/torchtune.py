@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
@@ -113,7 +112,7 @@ def _recipe_state(source: Source) -> tuple[str | None, str]:
         numbers = _numbers(above.list(), kind)
     last = number >= max(numbers)
     try:
-        tree: Any = torch_zip.read(source.reader_of(file), 0, source.size(file), f"{source.root}/{file}")
+        tree: object = torch_zip.read(source.reader_of(file), 0, source.size(file), f"{source.root}/{file}")
     except CkpttoolError:  # read as a part it says what is wrong with it
         return file, "" if last else "cannot be read, and belongs to a later epoch"
     said = tree if isinstance(tree, dict) else {}

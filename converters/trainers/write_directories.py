@@ -54,17 +54,17 @@ def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
         )
 
 
-def _leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
+def _leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
     """Return {path: leaf} of a state below a path."""
     return {p: leaf for p, leaf in ckpt.leaves().items() if p[: len(head)] == head}
 
 
-def _leaves_inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
+def _leaves_inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
     """Return `_leaves_below` without a leaf at the path itself, which would be no state dict."""
     return {p: leaf for p, leaf in _leaves_below(ckpt, *head).items() if len(p) > len(head)}
 
 
-def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, Any]]]:
+def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
     """List (canonical paths, {path in the state dict: leaf}) of each scheduler; several are numbered below
     "scheduler"."""
     found = _leaves_inside(ckpt, "scheduler")
@@ -75,13 +75,13 @@ def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, Any]]]:
     return [(set(row), _cut_paths(row, 2)) for row in rows]
 
 
-def _cut_paths(leaves: Mapping[Path, Any], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, Any]:
+def _cut_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, object]:
     """Cut the first elements off the paths of leaves; `names` gives the next element another name."""
     names = names or {}
     return {(names.get(str(p[cut]), p[cut]), *p[cut + 1 :]): leaf for p, leaf in leaves.items() if len(p) > cut}
 
 
-def _file_tree(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+def _file_tree(leaves: Mapping[Path, object]) -> dict[Path, object]:
     """Return the tree of a file whose leaves are below the first two elements of these paths; it may be one value."""
     return {p[2:]: leaf for p, leaf in leaves.items()}
 
@@ -90,7 +90,7 @@ def _rng_files(
     ckpt: Checkpoint, world: int, pattern: str, keys: Mapping[str, str], placed: set[Path]
 ) -> list[SmallFile]:
     """Make the file with the RNG state of every rank that the new job has."""
-    of_rank: dict[str, dict[Path, Any]] = {}
+    of_rank: dict[str, dict[Path, object]] = {}
     for path, leaf in _leaves_below(ckpt, "rng").items():
         if len(path) > 2:
             of_rank.setdefault(str(path[1]), {})[path] = leaf
@@ -119,7 +119,7 @@ def _draft_directory(
     placed: set[Path],
     world: int,
     notes: list[str],
-    made: Mapping[Path, Any] = MappingProxyType({}),
+    made: Mapping[Path, object] = MappingProxyType({}),
 ) -> Draft:
     """Draft a directory of Accelerate or Trainer: model and optimizer, the small files, and what has no other place."""
     if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
@@ -251,7 +251,7 @@ def _count_steps(ckpt: Checkpoint, source: Source) -> int:
     return 0
 
 
-def _is_json(x: Any) -> bool:
+def _is_json(x: object) -> bool:
     """Say whether JSON can hold a value."""
     try:
         json.dumps(x)
@@ -336,11 +336,11 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     return out
 
 
-def _fit_loop_progress(step: int) -> dict[str, Any]:
+def _fit_loop_progress(step: int) -> dict[str, object]:
     """Return the progress of Lightning's fit loop after so many optimizer steps, one a batch
     (lightning/pytorch/loops)."""
 
-    def progress(n: int, *keys: str) -> dict[str, Any]:
+    def progress(n: int, *keys: str) -> dict[str, object]:
         return {part: dict.fromkeys(keys, n) for part in ("total", "current")}
 
     whole, short = ("ready", "completed", "started", "processed"), ("ready", "completed")

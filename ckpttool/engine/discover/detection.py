@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
-from typing import Any
 
 from ... import layouts
 from ...errors import CkpttoolError, NotPermitted, NotRecognised, UsageError, argument
@@ -78,7 +77,7 @@ class Checkpoints:
         """The newest complete checkpoint of each run: one, unless several runs or models lie below."""
         return [c for c in self.checkpoints if c.newest]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data; "newest" is a path where there is one answer."""
         answer = self.newest
         return {
