@@ -119,6 +119,23 @@ def findings_table() -> str:
     return "\n".join(["| kind | what it is about | needs `--read-data` |", "|---|---|---|", *rows])
 
 
+def rows_table(table: str) -> str:
+    """A table of the rows that layouts and trainers have for it; those that `--for` writes come first."""
+    resumed = {layout.name: name for name, (layout, program) in for_trainers().items() if not program.refused}
+    known = layouts()
+    order = [*resumed, *(name for name in known if name not in resumed)] if "layouts" not in table else [*known]
+    lines = []
+    for layout in order:
+        for cells in known[layout].program.rows.get(table, ()):
+            if table == "for":
+                cells = (f"`{resumed[layout]}`", *cells)
+            elif table == "readme-trainers":
+                cells = (*cells[:2], "yes" if layout in resumed else "no", *cells[2:])
+            lines.append(f"| {' | '.join(cells)} |")
+    head = TABLES[table]
+    return "\n".join([f"| {' | '.join(head)} |".replace("|  |", "| |"), "|" + "---|" * len(head), *lines])
+
+
 def modules_table() -> str:
     """Every module by folder, with the first sentence of its docstring."""
     root = Path(__file__).resolve().parents[1]

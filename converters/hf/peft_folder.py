@@ -47,7 +47,8 @@ def adapter_config(
 
 
 def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft a folder that PEFT loads, of a checkpoint that holds an adapter and nothing else (adapters.keep_adapter_only)."""
+    """Draft a folder that PEFT loads, of a checkpoint that holds an adapter and nothing else
+    (adapters.keep_adapter_only)."""
     notes: list[str] = []
     stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}

@@ -18,7 +18,7 @@ from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
 
 from .. import dcp
-from ..dcp.metadata import read_index
+from ..dcp.dcp_metadata import read_index
 from .keys import (
     BUCKETS,
     TRAINER,
