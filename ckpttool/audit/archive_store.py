@@ -29,6 +29,7 @@ from ..errors import (
     kind_of_failure,
 )
 from ..storage import objects, remote, urls
+from ..storage.local_file import sync_folder
 from ..storage.retries import Denied
 from ..storage.source import Source
 from . import ledger, sidecar
@@ -80,7 +81,7 @@ class ListingRow:
     missing: bool = False
 
 
-def identifying_fields(known: ArchiveFacts) -> dict[str, Any]:
+def identifying_fields(known: ArchiveFacts) -> ledger.LedgerEntry:
     """Return the fields of a ledger event that identify its archive."""
     return {
         "merkle_root": known.merkle_root,
@@ -131,10 +132,10 @@ def _missing(store: str, history: History, there: Mapping[str, ArchiveFacts | No
     return out
 
 
-def _expected_archives(history: History) -> dict[str, dict[str, Any]]:
+def _expected_archives(history: History) -> dict[str, ledger.LedgerEntry]:
     """Return {archive: a line about it} of those that are recorded or on hold, and not deleted."""
     lines = history.lines or []
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, ledger.LedgerEntry] = {}
     for e in lines:
         name = e["archive"]
         if e["event"] in ("export", "add", "delete-failed"):
@@ -161,12 +162,12 @@ def _missing_row(name: str, line: Mapping[str, Any], history: History) -> Listin
 class History:
     """What a store records next to its archives: the ledger (None: there is none) and the hold files."""
 
-    lines: list[dict[str, Any]] | None
-    files: dict[str, list[dict[str, Any]]]  # {archive: holds}, as events
-    recorded: dict[str, dict[str, Any]]
+    lines: list[ledger.LedgerEntry] | None
+    files: dict[str, list[ledger.LedgerEntry]]  # {archive: holds}, as events
+    recorded: dict[str, ledger.LedgerEntry]
 
     @classmethod
-    def of(cls, store: str, lines: list[dict[str, Any]] | None = None) -> History:
+    def of(cls, store: str, lines: list[ledger.LedgerEntry] | None = None) -> History:
         """Read the history of a store; `lines` are those of its ledger, if they were read already."""
         if not urls.is_url(store) and not os.path.isdir(store):
             raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
@@ -175,14 +176,14 @@ class History:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
             return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.latest_records(lines or []))
 
-    def events(self, name: str) -> Iterable[dict[str, Any]]:
+    def events(self, name: str) -> Iterable[ledger.LedgerEntry]:
         """Return all events that may apply to an archive. Its hold file comes last: a release in the ledger does not
         end these holds."""
         others = (e for n, held in self.files.items() if n != name for e in held)
         return (*others, *(self.lines or ()), *self.files.get(name, ()))
 
 
-def holds_in_file(source: Source, name: str) -> list[dict[str, Any]]:
+def holds_in_file(source: Source, name: str) -> list[ledger.LedgerEntry]:
     """Return the holds in the file next to an archive, as ledger events."""
     return [{"event": "hold", "archive": name, **h} for h in sidecar.read_holds(source, name)]
 
@@ -243,7 +244,7 @@ def make_row(name: str, found: ArchiveFacts | str, history: History) -> ListingR
 
 
 def hold_disagreements(
-    name: str, lines: list[dict[str, Any]] | None, held: list[dict[str, Any]] | None = None
+    name: str, lines: list[ledger.LedgerEntry] | None, held: list[ledger.LedgerEntry] | None = None
 ) -> list[str]:
     """Return how the ledger and the hold file of an archive differ, as sentences; [] if there is no ledger.
 
@@ -269,10 +270,12 @@ def hold_disagreements(
     return out
 
 
-def holds_in_ledger(lines: Iterable[dict[str, Any]], name: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+def holds_in_ledger(
+    lines: Iterable[ledger.LedgerEntry], name: str
+) -> tuple[dict[str, ledger.LedgerEntry], dict[str, int]]:
     """Return ({reason: the line} of the holds that lines of this name placed and none ended, {reason: the line that
     ended it})."""
-    held: dict[str, dict[str, Any]] = {}
+    held: dict[str, ledger.LedgerEntry] = {}
     ended: dict[str, int] = {}
     begun = 0  # the line of the last deletion, which older versions gave no end
     lines = [e for e in lines if e["archive"] == name]
@@ -293,7 +296,7 @@ def holds_in_ledger(lines: Iterable[dict[str, Any]], name: str) -> tuple[dict[st
     return held, ended
 
 
-def _failed_deletions(lines: Iterable[dict[str, Any]]) -> set[int]:
+def _failed_deletions(lines: Iterable[ledger.LedgerEntry]) -> set[int]:
     """Return the numbers of the lines that announced a deletion which failed."""
     last: dict[str, int] = {}
     failed: set[int] = set()
@@ -306,7 +309,7 @@ def _failed_deletions(lines: Iterable[dict[str, Any]]) -> set[int]:
     return failed
 
 
-def _released_reasons(e: dict[str, Any]) -> list[str]:
+def _released_reasons(e: ledger.LedgerEntry) -> list[str]:
     """Return the reasons of the holds that a release ended."""
     released = e.get("released")
     return [str(r) for r in released] if isinstance(released, list) else []
@@ -334,7 +337,7 @@ class RetentionStatus:
     lifted: set[str] = field(default_factory=set)  # reasons that this very archive was released from
 
     @classmethod
-    def of(cls, name: str, known: ArchiveFacts | None, events: Iterable[dict[str, Any]]) -> RetentionStatus:
+    def of(cls, name: str, known: ArchiveFacts | None, events: Iterable[ledger.LedgerEntry]) -> RetentionStatus:
         """Follow all events that apply to an archive; `known` are its facts, None if it is damaged or missing."""
         it = cls()
         events = tuple(events)
@@ -353,7 +356,7 @@ class RetentionStatus:
                 it.holds = {known.legal_hold: None, **it.holds}
         return it
 
-    def _apply(self, e: dict[str, Any], known: ArchiveFacts | None) -> None:
+    def _apply(self, e: ledger.LedgerEntry, known: ArchiveFacts | None) -> None:
         """Apply an event of this very archive."""
         what = e["event"]
         if what == "add":
@@ -377,7 +380,7 @@ class RetentionStatus:
         elif what == "delete":
             self.deleted = True
 
-    def _protect(self, e: dict[str, Any]) -> None:
+    def _protect(self, e: ledger.LedgerEntry) -> None:
         """Add retention and holds of an event."""
         if e["event"] in ("export", "add"):
             self._extend_retention(e.get("retain_until"))
@@ -397,7 +400,7 @@ def _is_about(e: Mapping[str, Any], known: ArchiveFacts) -> bool:
     return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
 
 
-def add_to_ledger(archive: str) -> dict[str, Any]:
+def add_to_ledger(archive: str) -> ledger.LedgerEntry:
     """Record an archive of a store that its ledger does not know; returns the new line.
 
     It may have been copied there, or its export was killed before it wrote its line. The structure is checked, no data.
@@ -483,7 +486,7 @@ def replacing(archive: str) -> Iterator[None]:
             yield
             return
 
-        def unprotected(lines: list[dict[str, Any]]) -> dict[str, Any]:
+        def unprotected(lines: list[ledger.LedgerEntry]) -> ledger.LedgerEntry:
             _refuse_protected(store, name, History.of(store, lines))
             return {}
 
@@ -537,11 +540,7 @@ def remove_file(store: str, name: str) -> None:
         return
     try:
         os.unlink(os.path.join(store, name))
-        folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(store)
     except FileNotFoundError:
         pass  # gone is gone
     except OSError as e:

@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 from ..engine.conversion import ConvertResult, run_conversion
 from ..engine.opening import CheckpointPath
@@ -42,7 +42,7 @@ class Exported:
 
     result: ConvertResult
     facts: ArchiveFacts
-    entry: dict[str, Any] | None
+    entry: ledger.LedgerEntry | None
 
 
 @list_keywords

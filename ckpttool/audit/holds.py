@@ -10,7 +10,6 @@ so there a hold may even come between a deletion's line and the deletion.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ..errors import CkpttoolError, Locked, UsageError
 from ..storage import objects, remote, urls
@@ -30,7 +29,7 @@ from .archive_store import (
 __all__ = ["hold", "release"]
 
 
-def hold(archive: str, reason: str) -> dict[str, Any]:
+def hold(archive: str, reason: str) -> ledger.LedgerEntry:
     """Put an archive under a legal hold: in the ledger, in NAME.hold.json next to it and, if the store supports it, on
     the object.
 
@@ -46,7 +45,7 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
     locked = urls.is_url(archive) and objects.set_legal_hold(archive, on=True)
     with ledger.take_turn(store) as turn:
 
-        def still_there(lines: list[dict[str, Any]]) -> dict[str, Any]:
+        def still_there(lines: list[ledger.LedgerEntry]) -> ledger.LedgerEntry:
             """Return the facts of the archive; raises if it is about to be deleted, or gone."""
             begun = None if turn.alone or locked else ledger.find_unfinished(lines, name)
             if begun is not None:
@@ -72,9 +71,9 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
         return entry
 
 
-def _write_hold_file(store: str, name: str, turn: ledger.Turn, entry: dict[str, Any]) -> None:
+def _write_hold_file(store: str, name: str, turn: ledger.Turn, entry: ledger.LedgerEntry) -> None:
     """Add a hold to the file next to an archive; in an object store, also those that others placed meanwhile."""
-    seen: list[dict[str, Any]] = []
+    seen: list[ledger.LedgerEntry] = []
     new = [entry]
     while new:
         with remote.open_source(store) as source:
@@ -87,7 +86,7 @@ def _write_hold_file(store: str, name: str, turn: ledger.Turn, entry: dict[str, 
         new = [e for e in standing if e["seq"] > entry["seq"] and e not in seen]
 
 
-def release(archive: str, reason: str) -> dict[str, Any]:
+def release(archive: str, reason: str) -> ledger.LedgerEntry:
     """End every legal hold of an archive; `reason` says why. Retention is not affected. The hold file is removed after
     the line is written.
 
@@ -104,7 +103,7 @@ def release(archive: str, reason: str) -> dict[str, Any]:
         identity = identifying_fields(known) if isinstance(known, ArchiveFacts) else {}
         history = History.of(store, turn.read())
 
-        def ended(lines: list[dict[str, Any]]) -> dict[str, Any]:
+        def ended(lines: list[ledger.LedgerEntry]) -> ledger.LedgerEntry:
             """Return the reasons of the holds that end; raises if nothing holds the archive."""
             held = make_row(name, known, replace(history, lines=lines)).held
             if not held:
@@ -126,7 +125,7 @@ def release(archive: str, reason: str) -> dict[str, Any]:
         return entry
 
 
-def _restore_later_holds(archive: str, turn: ledger.Turn, entry: dict[str, Any]) -> None:
+def _restore_later_holds(archive: str, turn: ledger.Turn, entry: ledger.LedgerEntry) -> None:
     """Put back holds that came after the line of a release, which may have removed them."""
     store, name = split_archive_path(archive)
     for later in holds_in_ledger(turn.read(), name)[0].values():

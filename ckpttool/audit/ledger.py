@@ -52,11 +52,13 @@ from ..errors import (
     note_change,
 )
 from ..storage import objects, urls
+from ..storage.local_file import sync_folder
 from .retention import format_time, parse_time
 
 __all__ = [
     "FILE",
     "FIRST",
+    "LedgerEntry",
     "Match",
     "Turn",
     "append_entry",
@@ -73,6 +75,9 @@ __all__ = [
     "verify_chain",
 ]
 
+#: The fields of a line: those in `_OWN`, and facts that depend on the event.
+LedgerEntry = dict[str, Any]
+
 FILE = "ledger.jsonl"
 FIRST = "0" * 64  # what the first line has for the hash of the line before
 _LINE = 1 << 20  # bytes of a line, at most
@@ -87,7 +92,7 @@ _HASHES = ("manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256")
 _OWN = {"seq", "time", "event", "archive", "by", "prev", "hash"}
 
 
-def append_entry(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
+def append_entry(store: str, event: str, archive: str, **facts: Any) -> LedgerEntry:
     """Add an entry in a turn of its own (`Turn.append`), and return it."""
     with take_turn(store) as mine:
         return mine.append(event, archive, **facts)
@@ -116,7 +121,7 @@ class Turn:
     def __init__(self, store: str, fd: int | None) -> None:
         self.store, self._fd, self.alone = store, fd, fd is not None
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[LedgerEntry]:
         """Return every entry, after checking the chain."""
         if self._fd is None:
             return read_entries(self.store)
@@ -129,9 +134,9 @@ class Turn:
         event: str,
         archive: str,
         *,
-        following: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
+        following: Callable[[list[LedgerEntry]], Mapping[str, Any]] | None = None,
         **facts: Any,
-    ) -> dict[str, Any]:
+    ) -> LedgerEntry:
         """Add an entry, durably, and return it.
 
         Args:
@@ -183,7 +188,7 @@ def find_unfinished(entries: Sequence[Mapping[str, Any]], archive: str) -> Mappi
     return next((e for e in begun.values() if now - parse_time(e["time"]) < _DEAD_AFTER), None)
 
 
-def check_writable(store: str) -> list[dict[str, Any]]:
+def check_writable(store: str) -> list[LedgerEntry]:
     """Refuse a store whose ledger cannot be written, before work that would end with a line; returns its entries.
 
     An existing ledger is opened for writing and locked, as `Turn.append` does it.
@@ -206,7 +211,7 @@ def check_writable(store: str) -> list[dict[str, Any]]:
         return []
 
 
-def read_entries(store: str) -> list[dict[str, Any]]:
+def read_entries(store: str) -> list[LedgerEntry]:
     """Return every entry, after checking the chain; [] if there is no ledger.
 
     Raises:
@@ -215,7 +220,7 @@ def read_entries(store: str) -> list[dict[str, Any]]:
     return read_entries_or_none(store) or []
 
 
-def read_entries_or_none(store: str) -> list[dict[str, Any]] | None:
+def read_entries_or_none(store: str) -> list[LedgerEntry] | None:
     """Return every entry as `read_entries`, but None if there is no ledger, which differs from an empty one."""
     data = _read_bytes(store)
     return None if data is None else _check_chain(data, _ledger_path(store))
@@ -305,12 +310,12 @@ class Match:
     says: str
 
 
-def latest_records(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def latest_records(entries: Sequence[LedgerEntry]) -> dict[str, LedgerEntry]:
     """Return {name: the last line that says which archive has it}."""
     return {e["archive"]: e for e in entries if e["event"] in _RECORDS and isinstance(e.get("manifest_sha256"), str)}
 
 
-def match_archive(recorded: Mapping[str, dict[str, Any]], name: str, known: Mapping[str, Any]) -> Match:
+def match_archive(recorded: Mapping[str, LedgerEntry], name: str, known: Mapping[str, Any]) -> Match:
     """Compare an archive with what was recorded under its name.
 
     Args:
@@ -371,17 +376,17 @@ def _current_user() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _canonical_json(entry: dict[str, Any]) -> bytes:
+def _canonical_json(entry: LedgerEntry) -> bytes:
     """Return the only form in which an entry is hashed and written."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _hash(entry: dict[str, Any]) -> str:
+def _hash(entry: LedgerEntry) -> str:
     """Return the SHA-256 of an entry without its own hash."""
     return sha256(_canonical_json({k: v for k, v in entry.items() if k != "hash"})).hexdigest()
 
 
-def _make_entry(facts: dict[str, Any], last: dict[str, Any] | None) -> tuple[dict[str, Any], bytes]:
+def _make_entry(facts: LedgerEntry, last: LedgerEntry | None) -> tuple[LedgerEntry, bytes]:
     """Return the entry after `last` (None: it is the first), and its line."""
     entry = {
         "seq": last["seq"] + 1 if last else 1,
@@ -400,7 +405,7 @@ def _make_entry(facts: dict[str, Any], last: dict[str, Any] | None) -> tuple[dic
     return entry, line
 
 
-def _parse_line(line: bytes, what: str, number: int) -> dict[str, Any]:
+def _parse_line(line: bytes, what: str, number: int) -> LedgerEntry:
     """Return the entry of a line, if its own hash is right.
 
     Raises:
@@ -429,9 +434,9 @@ def _altered_error(what: str, number: int, why: str) -> Corrupt:
     return Corrupt(f"{what}: line {number} was altered: {why}. What it and the lines after it say proves nothing.")
 
 
-def _check_chain(data: bytes, what: str) -> list[dict[str, Any]]:
+def _check_chain(data: bytes, what: str) -> list[LedgerEntry]:
     """Return all entries of a ledger; raises Corrupt at the first line that does not belong there."""
-    entries: list[dict[str, Any]] = []
+    entries: list[LedgerEntry] = []
     prev, at = FIRST, 0
     while at < len(data):
         end = data.find(b"\n", at)
@@ -502,7 +507,7 @@ def _open_locked(store: str, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _append_file(store: str, fd: int, facts: dict[str, Any]) -> dict[str, Any]:
+def _append_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
     """Append a line to the ledger of a folder, whose lock is held, and make it durable."""
     path = _ledger_path(store)
     try:
@@ -516,17 +521,13 @@ def _append_file(store: str, fd: int, facts: dict[str, Any]) -> dict[str, Any]:
             raise NoSpace(f"{path}: {e.strerror}. The entry was not written.") from None
         os.fsync(fd)
         if not size:
-            folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(store)
         return entry
     except OSError as e:
         raise kind_of_failure(e)(f"{path}: {e.strerror}. The entry was not written.") from None
 
 
-def _read_last_entry(fd: int, size: int, what: str) -> dict[str, Any] | None:
+def _read_last_entry(fd: int, size: int, what: str) -> LedgerEntry | None:
     """Return the entry of the last line, checked as far as it can be without those before; None if there is none."""
     if not size:
         return None
@@ -556,12 +557,12 @@ def _ledger_url(store: str) -> str:
 
 
 def _append_object(
-    store: str, facts: dict[str, Any], following: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None
-) -> dict[str, Any]:
+    store: str, facts: LedgerEntry, following: Callable[[list[LedgerEntry]], Mapping[str, Any]] | None
+) -> LedgerEntry:
     """Append a line to the ledger of an object store: replace the object if nobody else has, and try again
     otherwise."""
     url, what = _ledger_url(store), _ledger_path(store)
-    sent: tuple[dict[str, Any], bytes] | None = None
+    sent: tuple[LedgerEntry, bytes] | None = None
     for k in range(_SWAPS):
         data, token = objects.get_with_token(url)
         if sent and data.startswith(sent[1]):

@@ -192,7 +192,7 @@ def _delete_archive(store: str, row: ListingRow, source: Source, history: Histor
     assert row.facts is not None
     with ledger.take_turn(store) as turn:
 
-        def record(event: str, **facts: Any) -> dict[str, Any]:
+        def record(event: str, **facts: Any) -> ledger.LedgerEntry:
             """Append a line about the archive, and keep `history` up to date."""
             entry = turn.append(event, row.name, **facts, **identifying_fields(known))
             lines = history.lines or []

@@ -29,6 +29,7 @@ from blake3 import blake3
 from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument, kind_of_failure
 from ..storage import urls
+from ..storage.local_file import sync_folder
 from ..storage.source import Source
 
 if TYPE_CHECKING:
@@ -188,11 +189,7 @@ def write_small_file(folder: str, name: str, data: bytes) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.replace(part, path)
-        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(at)
-        finally:
-            os.close(at)
+        sync_folder(folder)
     except OSError as e:
         with contextlib.suppress(OSError):
             os.unlink(part)

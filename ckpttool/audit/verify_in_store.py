@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from ..engine.copy.fill import Progress, silent
 from ..engine.workers.executors import WorkersSpec, serve_if_worker
@@ -126,7 +125,7 @@ class _InStore:
 
     store: str
     file: str
-    lines: list[dict[str, Any]] | None
+    lines: list[ledger.LedgerEntry] | None
     unread: str | None
     appends: bool
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha1, sha256
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from blake3 import blake3
 
@@ -24,7 +24,10 @@ from ..engine.opening import OpenCheckpoint
 from ..errors import Interrupted
 from .virtual_files import Content
 
-__all__ = ["FileHashes", "git_oid", "hash_contents", "hash_paths"]
+__all__ = ["ByteCounter", "FileHashes", "git_oid", "hash_contents", "hash_paths"]
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 _LARGE = 64 << 10  # a block of fewer bytes is hashed faster than handed to another thread
 
@@ -57,30 +60,15 @@ def hash_contents(
     """
     ckpt = opened.checkpoint
     crcs = CrcVerifier(ckpt.records)
-    total, passed, lock, stop = sum(f.source_bytes for f in files), 0, threading.Lock(), threading.Event()
+    counter = ByteCounter("hash", sum(f.source_bytes for f in files), progress)
 
-    def count(n: int) -> None:
-        """Report progress; raises Interrupted once another thread has failed."""
-        nonlocal passed
-        if stop.is_set():
-            raise Interrupted("the hashing was stopped.")
-        with lock:
-            passed += n
-            progress("hash", passed, total)
-
-    def one(content: Content) -> FileHashes:
-        """Hash one file."""
-        done = _hash(content, crcs, count)
-        with lock:
+    def hash_one(content: Content) -> FileHashes:
+        done = _hash(content, crcs, counter.add)
+        with counter.lock:
             keep(content.name, done)
         return done
 
-    with ThreadPoolExecutor(max(1, min(jobs, len(files))), "ckpttool-hash") as pool:
-        try:
-            out = dict(zip([f.name for f in files], pool.map(one, files), strict=True))
-        except BaseException:
-            stop.set()
-            raise
+    out = dict(zip([f.name for f in files], _in_threads(hash_one, files, jobs, counter), strict=True))
     if next(crcs.missing_parts(), None) is not None:
         reader = Reader(opened.source, ckpt.files, ckpt.records)
         reader.crcs = crcs
@@ -115,25 +103,44 @@ def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> 
 
 def hash_paths(paths: dict[str, str], jobs: int, progress: Progress) -> dict[str, str]:
     """Return {file: SHA-256 hex} of files on the disk, {file: path}."""
-    total, passed, lock, stop = sum(map(os.path.getsize, paths.values())), 0, threading.Lock(), threading.Event()
+    counter = ByteCounter("hash", sum(map(os.path.getsize, paths.values())), progress)
 
-    def one(path: str) -> str:
-        """Hash one file."""
-        nonlocal passed
+    def hash_one(path: str) -> str:
         whole, buffer = sha256(), memoryview(bytearray(4 << 20))
         with open(path, "rb", buffering=0) as f:
             while n := f.readinto(buffer):
-                if stop.is_set():
-                    raise Interrupted("the hashing was stopped.")
                 whole.update(buffer[:n])
-                with lock:
-                    passed += n
-                    progress("hash", passed, total)
+                counter.add(n)
         return whole.hexdigest()
 
-    with ThreadPoolExecutor(max(1, min(jobs, len(paths))), "ckpttool-hash") as pool:
+    return dict(zip(paths, _in_threads(hash_one, list(paths.values()), jobs, counter), strict=True))
+
+
+class ByteCounter:
+    """Adds up the bytes that several threads have dealt with, and reports them as progress.
+
+    Once `stop` is set, `add` raises Interrupted, so that the other threads end when one has failed.
+    """
+
+    def __init__(self, what: str, total: int, progress: Progress) -> None:
+        self.what, self.total, self.progress = what, total, progress
+        self.passed = 0
+        self.lock, self.stop = threading.Lock(), threading.Event()
+
+    def add(self, n: int) -> None:
+        """Count `n` more bytes."""
+        if self.stop.is_set():
+            raise Interrupted("the hashing was stopped.")
+        with self.lock:
+            self.passed += n
+            self.progress(self.what, self.passed, self.total)
+
+
+def _in_threads(call: Callable[[A], B], items: Sequence[A], jobs: int, counter: ByteCounter) -> list[B]:
+    """Call it for each item in `jobs` threads; the first error stops all of them and is raised."""
+    with ThreadPoolExecutor(max(1, min(jobs, len(items))), "ckpttool-hash") as pool:
         try:
-            return dict(zip(paths, pool.map(one, paths.values()), strict=True))
+            return list(pool.map(call, items))
         except BaseException:
-            stop.set()
+            counter.stop.set()
             raise

@@ -17,9 +17,23 @@ from .source import missing_resource
 
 if TYPE_CHECKING:
     from .local_file import WriterPool
-    from .partial import EarlierRun
+    from .partial import EarlierRun, JournalEntry
 
-__all__ = ["Altered", "Destination", "DestinationFile", "ParallelDestination", "write_error"]
+__all__ = [
+    "Altered",
+    "Destination",
+    "DestinationFile",
+    "ParallelDestination",
+    "PartResult",
+    "SharedState",
+    "write_error",
+]
+
+
+#: What a worker said of a part that it has filled: digests, CRC32s, bytes, ...
+PartResult = dict[str, Any]
+#: What workers need to write to a shared destination, as plain data.
+SharedState = dict[str, Any]
 
 
 class Altered(Exception):
@@ -111,7 +125,7 @@ class Destination(Protocol):
     def write_file(self, name: str, data: bytes) -> None:
         """Write a whole file that is no part of the draft, and make it durable."""
 
-    def append_journal(self, entry: dict[str, Any]) -> None:
+    def append_journal(self, entry: JournalEntry) -> None:
         """Append a line to the journal and make it durable; does nothing unless `resumable`."""
 
     def restart(self) -> None:
@@ -175,10 +189,10 @@ class ParallelDestination(Destination, Protocol):
         """Whether an earlier run of several workers left something to continue from."""
 
     @property
-    def filled_parts(self) -> dict[int, dict[str, Any]]:
+    def filled_parts(self) -> dict[int, PartResult]:
         """What is filled of this plan: {number of a part: what its worker said of it}."""
 
-    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+    def share(self, files: Mapping[str, int]) -> SharedState:
         """Create files, {name: bytes}, for others to fill; returns what a `SharedTree` or `SharedObjects` is made
         of."""
 

@@ -21,6 +21,9 @@ from .urls import check_inside
 
 __all__ = ["follow_pages", "list_entries"]
 
+#: What a store says of an object or folder, as fsspec's `info`; or a page of such, and arguments for the next one.
+StoreInfo = dict[str, Any]
+
 # every part of it takes time linear in the page
 _LINK = re.compile(
     r"""\bhref\s*=\s*(?:"([^"<>]{1,4096})"|'([^'<>]{1,4096})')|(https?://[-\w@:%+.~#?&/=]{1,4096})""", re.IGNORECASE
@@ -31,9 +34,9 @@ _MOST_TOKEN = 1 << 14  # characters; S3 and GCS send some hundred, and refuse a 
 
 def follow_pages(
     url: str,
-    ask: Callable[[dict[str, Any]], dict[str, Any]],
-    following: Callable[[dict[str, Any]], dict[str, Any] | None],
-) -> Iterator[dict[str, Any]]:
+    ask: Callable[[StoreInfo], StoreInfo],
+    following: Callable[[StoreInfo], StoreInfo | None],
+) -> Iterator[StoreInfo]:
     """Yield the pages of a listing until it ends.
 
     Args:
@@ -43,7 +46,7 @@ def follow_pages(
     Raises:
         RemoteError: a page that was there comes back, or there are too many, or they take too long.
     """
-    more: dict[str, Any] | None = {}
+    more: StoreInfo | None = {}
     seen: set[str] = set()
     until = time.monotonic() + LIMITS.question_seconds
     while more is not None:
@@ -71,20 +74,20 @@ def follow_pages(
         seen.add(token)
 
 
-def list_entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str, Any]]:
+def list_entries(fs: Any, path: str, query: str, url: str) -> dict[str, StoreInfo]:
     """Return {name: what the store says of it, as fsspec's `info`} for all that lies directly below a folder.
 
     Raises:
         Unsafe: a name leads elsewhere. RemoteError: a name comes twice, or there are too many; the store fails.
     """
     protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, StoreInfo] = {}
     if "http" in protocols:
         for name in with_retries(url, lambda: _list_links(fs, path + query)):
             out[name] = {"name": name, "type": "file", "size": None}
             _check_count(out, url)
         return out
-    found: Iterable[dict[str, Any]]
+    found: Iterable[StoreInfo]
     if "s3" in protocols:
         found = _list_s3(fs, path, url)
     elif "gs" in protocols:
@@ -115,7 +118,7 @@ def list_entries(fs: Any, path: str, query: str, url: str) -> dict[str, dict[str
     return out
 
 
-def _check_count(found: dict[str, Any], url: str) -> None:
+def _check_count(found: StoreInfo, url: str) -> None:
     """Refuse a listing with more names than a checkpoint can have."""
     if len(found) > LIMITS.names:
         raise RemoteError(
@@ -123,7 +126,7 @@ def _check_count(found: dict[str, Any], url: str) -> None:
         )
 
 
-def _list_s3(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
+def _list_s3(fs: Any, path: str, url: str) -> Iterator[StoreInfo]:
     """Yield objects and common prefixes below a prefix of an S3 bucket, as fsspec's `info`."""
     bucket, _, key = path.partition("/")
     where = {"Bucket": bucket, "Prefix": key + "/" if key else "", "Delimiter": "/"}
@@ -144,7 +147,7 @@ def _list_s3(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
             }
 
 
-def _list_gcs(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
+def _list_gcs(fs: Any, path: str, url: str) -> Iterator[StoreInfo]:
     """Yield objects and prefixes below a prefix of a bucket of Google's store, as fsspec's `info`."""
     bucket, _, key = path.partition("/")
     where = {"delimiter": "/", "prefix": key + "/" if key else "", "maxResults": 1000}
@@ -165,7 +168,7 @@ def _list_gcs(fs: Any, path: str, url: str) -> Iterator[dict[str, Any]]:
             }
 
 
-def _list_hub(fs: Any, path: str, at: Any, url: str) -> list[dict[str, Any]]:
+def _list_hub(fs: Any, path: str, at: Any, url: str) -> list[StoreInfo]:
     """Return files and folders of a repository on the Hub, as fsspec's `info`; `at` is the resolved path."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
@@ -176,7 +179,7 @@ def _list_hub(fs: Any, path: str, at: Any, url: str) -> list[dict[str, Any]]:
         at.repo_id, at.path_in_repo, revision=at.revision, repo_type=at.repo_type
     )
     for entry in listed:
-        info: dict[str, Any] = {"name": f"{head}/{entry.path}", "type": "directory", "size": 0}
+        info: StoreInfo = {"name": f"{head}/{entry.path}", "type": "directory", "size": 0}
         if isinstance(entry, RepoFile):
             info |= {"type": "file", "size": entry.size, "blob_id": entry.blob_id}
         out.append(info)

@@ -17,7 +17,6 @@ import shutil
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from ..errors import (
     CkpttoolError,
@@ -31,8 +30,8 @@ from ..errors import (
     note_change,
 )
 from . import partial
-from .destination_protocol import ParallelDestination, write_error
-from .local_file import LocalFile, WriterPool
+from .destination_protocol import ParallelDestination, PartResult, SharedState, write_error
+from .local_file import LocalFile, WriterPool, sync_folder
 from .lock import ensure_owner_mode, take_lock, unlock
 from .shared_tree import is_coherent, read_filled_parts
 
@@ -192,7 +191,7 @@ class LocalDestination(ParallelDestination):
         if isinstance(e, (RemoteError, Unreadable)):
             e.add_note(self.resume_hint)
 
-    def append_journal(self, entry: dict[str, Any]) -> None:
+    def append_journal(self, entry: partial.JournalEntry) -> None:
         """Append to the journal and make it durable. What it speaks of must be durable already."""
         os.write(self._journal, (json.dumps(entry, separators=(",", ":")) + "\n").encode())
         os.fdatasync(self._journal)
@@ -201,7 +200,7 @@ class LocalDestination(ParallelDestination):
         """Open a file at its first byte."""
         return LocalFile(self.path(name), pool, existing)
 
-    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+    def share(self, files: Mapping[str, int]) -> SharedState:
         """Create the files of a draft, {name: bytes}, for others to fill; what a `SharedTree` is made of."""
         parts = os.path.join(self.folder, "parts")
         if not os.path.isdir(parts):
@@ -240,7 +239,7 @@ class LocalDestination(ParallelDestination):
         return bool(self.filled_parts)
 
     @property
-    def filled_parts(self) -> dict[int, dict[str, Any]]:
+    def filled_parts(self) -> dict[int, PartResult]:
         """What is filled: {number of a part: what its worker said of it}."""
         return read_filled_parts(self.folder, self.plan)
 
@@ -269,7 +268,7 @@ class LocalDestination(ParallelDestination):
             CkpttoolError: the destination is as it was, or (`in_place`) the new one, and the message says which.
         """
         for folder, _, _ in os.walk(self.tree):
-            _fsync_folder(folder)
+            sync_folder(folder)
         there = os.stat(self.folder, follow_symlinks=False)
         if not os.path.samestat(there, os.fstat(self._folder)):
             raise Unsafe(f"{self.folder} was put in the place of ours while we wrote. The destination is untouched.")
@@ -286,7 +285,7 @@ class LocalDestination(ParallelDestination):
                     os.ftruncate(self._journal, whole)  # nothing was moved: the next run may continue
             raise
         try:
-            _fsync_folder(self.parent)
+            sync_folder(self.parent)
         except OSError as e:
             old = ""
             if self._replaced:
@@ -431,12 +430,3 @@ def _list_files(folder: str) -> list[os.DirEntry[str]]:
         for e in entries:
             out.extend(_list_files(e.path) if e.is_dir(follow_symlinks=False) else [e])
     return out
-
-
-def _fsync_folder(path: str) -> None:
-    """Make the entries of a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

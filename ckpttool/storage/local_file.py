@@ -16,12 +16,21 @@ from .lock import ensure_owner_mode
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["LocalFile", "WriterPool", "write_all_at"]
+__all__ = ["LocalFile", "WriterPool", "sync_folder", "write_all_at"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _SMALL = (
     32 << 10
 )  # so many bytes of a file wait without a buffer of the pool, which many files would take from each other
+
+
+def sync_folder(path: str) -> None:
+    """Make the entries of a folder durable: what was created, renamed or removed in it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_all_at(fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 from ..errors import CkpttoolError, note_change
 from ..index.draft import Draft
 from . import urls
-from .destination_protocol import DestinationFile, ParallelDestination
+from .destination_protocol import DestinationFile, ParallelDestination, PartResult, SharedState
 from .local_file import WriterPool
-from .partial import EarlierRun
+from .partial import EarlierRun, JournalEntry
 from .upload import ObjectUpload, SharedUpload
 from .upload_folder import UploadFolder
 
@@ -101,11 +101,11 @@ class _UploadDestination(ParallelDestination):
         elif self.shared and e.keeps_work:
             e.add_note(self.resume_hint)
 
-    def append_journal(self, entry: dict[str, Any]) -> None:
+    def append_journal(self, entry: JournalEntry) -> None:
         """Do nothing: there is no journal, since it is not `resumable`."""
 
     @property
-    def filled_parts(self) -> dict[int, dict[str, Any]]:
+    def filled_parts(self) -> dict[int, PartResult]:
         """Nothing: the store itself lists what it has."""
         return {}
 
@@ -114,7 +114,7 @@ class _UploadDestination(ParallelDestination):
         """Whether an earlier run left parts to continue from."""
         return self.upload.sharable and self.upload.has_earlier_parts
 
-    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+    def share(self, files: Mapping[str, int]) -> SharedState:
         """Begin the uploads of these files, or continue those of an earlier run; returns what `SharedObjects` is made
         of."""
         raise NotImplementedError
@@ -178,7 +178,7 @@ class ObjectDestination(_UploadDestination):
                 "ledger"
             )
 
-    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+    def share(self, files: Mapping[str, int]) -> SharedState:
         """Begin the upload, or continue that of an earlier run."""
         begun = self.has_earlier_parts
         (name,) = files
@@ -216,7 +216,7 @@ class PrefixDestination(_UploadDestination):
             url, UploadFolder(url, list(sizes), force=force, open_at_once=_open_at_once(draft), largest=largest)
         )
 
-    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+    def share(self, files: Mapping[str, int]) -> SharedState:
         """Begin the uploads, or continue those of an earlier run."""
         begun = self.has_earlier_parts
         self.upload.share(files)

@@ -23,6 +23,7 @@ from .urls import redact_url
 
 __all__ = [
     "NO_LOCK",
+    "S3Answer",
     "S3Object",
     "exists_error",
     "get_with_token",
@@ -33,6 +34,9 @@ __all__ = [
     "s3_object",
     "set_legal_hold",
 ]
+
+#: An answer of S3's API, or a part of one, as botocore parses it.
+S3Answer = dict[str, Any]
 
 _WRITES = frozenset({"upload_part", "put_object", "complete_multipart_upload"})
 # How stores say that a bucket has no object lock.
@@ -48,7 +52,7 @@ class S3Object:
         if not self.key:
             raise UsageError(f"{redact_url(url)} names a bucket; give an object in it.")
 
-    def request(self, method: str, *, read_body: bool = False, **kwargs: Any) -> dict[str, Any]:
+    def request(self, method: str, *, read_body: bool = False, **kwargs: Any) -> S3Answer:
         """Send a request of S3's API, with retries, and return its answer; with `read_body`, the Body of the answer is
         read.
 
@@ -59,14 +63,14 @@ class S3Object:
 
         body = kwargs.get("Body")
 
-        async def call() -> dict[str, Any]:
+        async def call() -> S3Answer:
             await self.fs.set_session()
             client = await self.fs.get_s3(self.bucket)
             if body is not None:
                 body.seek(0)
             asked = getattr(client, method)(Bucket=self.bucket, **kwargs)
             budget = current_budget()
-            answer: dict[str, Any] = await (_watch_upload(asked, body, budget) if budget and budget.writes else asked)
+            answer: S3Answer = await (_watch_upload(asked, body, budget) if budget and budget.writes else asked)
             if read_body:
                 async with answer["Body"] as stream:
                     answer["Body"] = await stream.read()
@@ -74,7 +78,7 @@ class S3Object:
 
         return with_retries(self.url, lambda: sync(self.fs.loop, call), writes=method in _WRITES)
 
-    def pages(self, method: str, following: Mapping[str, str], **kwargs: Any) -> Iterator[dict[str, Any]]:
+    def pages(self, method: str, following: Mapping[str, str], **kwargs: Any) -> Iterator[S3Answer]:
         """Yield the answers to a request that lists; `following` {argument for the next page: the name of its value in
         an answer}.
 
@@ -99,7 +103,7 @@ class S3Object:
             return []
         return found
 
-    def put_part(self, upload: str, number: int, body: IO[bytes]) -> dict[str, Any]:
+    def put_part(self, upload: str, number: int, body: IO[bytes]) -> S3Answer:
         """Send a part of an upload; returns what completes the upload with this part.
 
         Raises:
@@ -108,13 +112,13 @@ class S3Object:
         answer = self.request("upload_part", Key=self.key, UploadId=upload, PartNumber=number, Body=body)
         return _completed_part(number, answer, self.url)
 
-    def list_parts(self, upload: str, key: str | None = None) -> dict[int, dict[str, Any]]:
+    def list_parts(self, upload: str, key: str | None = None) -> dict[int, S3Answer]:
         """Return the parts that the store has: {number: what completes an upload with this part, and its "Size"}.
 
         Raises:
             NotFound: the upload was completed or aborted.
         """
-        out: dict[int, dict[str, Any]] = {}
+        out: dict[int, S3Answer] = {}
         for page in self.pages(
             "list_parts", {"PartNumberMarker": "NextPartNumberMarker"}, Key=key or self.key, UploadId=upload
         ):
@@ -151,7 +155,7 @@ class S3Object:
             time.sleep(POLICY.first_wait_seconds * 2**k)
         raise RemoteError(f"{self.url}: the store keeps parts of an upload that was aborted {POLICY.tries} times.")
 
-    def head(self) -> dict[str, Any] | None:
+    def head(self) -> S3Answer | None:
         """Return the object's metadata; None if it does not exist."""
         try:
             return self.request("head_object", Key=self.key)
@@ -167,9 +171,7 @@ class S3Object:
                 pass
 
 
-async def _watch_upload(
-    asked: Awaitable[dict[str, Any]], body: IO[bytes] | None, budget: RequestBudget
-) -> dict[str, Any]:
+async def _watch_upload(asked: Awaitable[S3Answer], body: IO[bytes] | None, budget: RequestBudget) -> S3Answer:
     """Wait for the answer to a request that sends something; raise if in one period nothing of the body was sent and no
     answer came."""
     import asyncio
@@ -186,7 +188,7 @@ async def _watch_upload(
         before = now
 
 
-def _completed_part(number: int, answer: Mapping[str, Any], url: str) -> dict[str, Any]:
+def _completed_part(number: int, answer: Mapping[str, Any], url: str) -> S3Answer:
     """Return what completes an upload with a part: its number, ETag and checksums."""
     sums = {k: v for k, v in answer.items() if k.startswith("Checksum") and k != "ChecksumType"}
     return {"PartNumber": number, "ETag": required_value(answer, "ETag", url), **sums}
@@ -248,7 +250,7 @@ def remove_object(url: str) -> None:
 
 def _versions(at: S3Object) -> list[str]:
     """Return the versions of the object and the marks of its deletion, the oldest first."""
-    found: list[dict[str, Any]] = []
+    found: list[S3Answer] = []
     following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
     for page in at.pages("list_object_versions", following, Prefix=at.key):
         found += [v for v in (*page.get("Versions", []), *page.get("DeleteMarkers", [])) if v["Key"] == at.key]
@@ -301,7 +303,7 @@ def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:
         raise Unsupported(
             f"{redact_url(url)}: this kind of store has no conditional writes; a ledger needs them. Use S3 or a folder."
         )
-    condition: dict[str, Any] = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
+    condition: S3Answer = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
     try:
         at.request("put_object", Key=at.key, Body=io.BytesIO(data), **condition)
     except (ConditionFailed, NotFound):  # with If-Match, missing is another one's deletion

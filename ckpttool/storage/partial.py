@@ -34,6 +34,7 @@ from .lock import describe_user, ensure_owner_mode, is_our_uid, open_lock, take_
 __all__ = [
     "Cleaned",
     "EarlierRun",
+    "JournalEntry",
     "LeftoverFiles",
     "clean",
     "clean_command",
@@ -48,6 +49,9 @@ __all__ = [
     "rename_special",
     "why_foreign",
 ]
+
+#: A line of the journal.
+JournalEntry = dict[str, Any]
 
 _ID = 12  # hex digits of the plan's digest
 _MOST = 100  # partial folders of one plan: the names of others are passed over
@@ -191,7 +195,7 @@ class EarlierRun(NamedTuple):
     lost: dict[str, tuple[int, int, int]] = {}  # noqa: RUF012
 
 
-def read_journal(folder: str) -> list[dict[str, Any]]:
+def read_journal(folder: str) -> list[JournalEntry]:
     """Return the complete lines of the journal of a partial folder; [] if there is none."""
     try:
         fd = os.open(os.path.join(folder, "journal"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -205,7 +209,7 @@ def read_journal(folder: str) -> list[dict[str, Any]]:
     return entries
 
 
-def parse_journal(entries: list[dict[str, Any]], plan: str) -> EarlierRun | None:
+def parse_journal(entries: list[JournalEntry], plan: str) -> EarlierRun | None:
     """Return what a journal says; None if it belongs to another plan, is malformed, or its tree may be the old
     destination."""
     if not entries or entries[0]["plan"] != plan or "committed" in entries[-1]:

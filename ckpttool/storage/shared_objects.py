@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import RemoteError
 from .destination_protocol import DestinationFile
-from .objects import S3Object, s3_object
+from .objects import S3Answer, S3Object, s3_object
 from .retries import NotFound
 from .upload import SIZES, UploadPool, temp_space_error, upload_lost_error
 from .urls import redact_url
@@ -97,7 +97,7 @@ class Cells:
             )
         self.at: S3Object = at
         self.upload, self.shared, self.size = upload, shared, shared.part_bytes
-        self.there: dict[int, dict[str, Any]] | None = None if shared.earlier else {}
+        self.there: dict[int, S3Answer] | None = None if shared.earlier else {}
         self.number, self.have, self.body = -1, 0, self._empty()
         self.etags: dict[int, str] = {}
         self.kept: set[int] = set()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import CkpttoolError, NoSpace, RemoteError, Unsupported
-from .objects import NO_LOCK, S3Object, exists_error, hide_object, required_value, s3_object
+from .objects import NO_LOCK, S3Answer, S3Object, exists_error, hide_object, required_value, s3_object
 from .remote import filesystem_for
 from .retries import ConditionFailed, Denied, NotFound, with_retries
 from .urls import redact_url
@@ -232,7 +232,7 @@ class PartsUpload:
             self._start_multipart(lock)
         self.locked = bool(lock)
         self.part, self.number, self.nbytes = self._new_part(), 0, 0
-        self.done: dict[int, dict[str, Any]] = {}
+        self.done: dict[int, S3Answer] = {}
         self.pending: list[Future[None]] = []
 
     def _new_part(self) -> IO[bytes]:
