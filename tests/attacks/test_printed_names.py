@@ -118,7 +118,7 @@ def test_a_model_card_runs_nothing(chromium: Browser, tmp_path: Path) -> None:
             facts = model_card.CardFacts(
                 "a/b", "0", evil, 2, evil, 3, {"torch.float32": 3}, {"all": "0", evil: "1"}, True, False, config, kind
             )
-            text = model_card.merged(None, facts).decode()
+            text = model_card.update_card(None, facts).decode()
             assert all(line.isprintable() for line in text.split("\n")), piece
             assert "FORGED" not in [line.strip()[:6] for line in text.replace("# ", "").split("\n")]
             _looks(

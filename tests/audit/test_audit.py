@@ -692,7 +692,7 @@ def test_a_cast_on_the_way_back_does_not_hide_what_was_altered(tmp_path: Path, m
 
     encode = manifest.encode_manifest  # the digest of another tensor, in an archive that is whole otherwise
     monkeypatch.setattr(
-        manifest, "encode",
+        manifest, "encode_manifest",
         lambda found, places: encode(
             manifest.Manifest(
                 found.tensors, {n: "ab" * 32 if n == "model.a" else d for n, d in found.digests.items()}, found.grouped,

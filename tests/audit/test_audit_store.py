@@ -86,7 +86,7 @@ class Shelf:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
     it = Shelf(str(tmp_path))
-    monkeypatch.setattr(archive_store, "facts", it.facts)
+    monkeypatch.setattr(archive_store, "read_facts", it.facts)
     monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
     return it
 
@@ -877,7 +877,7 @@ def test_prune_never_deletes_what_is_protected(
     folder = tempfile.mkdtemp()
     try:
         store = Shelf(folder)
-        mp.setattr(archive_store, "facts", store.facts)
+        mp.setattr(archive_store, "read_facts", store.facts)
         mp.setattr(os, "fsync", lambda _: None)
         protected, dated = set(), {}
         for k, w in enumerate(what):

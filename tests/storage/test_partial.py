@@ -521,14 +521,14 @@ def test_an_error_after_the_rename_says_that_the_new_one_is_in_place(
 ) -> None:
     if force:
         ckpttool.convert(saved(dst.parent / "old.pt", 2), dst, **HOW)
-    real = local_destination._fsync_folder
+    real = local_destination.sync_folder
 
     def sync(path: str) -> None:
         if path == str(dst.parent):
             raise OSError(code, os.strerror(code))
         real(path)
 
-    monkeypatch.setattr(local_destination, "_fsync_folder", sync)
+    monkeypatch.setattr(local_destination, "sync_folder", sync)
     with pytest.raises(kind, match="new checkpoint is in place") as e:
         ckpttool.convert(src, dst, force=force, **HOW)
     assert type(e.value) is kind and "untouched" not in str(e.value) and "power cut" in str(e.value)

@@ -934,7 +934,7 @@ def test_a_listing_of_parts_without_an_end(s3: Moto, bucket: str, monkeypatch: p
     with Flaky(s3.endpoint, lambda m, p: (200, told) if m == "GET" and "uploads" in p else None) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
         at = objects.s3_object(f"{bucket}/a")
-        assert at is not None and at.unfinished("a", lambda _: True) == []
+        assert at is not None and at.list_unfinished_uploads("a", lambda _: True) == []
         assert len(proxy.seen) == 2
 
 

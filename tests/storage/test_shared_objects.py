@@ -220,12 +220,12 @@ def test_a_part_that_another_run_replaces_is_sent_again(s3: Moto, bucket: str) -
 
 
 def test_a_run_whose_parts_are_always_replaced_gives_up(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = S3Object.parts
+    real = S3Object.list_parts
 
     def others(self: S3Object, *a: Any) -> Any:
         return {k: {**v, "ETag": '"other"'} for k, v in real(self, *a).items()}
 
-    monkeypatch.setattr(S3Object, "parts", others)
+    monkeypatch.setattr(S3Object, "list_parts", others)
     with pytest.raises(RemoteError, match="Another run sends to the same place"):
         convert(DCP, f"{bucket}/a", "dcp", workers=Workers())
     assert objects(s3, bucket, "a") == {}

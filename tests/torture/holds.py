@@ -55,8 +55,8 @@ def _delayed(rng: random.Random) -> None:
         setattr(where, name, later)
 
     for where, name in (
-        (pruning, "remove_file"), (pruning, "look"), (holds, "remove_file"), (holds, "require"), (holds, "_write_beside"),
-        (holds, "row_of"), (archive_store, "_refuse_protected"), (sidecar, "put"), (ledger.Turn, "append"), (ledger, "turn"),
+        (pruning, "remove_file"), (pruning, "read_archive_facts"), (holds, "remove_file"), (holds, "require_archive"), (holds, "_write_hold_file"),
+        (holds, "make_row"), (archive_store, "_refuse_protected"), (sidecar, "write_small_file"), (ledger.Turn, "append"), (ledger, "take_turn"),
     ):  # fmt: skip
         slow(where, name)
 
