@@ -189,6 +189,7 @@ def _is_list_of_path_pairs(x: Any) -> bool:
 
 
 def _is_source(x: Any) -> bool:
+    """Return whether a value describes the source of an export, with all fields."""
     kinds = {
         "path": _is_text,
         "layout": _is_text,

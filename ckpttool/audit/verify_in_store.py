@@ -47,19 +47,14 @@ def verify(
     Args:
         jobs: threads that decompress and hash; of each worker, where there are some.
         workers: who reads the archive, as in `ckpttool.convert`. One process reads an encrypted one, or one whose
-        structure is
-            damaged; a warning says so.
+            structure is damaged; a warning says so.
 
     Raises:
         Differs: signature, checkpoint or root differ, or it is not the recorded archive.
         UsageError: arguments that contradict each other. Corrupt: the ledger is damaged.
     """
     serve_if_worker(workers)
-    if quick and workers is not None:
-        raise UsageError(
-            f"{argument('workers', workers)}: only structure and signature were asked for, which one process reads. "
-            "Leave one of the two out."
-        )
+    _refuse_quick_workers(quick, workers)
     where = place(path)
     source, file = where.source, where.file
     # what the archive is compared with: the arguments, or what the ledger recorded at the export
@@ -79,9 +74,7 @@ def verify(
         if sealed:
             if public_key or certificates or against:
                 raise UsageError(f"{path} is encrypted: give {argument('identities')} to look inside.")
-            found = _verify_ciphertext(source, file, root, quick, progress)
-            if workers not in (None, 1, "1"):
-                found.warnings.append("workers were not used: one process hashes the ciphertext")
+            found = _verify_ciphertext(source, file, root, quick, workers, progress)
         else:
             name = file
             if file.endswith(ENCRYPTED):
@@ -101,9 +94,7 @@ def verify(
                 path_for_workers=path if source is where.source else None,
                 progress=progress,
             )
-        in_store.compare(found)
-        if by_ledger and in_store.lines is not None and not found.findings:
-            found.against = "what the ledger recorded at the export"
+        in_store.compare(found, by_ledger)
     except (Corrupt, Differs) as e:
         in_store.append_line(sound=False, depth="quick" if quick else "full", why=str(e)[:500])
         raise
@@ -111,8 +102,16 @@ def verify(
         source.close()
     if not sealed:
         found.path = path
-    in_store.record_result(found)
-    return found
+    return in_store.record_result(found)
+
+
+def _refuse_quick_workers(quick: bool, workers: WorkersSpec) -> None:
+    """Raise UsageError if workers are asked for a verification that reads kilobytes."""
+    if quick and workers is not None:
+        raise UsageError(
+            f"{argument('workers', workers)}: only structure and signature were asked for, which one process reads. "
+            "Leave one of the two out."
+        )
 
 
 @dataclass
@@ -155,8 +154,11 @@ class _InStore:
             )
         return str(recorded[self.file].get("merkle_root"))
 
-    def compare(self, found: ArchiveVerdict) -> None:
+    def compare(self, found: ArchiveVerdict, by_ledger: bool) -> None:
         """Compare with what the ledger records under this name: every hash, whether it was signed, and by which key.
+
+        Args:
+            by_ledger: the ledger is what a deep verification compares with, which `found.against` says then.
 
         Raises:
             Differs: it records another archive.
@@ -173,9 +175,11 @@ class _InStore:
             there = folder.exists(sidecar.hold_name(self.file))
             held = sidecar.read_holds(folder, self.file) if there else []
         found.warnings += hold_disagreements(self.file, self.lines, held)
+        if by_ledger:
+            found.against = "what the ledger recorded at the export"
 
-    def record_result(self, found: ArchiveVerdict) -> None:
-        """Append a line with the result to the ledger."""
+    def record_result(self, found: ArchiveVerdict) -> ArchiveVerdict:
+        """Append a line with the result to the ledger; returns the result."""
         self.append_line(
             sound=not found.findings,
             depth=found.depth,
@@ -185,6 +189,7 @@ class _InStore:
             bytes=found.file_bytes,
             why=str(found.findings[0])[:500] if found.findings else None,
         )
+        return found
 
     def append_line(self, **facts: object) -> None:
         """Append a line, if the ledger may be written."""
@@ -212,12 +217,16 @@ def _parse_root(text: str) -> str:
     return f"{kind}:{digits}" if kind else digits
 
 
-def _verify_ciphertext(source: Source, file: str, root: str | None, quick: bool, progress: Progress) -> ArchiveVerdict:
+def _verify_ciphertext(
+    source: Source, file: str, root: str | None, quick: bool, workers: WorkersSpec, progress: Progress
+) -> ArchiveVerdict:
     """Verify an encrypted archive without its key: the ciphertext against the hashes in its sidecar."""
     parsed = sidecar.read_sidecar(source, file)
     known, want = parsed["archive"], parsed["ciphertext"]
     have = {**want, "bytes": source.size(file)} if quick else sidecar.hash_ciphertext(source, file, progress)
     out = ArchiveVerdict(f"{source.root}/{file}", "quick" if quick else "ciphertext", have["bytes"])
+    if workers not in (None, 1, "1"):
+        out.warnings.append("workers were not used: one process hashes the ciphertext")
     for i, (a, b) in enumerate(zip(have["blocks"], want["blocks"], strict=False)):
         if a != b:
             what = "the ciphertext does not have the SHA-256 of the sidecar"

@@ -95,6 +95,7 @@ class _BoundedAnswer(aiohttp.ClientResponse):
             return
 
         def look() -> None:
+            """End the answer if too few bytes have arrived; otherwise look again later."""
             if self.closed or stream.is_eof():
                 return
             if stream.total_bytes - before < LIMITS.stall_bytes:

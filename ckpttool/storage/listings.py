@@ -11,13 +11,16 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from html import unescape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urljoin
 
 from ..errors import RemoteError, Unsafe
 from .answer_limits import LIMITS
 from .retries import with_retries
 from .urls import check_inside
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 __all__ = ["follow_pages", "list_entries"]
 
@@ -74,7 +77,7 @@ def follow_pages(
         seen.add(token)
 
 
-def list_entries(fs: Any, path: str, query: str, url: str) -> dict[str, StoreInfo]:
+def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dict[str, StoreInfo]:
     """Return {name: what the store says of it, as fsspec's `info`} for all that lies directly below a folder.
 
     Raises:
@@ -126,7 +129,7 @@ def _check_count(found: StoreInfo, url: str) -> None:
         )
 
 
-def _list_s3(fs: Any, path: str, url: str) -> Iterator[StoreInfo]:
+def _list_s3(fs: AbstractFileSystem, path: str, url: str) -> Iterator[StoreInfo]:
     """Yield objects and common prefixes below a prefix of an S3 bucket, as fsspec's `info`."""
     bucket, _, key = path.partition("/")
     where = {"Bucket": bucket, "Prefix": key + "/" if key else "", "Delimiter": "/"}
@@ -147,7 +150,7 @@ def _list_s3(fs: Any, path: str, url: str) -> Iterator[StoreInfo]:
             }
 
 
-def _list_gcs(fs: Any, path: str, url: str) -> Iterator[StoreInfo]:
+def _list_gcs(fs: AbstractFileSystem, path: str, url: str) -> Iterator[StoreInfo]:
     """Yield objects and prefixes below a prefix of a bucket of Google's store, as fsspec's `info`."""
     bucket, _, key = path.partition("/")
     where = {"delimiter": "/", "prefix": key + "/" if key else "", "maxResults": 1000}
@@ -168,7 +171,7 @@ def _list_gcs(fs: Any, path: str, url: str) -> Iterator[StoreInfo]:
             }
 
 
-def _list_hub(fs: Any, path: str, at: Any, url: str) -> list[StoreInfo]:
+def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[StoreInfo]:
     """Return files and folders of a repository on the Hub, as fsspec's `info`; `at` is the resolved path."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
@@ -190,7 +193,7 @@ def _list_hub(fs: Any, path: str, at: Any, url: str) -> list[StoreInfo]:
     return out
 
 
-def _list_links(fs: Any, url: str) -> list[str]:
+def _list_links(fs: AbstractFileSystem, url: str) -> list[str]:
     """Return the names that a web page links to, directly below it. The page is made for people, so other links are no
     error."""
     from fsspec.asyn import sync

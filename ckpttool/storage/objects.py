@@ -12,7 +12,7 @@ import io
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DestinationExists, RemoteError, Unsupported, UsageError, argument
 from .answer_limits import RequestBudget, current_budget
@@ -20,6 +20,9 @@ from .listings import follow_pages
 from .remote import filesystem_for
 from .retries import POLICY, ConditionFailed, Denied, NotFound, with_retries
 from .urls import redact_url
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 __all__ = [
     "NO_LOCK",
@@ -46,7 +49,7 @@ NO_LOCK = re.compile(r"object ?lock|lock configuration|NotImplemented|MethodNotA
 class S3Object:
     """One object of an S3 store."""
 
-    def __init__(self, fs: Any, path: str, url: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str, url: str) -> None:
         self.fs, self.url = fs, redact_url(url)
         self.bucket, _, self.key = path.partition("/")
         if not self.key:

@@ -70,7 +70,7 @@ class ComputedSource(OverlaySource):
         self._held: tuple[str, memoryview] = ("", memoryview(b""))
 
     def name_here(self, number: int, name: str) -> str:
-        """Name files of the further sources by their paths; they cannot be read here."""
+        """Return the path of a file of a further source; it cannot be read here."""
         return os.path.join(self.sources[number].root, name) if number else name
 
     def exists(self, name: str) -> bool:
@@ -80,6 +80,7 @@ class ComputedSource(OverlaySource):
         return self.made[name][0] if name in self.made else super().size(name)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` from a file; a computed one is made whole, unless it was the last that was read."""
         if name not in self.made:
             super().readinto(name, offset, into)
             return
@@ -134,6 +135,7 @@ class JoinedSource(OverlaySource):
         return ENDLESS if name == ZEROS else super().size(name)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` from a file of either checkpoint, or with zeros."""
         if name == ZEROS:
             into[:] = bytes(len(into))
         else:
@@ -167,6 +169,7 @@ class SiblingsSource(OverlaySource):
 
     @property
     def sibling_names(self) -> frozenset[str]:
+        """The files of the folder above that appear under "../"."""
         return self._names
 
     def locate(self, name: str) -> tuple[Source, str]:
@@ -290,6 +293,7 @@ class PatchedSource(OverlaySource):
         return self.inner.size(name) if found is None else found.size
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` from a file; raises LostBytes where a patched one has a hole."""
         found = self.patch(name)
         if found is None:
             self.inner.readinto(name, offset, into)

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
@@ -27,6 +27,9 @@ from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redacted_message, with_retries
 from .source import Identity, Source
 from .urls import check_inside, is_url, redact_url, scheme_of
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 __all__ = ["RemoteSource", "commit_of", "filesystem_for", "open_source"]
 
@@ -54,7 +57,7 @@ _VERSION = (
 )
 
 
-def filesystem_for(url: str) -> tuple[Any, str, str]:
+def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
     """Return (fsspec file system, path in it, query that every request carries) for a URL.
 
     Raises:
@@ -378,7 +381,7 @@ class RemoteSource(Source):
         self._closed = True
 
 
-def _pin_commit(fs: Any, path: str) -> tuple[str, str | None]:
+def _pin_commit(fs: AbstractFileSystem, path: str) -> tuple[str, str | None]:
     """Return (a path on the Hub with the commit in the place of its branch, that commit); (the path, None) if it names
     no repository."""
     from huggingface_hub import HfApi, constants
@@ -422,7 +425,7 @@ def _hash64(text: str) -> int:
 _NO_VERSION = 0x141CFC9842C4B0E3  # _number("")
 
 
-def _fetch_web_range(fs: Any, url: str, start: int, end: int) -> bytes:
+def _fetch_web_range(fs: AbstractFileSystem, url: str, start: int, end: int) -> bytes:
     """Fetch bytes [start, end) of the file at a web URL."""
     from fsspec.asyn import sync
 

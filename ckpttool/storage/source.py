@@ -468,6 +468,7 @@ class OverlaySource(Source):
         source.readinto(own, offset, into)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Announce ranges to the sources that have the files."""
         located = ((*self.locate(name), offset, length) for name, offset, length in ranges)
         if len(self.sources) == 1:  # which may take them one at a time
             self.inner.prefetch((own, offset, length) for _, own, offset, length in located)
@@ -484,6 +485,7 @@ class OverlaySource(Source):
         }
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
+        """Divide the identities among the sources."""
         expected: dict[int, dict[str, Identity]] = {id(source): {} for source in self.sources}
         for name, identity in identities.items():
             source, own = self.locate(name)

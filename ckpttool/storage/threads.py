@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 __all__ = ["InThisThread", "make_executor"]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class InThisThread(Executor):
     """An executor that does the work when it is submitted."""
 
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call it now, and return a future that is done."""
-        out: Future[Any] = Future()
+        out: Future[T] = Future()
         try:
             out.set_result(fn(*args, **kwargs))
         except Exception as e:

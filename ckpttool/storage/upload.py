@@ -74,7 +74,7 @@ class UploadPool:
         self.many, self.pool = many, ThreadPoolExecutor(many, "ckpttool-send")
         self.free = threading.Semaphore(many)
 
-    def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
+    def submit(self, call: Callable[..., None], *args: object) -> Future[None]:
         """Call it in a thread; wait until one is free."""
         self.free.acquire()
         future = self.pool.submit(call, *args)

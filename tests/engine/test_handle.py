@@ -250,7 +250,9 @@ def test_a_slice_of_a_tensor_in_a_store_requests_its_own_bytes(tmp_path: Path, m
     stores.moto().client().upload_file(tmp_path / "a.pt", bucket[5:], "run/a.pt")
     sent: list[int] = []
     real = RemoteSource._fetch_range
-    monkeypatch.setattr(RemoteSource, "_fetch_range", lambda self, name, at, n: (sent.append(n), real(self, name, at, n))[1])
+    monkeypatch.setattr(
+        RemoteSource, "_fetch_range", lambda self, name, at, n: (sent.append(n), real(self, name, at, n))[1]
+    )
     with ckpttool.open(f"{bucket}/run/a.pt") as opened:
         sent.clear()
         assert np.array_equal(opened["model.w"][2:5, 1:3], w[2:5, 1:3]) and sum(sent) <= 64 << 10
