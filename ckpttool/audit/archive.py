@@ -6,7 +6,7 @@ one frame per member.
 
 Proved on opening, without reading data: the frames are where the plan of the manifest puts them; every tar header and
 safetensors header is the planned one; no member is missing, unknown or there twice; the small members have the hashes
-in SHA256SUMS. verification.py checks the data.
+in SHA256SUMS. archive_verification.py checks the data.
 """
 
 from __future__ import annotations

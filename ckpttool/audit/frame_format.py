@@ -9,7 +9,7 @@ of each frame's bytes in the file, and the CRC32 of all that. All numbers are li
 
 Every frame has at most `FRAME` bytes of content, its size in the header, one segment, a checksum and no dictionary, so
 that its header has only one form. With that, the CRC table and the seek table, every bit of the file is covered by
-something else in it: `frame_walk.walk` finds any bit that was changed, and says in which frame.
+something else in it: `frame_walk.walk_file` finds any bit that was changed, and says in which frame.
 
 `frame_writer` writes such files, `frame_reader` reads ranges of them, `frame_walk` checks them from end to end.
 """

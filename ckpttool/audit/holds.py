@@ -1,7 +1,7 @@
 """Legal holds: place and release them.
 
 A hold is a line in the ledger and a file, NAME.hold.json, that `release` removes after its own line. While the file is
-there its holds count, whatever the ledger says; where the two disagree, `archive_store.listing` says so.
+there its holds count, whatever the ledger says; where the two disagree, `list_archives` says so.
 
 A hold that succeeded is not followed by a deletion: see `ledger.take_turn`. Object lock makes the store itself refuse,
 so there a hold may even come between a deletion's line and the deletion.

@@ -43,7 +43,7 @@ from ..options import (
 from ..storage.buffers import IOBudget
 from . import model_card, screening
 from .client import CommitConflict, FileToSend, RejectedError, Repository, RepositoryState, TransientError, parse_target
-from .hashing import FileHashes, hash_contents, hash_paths
+from .hashing import ByteCounter, FileHashes, hash_contents, hash_paths
 from .journal import Journal
 from .push_file import PushFile
 from .push_target import PushTarget
@@ -405,19 +405,12 @@ class Push:
     def upload(self, changed: Sequence[PushFile], sent: dict[str, int], progress: Progress) -> list[Any]:
         """Upload the large files; returns the operations of a commit. {name: bytes} of uploaded files is added to
         `sent`."""
-        total, passed, lock = sum(f.size for f in changed if f.data is None), 0, threading.Lock()
-
-        def count(n: int) -> None:
-            nonlocal passed
-            with lock:
-                passed += n
-                progress("upload", passed, total)
-
+        counter = ByteCounter("upload", sum(f.size for f in changed if f.data is None), progress)
         stop, sending = threading.Event(), []
         opened: dict[str, VirtualFile] = {}
         for f in changed:
             if f.content is not None:
-                opened[f.name] = VirtualFile(f.content, count, stop)
+                opened[f.name] = VirtualFile(f.content, counter.add, stop)
             what = f.path or f.data if f.content is None else opened[f.name]
             sending.append(FileToSend(f.name, b"" if what is None else what, f.size, f.sample(), f.sha256))
         try:
@@ -436,8 +429,8 @@ class Push:
                 if file.furthest:
                     sent[name] = file.content.size
         sent.update((f.name, f.size) for f in changed if f.content is None)
-        if passed < total:
-            progress("upload", total, total)
+        if counter.passed < counter.total:
+            progress("upload", counter.total, counter.total)
         return adds
 
     def add_card_and_record(
