@@ -100,7 +100,7 @@ def list_archives(store: str) -> list[ListingRow]:
     """
     history = History.of(store)
     rows = [make_row(name, read_archive_facts(store, name)[1], history) for name in archive_names(store)]
-    return sorted([*rows, *_missing(store, history, {r.name: r.facts for r in rows})], key=listing_order)
+    return sorted([*rows, *_list_missing_rows(store, history, {r.name: r.facts for r in rows})], key=listing_order)
 
 
 def list_missing(store: str) -> list[ListingRow]:
@@ -114,10 +114,10 @@ def list_missing(store: str) -> list[ListingRow]:
     """
     history = History.of(store)
     found = {n: None if n in history.recorded else read_archive_facts(store, n)[1] for n in archive_names(store)}
-    return _missing(store, history, {n: f if isinstance(f, ArchiveFacts) else None for n, f in found.items()})
+    return _list_missing_rows(store, history, {n: f if isinstance(f, ArchiveFacts) else None for n, f in found.items()})
 
 
-def _missing(store: str, history: History, there: Mapping[str, ArchiveFacts | None]) -> list[ListingRow]:
+def _list_missing_rows(store: str, history: History, there: Mapping[str, ArchiveFacts | None]) -> list[ListingRow]:
     """List what is missing; `there` {archive: its facts, None if they were not read}."""
     gone = {n: line for n, line in _expected_archives(history).items() if n not in there}
     if gone:  # a deletion since the ledger was read is in it now
@@ -441,7 +441,7 @@ def split_archive_path(archive: str) -> tuple[str, str]:
     Raises:
         UsageError: it is not named like one.
     """
-    store, name = _split(archive)
+    store, name = _split_path(archive)
     if not name.endswith((SUFFIX, ENCRYPTED)):
         raise UsageError(f"{urls.redact_url(archive)} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
     return store, name
@@ -460,8 +460,8 @@ def refuse_protected(archive: str) -> None:
     Raises:
         DestinationExists: it is protected, or damaged, so that this cannot be known. Corrupt: the ledger is damaged.
     """
-    store, name = _split(archive)
-    if _exists(store, name):
+    store, name = _split_path(archive)
+    if _file_exists(store, name):
         _refuse_protected(store, name, History.of(store))
 
 
@@ -475,8 +475,8 @@ def replacing(archive: str) -> Iterator[None]:
     Raises:
         DestinationExists: as `refuse_protected`.
     """
-    store, name = _split(archive)
-    if not _exists(store, name) or ledger.read_entries_or_none(store) is None:
+    store, name = _split_path(archive)
+    if not _file_exists(store, name) or ledger.read_entries_or_none(store) is None:
         refuse_protected(archive)
         yield
         return
@@ -509,12 +509,12 @@ def _refuse_protected(store: str, name: str, history: History) -> None:
         raise DestinationExists(f"{where} is not replaced, not even with {argument('force', True)}: {why}.")
 
 
-def _split(archive: str) -> tuple[str, str]:
+def _split_path(archive: str) -> tuple[str, str]:
     """Return (store, name) of any path or URL."""
     return urls.split_url(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
 
 
-def _exists(store: str, name: str) -> bool:
+def _file_exists(store: str, name: str) -> bool:
     """Return whether a store has a file of that name."""
     with remote.open_source(store) as source:
         return source.exists(name)

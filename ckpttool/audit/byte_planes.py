@@ -22,15 +22,15 @@ BLOCK = 1 << 20
 
 def split(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
     """Return the planes of whole blocks (the last may be short), written to `into` if given."""
-    return _each(data, item, into, _split)
+    return _for_each_block(data, item, into, _split_block)
 
 
 def merge(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
     """Return the elements of planes, written to `into` if given: the inverse of `split`."""
-    return _each(data, item, into, _merge)
+    return _for_each_block(data, item, into, _merge_block)
 
 
-def _each(data: memoryview | bytes, item: int, into: memoryview | None, turn: Any) -> memoryview:
+def _for_each_block(data: memoryview | bytes, item: int, into: memoryview | None, turn: Any) -> memoryview:
     """Call `turn` for each block; bytes that do not fill an element stay as they are."""
     out = memoryview(bytearray(len(data))) if into is None else into
     if item == 1:  # headers and JSON: `inspect` of an archive needs no numpy
@@ -50,7 +50,7 @@ def _each(data: memoryview | bytes, item: int, into: memoryview | None, turn: An
     return out
 
 
-def _halves(words: Any, item: int) -> tuple[Any, Any]:
+def _split_halves(words: Any, item: int) -> tuple[Any, Any]:
     """Return the lower and the upper half of every word; there are no words of 16 bytes, but pairs of 8."""
     if item == 16:
         return words[0::2], words[1::2]
@@ -58,12 +58,12 @@ def _halves(words: Any, item: int) -> tuple[Any, Any]:
     return words.astype(half), (words >> (4 * item)).astype(half)
 
 
-def _split(data: Any, planes: Any, item: int) -> None:
+def _split_block(data: Any, planes: Any, item: int) -> None:
     """Write the planes of a block of elements of `item` bytes."""
-    _spread(data.view(f"<u{min(item, 8)}"), planes, item)
+    _spread_words(data.view(f"<u{min(item, 8)}"), planes, item)
 
 
-def _spread(words: Any, planes: Any, item: int) -> None:
+def _spread_words(words: Any, planes: Any, item: int) -> None:
     """Write words into their planes, by halves."""
     import numpy as np
 
@@ -72,29 +72,29 @@ def _spread(words: Any, planes: Any, item: int) -> None:
         np.copyto(planes[:n], words, casting="unsafe")
         np.right_shift(words, 8, out=planes[n:], casting="unsafe")
     else:
-        for part, half in zip((planes[:n], planes[n:]), _halves(words, item), strict=True):
-            _spread(half, part, item // 2)
+        for part, half in zip((planes[:n], planes[n:]), _split_halves(words, item), strict=True):
+            _spread_words(half, part, item // 2)
 
 
-def _merge(planes: Any, data: Any, item: int) -> None:
+def _merge_block(planes: Any, data: Any, item: int) -> None:
     """Write the elements of a block from its planes."""
-    _join(planes, data.view(f"<u{min(item, 8)}"), item)
+    _join_words(planes, data.view(f"<u{min(item, 8)}"), item)
 
 
-def _join(planes: Any, words: Any, item: int) -> None:
+def _join_words(planes: Any, words: Any, item: int) -> None:
     """Fill `words` from their planes."""
     import numpy as np
 
     n = len(planes) // 2
     low, high = planes[:n], planes[n:]
     if item == 16:
-        _join(low, words[0::2], 8)
-        _join(high, words[1::2], 8)
+        _join_words(low, words[0::2], 8)
+        _join_words(high, words[1::2], 8)
         return
     if item > 2:
         low, high = (np.empty(len(words), f"<u{item // 2}") for _ in range(2))
-        _join(planes[:n], low, item // 2)
-        _join(planes[n:], high, item // 2)
+        _join_words(planes[:n], low, item // 2)
+        _join_words(planes[n:], high, item // 2)
     np.copyto(words, high)
     np.left_shift(words, 4 * item, out=words)
     np.bitwise_or(words, low, out=words)

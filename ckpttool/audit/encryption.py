@@ -75,7 +75,7 @@ class Encryptor:
         self._ended = self._closed = self._done = False
         self._error: BaseException | None = None
         self._at_hand = memoryview(b"")  # of the thread alone
-        self._thread = threading.Thread(target=self._run, name="ckpttool-age", daemon=True)
+        self._thread = threading.Thread(target=self._encrypt, name="ckpttool-age", daemon=True)
         self._thread.start()
 
     def append(self, data: bytes | memoryview) -> None:
@@ -85,7 +85,7 @@ class Encryptor:
         view = memoryview(data).cast("B")
         for at in range(0, len(view), _PIECE):
             piece = bytes(view[at : at + _PIECE])
-            while not self._offer(piece):
+            while not self._offer_piece(piece):
                 pass
 
     def finish(self) -> None:
@@ -104,7 +104,7 @@ class Encryptor:
         self._plain.clear()
         self._encrypted.clear()
 
-    def _offer(self, piece: bytes) -> bool:
+    def _offer_piece(self, piece: bytes) -> bool:
         """Put a piece into the queue, or pass on ciphertext; returns whether the piece was put there."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_room(piece) or self._should_write() or self._done or self._closed)
@@ -163,7 +163,7 @@ class Encryptor:
 
     # what follows runs in the thread
 
-    def _run(self) -> None:
+    def _encrypt(self) -> None:
         """Encrypt until the plain bytes end; runs in the thread."""
         error: BaseException | None = None
         try:
@@ -384,7 +384,7 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
     pyrage = _import_pyrage()
     out: list[Any] = []
     for file in files:
-        data = _read(file, "identity")
+        data = _read_key_file(file, "identity")
         try:
             if data.lstrip().startswith(b"-----BEGIN") and b"PRIVATE KEY" in data[:200]:
                 out.append(pyrage.ssh.Identity.from_buffer(data))
@@ -408,7 +408,7 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
 
 def _lines(file: str, kind: str) -> list[tuple[int, str]]:
     """Return (number, text) of the lines of a key file that are not comments."""
-    return _key_lines(_read(file, kind), file)
+    return _key_lines(_read_key_file(file, kind), file)
 
 
 def _key_lines(data: bytes, file: str) -> list[tuple[int, str]]:
@@ -422,7 +422,7 @@ def _key_lines(data: bytes, file: str) -> list[tuple[int, str]]:
     return [(i, line) for i, line in enumerate(lines, 1) if line and not line.startswith("#")]
 
 
-def _read(file: str, kind: str) -> bytes:
+def _read_key_file(file: str, kind: str) -> bytes:
     """Read a key file of this kind; raises UsageError, also if its name is a secret key."""
     if _is_secret_key(file):
         raise UsageError(f"this is a secret key; give the name of the {kind} file.")

@@ -91,11 +91,11 @@ class _Compress:
 
     def __call__(self, data: memoryview, item: int, fast: bool) -> tuple[bytes, int]:
         """(the frame, CRC32 of its bytes)."""
-        few = self.level == 1 and fast and item > 1 and not self._repeats(data, item)
+        few = self.level == 1 and fast and item > 1 and not self._has_repeats(data, item)
         frame: bytes = self._compressor(7 if few else 0).compress(data)
         return frame, crc32(frame)
 
-    def _repeats(self, data: memoryview, item: int) -> bool:
+    def _has_repeats(self, data: memoryview, item: int) -> bool:
         """Return whether a sample of the mantissa plane compresses, as rows do that are there twice."""
         sample = bytearray()
         for at in range(0, len(data), byte_planes.BLOCK):
@@ -164,14 +164,14 @@ class FrameWriter:
         view = memoryview(data).cast("B")
         while len(view):
             if self._buffer is None:
-                self._open()
+                self._open_frame()
             n = self._fill_frame(view)
             self.at += n
             view = view[n:]
             if self.at == self._end:
-                self._submit()
+                self._submit_frame()
 
-    def _open(self) -> None:
+    def _open_frame(self) -> None:
         """Begin a frame where the last one ended."""
         while self._cut + 1 < len(self.cuts) and self.cuts[self._cut + 1].offset <= self.at:
             self._cut += 1
@@ -214,7 +214,7 @@ class FrameWriter:
         byte_planes.split(self._block[:n], item, self._buffer[end - n : end])
         self._waiting = 0
 
-    def _submit(self) -> None:
+    def _submit_frame(self) -> None:
         """Compress and hash the open frame in threads."""
         assert self._buffer is not None
         n = self.at - self._start
@@ -252,11 +252,11 @@ class FrameWriter:
         """Hash the open frame up to this offset, in a thread."""
         assert self._buffer is not None
         part = self._buffer[self._hashed - self._start : end - self._start]
-        future = self._hash_pool.submit(self._hash, self._hashed, part)
+        future = self._hash_pool.submit(self._hash_members, self._hashed, part)
         self._hashed = end
         return future
 
-    def _hash(self, start: int, data: memoryview) -> None:
+    def _hash_members(self, start: int, data: memoryview) -> None:
         """Add content to the SHA-256 of the members that it meets; runs in one thread, in order."""
         end = start + len(data)
         while self._ended < len(self.members):
@@ -298,7 +298,7 @@ class FrameWriter:
             if self._waiting:
                 self._split_waiting(self.at - self._start)
             self._over = True
-            self._submit()
+            self._submit_frame()
         while self._flying:
             self._write_oldest()
 

@@ -381,7 +381,7 @@ def _canonical_json(entry: LedgerEntry) -> bytes:
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _hash(entry: LedgerEntry) -> str:
+def _entry_hash(entry: LedgerEntry) -> str:
     """Return the SHA-256 of an entry without its own hash."""
     return sha256(_canonical_json({k: v for k, v in entry.items() if k != "hash"})).hexdigest()
 
@@ -396,7 +396,7 @@ def _make_entry(facts: LedgerEntry, last: LedgerEntry | None) -> tuple[LedgerEnt
     }
     try:
         entry = json.loads(_canonical_json(entry))
-        entry["hash"] = _hash(entry)
+        entry["hash"] = _entry_hash(entry)
         line = _canonical_json(entry) + b"\n"
     except (TypeError, ValueError, RecursionError) as e:
         raise UsageError(f"An entry of the ledger must be plain data ({e}).") from None
@@ -415,7 +415,7 @@ def _parse_line(line: bytes, what: str, number: int) -> LedgerEntry:
         entry = parse(line, what)
         if not isinstance(entry, dict) or not entry.keys() >= _OWN or _canonical_json(entry) != line:
             raise ValueError("it is not written as ckpttool writes it")
-        if entry["hash"] != _hash(entry):
+        if entry["hash"] != _entry_hash(entry):
             raise ValueError("its hash is wrong")
         if type(entry["seq"]) is not int or entry["seq"] < 1:
             raise ValueError("its number is not a number")

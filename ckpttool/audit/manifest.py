@@ -89,12 +89,12 @@ def encode_manifest(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> 
         "components": components,
     }
     members = [{"name": n, "bytes": size, "sha256": h} for n, (size, h) in found.hashes.items()]
-    rows = [_row(n, found, places[n]) for names in found.grouped for n in names]
+    rows = [_tensor_row(n, found, places[n]) for names in found.grouped for n in names]
     text = encode_json(head, indent=1)[:-2]
     return text + b',\n "members": ' + _json_lines(members) + b',\n "tensors": ' + _json_lines(rows) + b"\n}\n"
 
 
-def _row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, Any]:
+def _tensor_row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, Any]:
     """Return the entry of a tensor."""
     t = found.tensors[name]
     row = {
@@ -130,7 +130,7 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
         by_member: dict[str, list[str]] = {}
         for row in parsed["tensors"]:
             name, path = row["name"], tuple(row["path"])
-            t = _entry(path, row["dtype"], row["shape"], what)
+            t = _parse_tensor(path, row["dtype"], row["shape"], what)
             name.encode()
             if joined(path) != name or name in tensors:
                 raise Corrupt(f"{what}: the entry of {name[:200]!r} is damaged, or there twice.")
@@ -146,7 +146,7 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
         raise Corrupt(f"{what} is damaged ({type(e).__name__}: {ascii(str(e))[:80]}).") from None
 
 
-def _entry(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
+def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
     """Return a tensor without chunks; raises Corrupt or Unsafe if path, dtype or shape make no sense."""
     if not path or path[0] not in COMPONENTS or not all(type(p) is int or type(p) is str for p in path):
         raise Corrupt(f"{what}: {str(path)[:80]} is not the path of a tensor.")

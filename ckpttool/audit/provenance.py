@@ -173,7 +173,7 @@ def member_mtime(record: Mapping[str, Any]) -> int:
     return int(retention.parse_time(when).timestamp()) if when else 0
 
 
-def _optional(fits: Any) -> Any:
+def _or_none(fits: Any) -> Any:
     """Return a check that also accepts None."""
     return lambda x: x is None or fits(x)
 
@@ -193,8 +193,8 @@ def _is_source(x: Any) -> bool:
     kinds = {
         "path": _is_text,
         "layout": _is_text,
-        "trainer": _optional(_is_text),
-        "world_size": _optional(_is_count),
+        "trainer": _or_none(_is_text),
+        "world_size": _or_none(_is_count),
         "files": _is_count,
         "bytes": _is_count,
         "modified": _is_time,
@@ -214,12 +214,12 @@ _KINDS: dict[str, Any] = {
     "schema": _is_text,
     "tool": _is_text,
     "version": _is_text,
-    "created": _optional(_is_time),
-    "only": _optional(lambda x: _is_list_of_texts(x) and x and set(x) <= set(COMPONENTS) and len(set(x)) == len(x)),
+    "created": _or_none(_is_time),
+    "only": _or_none(lambda x: _is_list_of_texts(x) and x and set(x) <= set(COMPONENTS) and len(set(x)) == len(x)),
     "meta": _is_dict_of_texts,
-    "git_commit": _optional(_is_text),
+    "git_commit": _or_none(_is_text),
     "source": _is_source,
-    "step": _optional(_is_count),
+    "step": _or_none(_is_count),
     "made_on": _is_dict_of_texts,
     "versions": _is_dict_of_texts,
     "notes": _is_list_of_texts,

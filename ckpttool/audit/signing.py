@@ -65,13 +65,13 @@ def sign(
         UsageError: model-signing is not installed, or a file is not what it should be.
     """
     with _import_model_signing() as lib, tempfile.TemporaryDirectory() as folder:
-        private = _private_key(key, password)
+        private = _load_private_key(key, password)
         if certificate is not None:
-            found = _certificates(certificate)[0]
+            found = _load_certificates(certificate)[0]
             if found.public_key() != private.public_key():
                 raise UsageError(f"{certificate} is not the certificate of {key}.")
             for file in chain:
-                _certificates(file)
+                _load_certificates(file)
         config = lib.signing.Config().set_hashing_config(_known_hashes(lib, name, resources))
         with _as_file(private) as path:
             if certificate is None:
@@ -123,10 +123,10 @@ def verify(
             if known.manifest.signed is not None:
                 raise _difference_error(known.manifest.signed, resources) from None
             if type(e).__name__ == "ValidationError":
-                raise Corrupt(f"{SIGNATURE} is not a signature bundle, or damaged ({_reason(e)}).") from None
+                raise Corrupt(f"{SIGNATURE} is not a signature bundle, or damaged ({_short_reason(e)}).") from None
             raise Differs(
-                f"{SIGNATURE}: the signature is invalid: {_reason(e)}. It names {_signer(material)}, which is not "
-                "proven."
+                f"{SIGNATURE}: the signature is invalid: {_short_reason(e)}. It names {_signer(material)}, which "
+                "is not proven."
             ) from None
     return _signer(material)
 
@@ -206,18 +206,18 @@ def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Diff
         "not signed": [n for n in now if n not in then],
         "missing": [n for n in then if n not in now],
     }
-    summary = "; ".join(f"{what}: {_names(names)}" for what, names in faults.items() if names)
+    summary = "; ".join(f"{what}: {_list_names(names)}" for what, names in faults.items() if names)
     return Differs(
         f"{SIGNATURE}: the signature is good, but the files are others than those signed ({summary}). They were "
         "altered afterwards, or the signature is that of another archive."
     )
 
 
-def _names(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     return list_first((printable(n)[:200] for n in sorted(names)), 5)
 
 
-def _reason(e: Exception) -> str:
+def _short_reason(e: Exception) -> str:
     """Return the library's error, in a line; a wrong signature has no message."""
     return printable(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
 
@@ -233,7 +233,7 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
     if public_key is None:
         given = "with a key, not with a certificate" if certificates else "with a key"
         raise UsageError(f"the archive was signed {given} (EC key SHA256:{hint}); give {argument('public_key')}.")
-    pem = _read(public_key)
+    pem = _read_key_file(public_key)
     try:
         found = serialization.load_pem_public_key(pem)
     except (ValueError, UnsupportedAlgorithm):
@@ -255,16 +255,16 @@ def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
             f"the archive was signed with a certificate; give {argument('certificates')}, the root that you trust."
         )
     for file in certificates:
-        _certificates(file)
+        _load_certificates(file)
     config.use_certificate_verifier(certificate_chain=certificates)
 
 
-def _private_key(file: str, password: str | None) -> Any:
+def _load_private_key(file: str, password: str | None) -> Any:
     """Load a private key; raises UsageError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
-    data = _read(file)
+    data = _read_key_file(file)
     try:
         found = serialization.load_pem_private_key(data, None if password is None else password.encode())
     except TypeError:
@@ -287,18 +287,18 @@ def _refuse_curve(key: Any, file: str) -> None:
         )
 
 
-def _certificates(file: str) -> Any:
+def _load_certificates(file: str) -> Any:
     """Load the certificates in a PEM file; raises UsageError."""
     from cryptography import x509
 
-    pem = _read(file)
+    pem = _read_key_file(file)
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError:
         raise UsageError(f"{file} holds no certificates in PEM form.") from None
 
 
-def _read(file: str) -> bytes:
+def _read_key_file(file: str) -> bytes:
     """Read a key or certificate file; raises UsageError."""
     try:
         with open(file, "rb") as f:

@@ -141,7 +141,7 @@ class Repository:
 
     def _error_of(self, e: Exception) -> CkpttoolError:
         """Return the error of errors.py for an exception of huggingface_hub, with what to do."""
-        for inner in _chain(e):
+        for inner in _error_chain(e):
             if isinstance(inner, CkpttoolError):
                 return inner
             if type(inner).__name__ == "OfflineModeIsEnabled":
@@ -240,7 +240,7 @@ class Repository:
         """Return the names of its branches."""
         return {b.name for b in self.ask(lambda: self.api.list_repo_refs(self.repo_id)).branches}
 
-    def read(self, name: str, commit: str, most_bytes: int) -> bytes:
+    def read_file(self, name: str, commit: str, most_bytes: int) -> bytes:
         """Read a small file of a commit."""
         with remote.RemoteSource(f"{self.url}@{commit}") as source:
             return source.read_all(name, most_bytes)
@@ -277,7 +277,7 @@ class Repository:
         small = [CommitOperationAdd("ckpttool.json", b"{}")]
         self.ask(lambda: self.api.preupload_lfs_files(self.repo_id, small, revision=revision, create_pr=pull))
 
-    def send(self, files: Sequence[FileToSend], revision: str | None, pull: bool, jobs: int) -> list[Any]:
+    def upload_files(self, files: Sequence[FileToSend], revision: str | None, pull: bool, jobs: int) -> list[Any]:
         """Upload what belongs into LFS and is not on the Hub yet; returns the operations for a commit.
 
         Raises:
@@ -339,7 +339,7 @@ def _is_ours(e: BaseException) -> bool:
     return at is not None and str(at.tb_frame.f_globals.get("__name__")).startswith("ckpttool.")
 
 
-def _chain(e: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception and its causes."""
     seen: set[int] = set()
     while e is not None and id(e) not in seen:

@@ -36,10 +36,10 @@ class Journal:
         self.files: dict[str, FileHashes] = {}
         self.record: dict[str, Any] | None = None
         self.staged: dict[str, dict[str, Any]] = {}
-        for line in self._lines():
-            self._take(line)
+        for line in self._read_lines():
+            self._apply_line(line)
 
-    def _lines(self) -> list[dict[str, Any]]:
+    def _read_lines(self) -> list[dict[str, Any]]:
         """Return the lines whose checksum is right; [] if there is no journal."""
         if self.path is None:
             return []
@@ -52,9 +52,9 @@ class Journal:
         except OSError:
             return []
         parts = (line.partition(b" ") for line in lines)
-        return [json.loads(entry) for sum_, _, entry in parts if entry and sum_ == _sum(entry)]
+        return [json.loads(entry) for sum_, _, entry in parts if entry and sum_ == _checksum(entry)]
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _apply_line(self, line: dict[str, Any]) -> None:
         """Take over what a line says."""
         if "file" in line:
             lost = {n: CastLosses(*counts) for n, counts in line.get("lost", {}).items()}
@@ -72,38 +72,38 @@ class Journal:
 
     def add_hashes(self, name: str, done: FileHashes) -> None:
         """Note a hashed file."""
-        self._add({"file": name, "sha256": done.sha256, "tensors": done.tensors, "lost": done.lost})
+        self._append_line({"file": name, "sha256": done.sha256, "tensors": done.tensors, "lost": done.lost})
 
     def add_record(self, record: dict[str, Any]) -> None:
         """Note that all files were hashed, and the content of ckpttool.json."""
-        self._add({"record": record})
+        self._append_line({"record": record})
 
     def add_staged(self, folder: str, of: dict[str, Any]) -> None:
         """Note a folder that was converted and hashed."""
-        self._add({"staged": folder, "of": of})
+        self._append_line({"staged": folder, "of": of})
 
-    def _add(self, line: dict[str, Any]) -> None:
+    def _append_line(self, line: dict[str, Any]) -> None:
         """Take over a line, and append it to the file."""
-        self._take(line)
+        self._apply_line(line)
         if self.path is None:
             return
         try:
             if not os.path.exists(self.path):
                 os.makedirs(self.folder, mode=0o700, exist_ok=True)
-                self._prune()
+                self._remove_old()
             fd = os.open(
                 self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
             try:
                 entry = json.dumps(line, separators=(",", ":")).encode()
                 with open(fd, "ab", closefd=False) as f:
-                    f.write(b"\n%b %b\n" % (_sum(entry), entry))  # a line before may be cut off
+                    f.write(b"\n%b %b\n" % (_checksum(entry), entry))  # a line before may be cut off
             finally:
                 os.close(fd)
         except OSError:
             pass  # a home that cannot be written to: the next run hashes again
 
-    def _prune(self) -> None:
+    def _remove_old(self) -> None:
         """Remove journals older than thirty days."""
         for name in os.listdir(self.folder):
             path = os.path.join(self.folder, name)
@@ -111,6 +111,6 @@ class Journal:
                 os.unlink(path)
 
 
-def _sum(data: bytes) -> bytes:
+def _checksum(data: bytes) -> bytes:
     """Return the checksum of a line."""
     return sha256(data).hexdigest()[:32].encode()

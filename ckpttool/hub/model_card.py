@@ -68,9 +68,9 @@ def base_model(facts: CardFacts) -> str | None:
 
 def update_card(existing: bytes | None, facts: CardFacts) -> bytes:
     """Return README.md with our section as it is now; `existing` is the card that is there, or None."""
-    section = _section(facts).encode()
+    section = _make_section(facts).encode()
     if existing is None:
-        return _head(facts).encode() + section + b"\n"
+        return _new_card_head(facts).encode() + section + b"\n"
     begin = existing.rfind(_BEGIN, 0, max(0, existing.rfind(_END)))  # the last one that is ended
     if begin >= 0:
         end = existing.find(_END, begin)
@@ -79,7 +79,7 @@ def update_card(existing: bytes | None, facts: CardFacts) -> bytes:
     return existing + gap + section + b"\n"
 
 
-def _head(facts: CardFacts) -> str:
+def _new_card_head(facts: CardFacts) -> str:
     """Return what stands before our section in a new card: YAML metadata and a title."""
     from huggingface_hub import ModelCardData
 
@@ -92,18 +92,18 @@ def _head(facts: CardFacts) -> str:
     return f"---\n{data.to_yaml()}\n---\n\n# {facts.repo_id.split('/')[1]}\n\n"
 
 
-def _section(facts: CardFacts) -> str:
+def _make_section(facts: CardFacts) -> str:
     """Return our section."""
     total = sum(facts.dtypes.values())
     most = sorted(facts.dtypes, key=lambda d: -facts.dtypes[d])
     dtypes = ", ".join(d if len(most) == 1 else f"{d} ({facts.dtypes[d]:,})" for d in most)
-    by = f", of {_plain(facts.trainer)}" if facts.trainer else ""
+    by = f", of {_table_text(facts.trainer)}" if facts.trainer else ""
     ranks = f" of {facts.world_size} ranks" if facts.world_size else ""
     rows = [("parameters", f"{total:,}"), ("dtype", dtypes)]
     if facts.step is not None:
         rows.append(("training step", f"{facts.step:,}"))
-    rows.append(("made from", f"a checkpoint in the layout {_plain(facts.layout)}{ranks}{by}"))
-    rows += [(f"digest of {_plain(k)}", f"`blake3:{v}`") for k, v in facts.digest.items() if k != "all"]
+    rows.append(("made from", f"a checkpoint in the layout {_table_text(facts.layout)}{ranks}{by}"))
+    rows += [(f"digest of {_table_text(k)}", f"`blake3:{v}`") for k, v in facts.digest.items() if k != "all"]
     if len(facts.digest) > 2:
         rows.append(("digest of all", f"`blake3:{facts.digest['all']}`"))
     rows.append(("written by", f"ckpttool {facts.version}"))
@@ -120,10 +120,10 @@ def _section(facts: CardFacts) -> str:
             "To load it:",
             "",
             "```python",
-            *_loading(facts),
+            *_load_instructions(facts),
             "```",
             "",
-            *_checking(facts),
+            *_check_instructions(facts),
             "",
             f"To get {state} as a checkpoint of `torch.distributed.checkpoint` for 8 ranks:",
             "",
@@ -135,7 +135,7 @@ def _section(facts: CardFacts) -> str:
     )
 
 
-def _checking(facts: CardFacts) -> list[str]:
+def _check_instructions(facts: CardFacts) -> list[str]:
     """Return the lines that say how to check the weights."""
     if facts.changed:
         lines, option = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
@@ -149,7 +149,7 @@ def _checking(facts: CardFacts) -> list[str]:
     return [*lines, "", "```", f"ckpttool verify {facts.url} {option}", "```"]
 
 
-def _loading(facts: CardFacts) -> list[str]:
+def _load_instructions(facts: CardFacts) -> list[str]:
     """Return the lines of Python that load the weights."""
     where = f'"{facts.repo_id}"' + (f', revision="{facts.branch}"' if facts.branch else "")
     if facts.adapter:
@@ -172,6 +172,6 @@ def _loading(facts: CardFacts) -> list[str]:
     ]
 
 
-def _plain(text: str) -> str:
+def _table_text(text: str) -> str:
     """Return a text from a file, for one cell of a table."""
     return re.sub(r"[^\w .,:+/-]", "_", text, flags=re.ASCII)[:80]

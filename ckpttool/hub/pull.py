@@ -105,7 +105,7 @@ def _recorded_digests(hub: Repository, state: RepositoryState, notes: list[str])
         notes.append(f"{hub.url} has no {RECORD}, so digests were not compared; it was not pushed by ckpttool")
         return {}
     try:
-        record = parse(hub.read(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
+        record = parse(hub.read_file(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
         files, tensors = record["files"], {str(n): str(t[2]) for n, t in record["tensors"].items()}
         other = _changed_weights(files, state.files)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, Corrupt, Unsafe):

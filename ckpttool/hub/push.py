@@ -364,7 +364,7 @@ class Push:
             if not changed and not out.deleted:
                 if sent:  # the commit had been done, only the answer was lost
                     out.commit, out.page = state.commit, f"{self.repository.page}/commit/{state.commit}"
-                    self.target.check(files, state.commit)
+                    self.target.check_commit(files, state.commit)
                 out.there = sorted(f.name for f in files if f.name not in out.sent)
                 return out
             try:
@@ -395,7 +395,7 @@ class Push:
         out.commit = commit
         note_change(f"{self.repository.url} has the commit {commit}.")
         try:
-            self.target.check(files, commit)
+            self.target.check_commit(files, commit)
             out.private = self.repository.is_private()
         except RemoteError as e:
             raise RemoteError(f"the commit {commit} is there, but was not checked: {e}") from None
@@ -414,7 +414,7 @@ class Push:
             what = f.path or f.data if f.content is None else opened[f.name]
             sending.append(FileToSend(f.name, b"" if what is None else what, f.size, f.sample(), f.sha256))
         try:
-            send = self.repository.send
+            send = self.repository.upload_files
             adds = _stoppable(lambda: send(sending, self.revision, self.pull, self.jobs), stop)
         except RejectedError as e:
             if not self.taken_over:
@@ -442,7 +442,7 @@ class Push:
         content = {**record, "files": listed}
         if RECORD in state.files:
             try:
-                old = parse(self.repository.read(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
+                old = parse(self.repository.read_file(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
                 if isinstance(old, dict):
                     # as text, since JSON has no tuples: the same push, only later, keeps its time and is no new commit
                     earlier = {**content, "created": old.get("created")}

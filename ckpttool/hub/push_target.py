@@ -74,7 +74,7 @@ class PushTarget:
         if pickles:
             out.append(
                 f"{self.repository.url} contains pickles, which run code when they are loaded; this push leaves them "
-                f"there: {_names(pickles)}"
+                f"there: {_list_names(pickles)}"
             )
         if not self.adapter and "adapter_config.json" in state.files:
             out.append(
@@ -86,7 +86,7 @@ class PushTarget:
             n for n in state.files if n.endswith(".safetensors") and "/" not in n and n not in files and n not in stale
         )
         if others:
-            out.append(f"the repository contains other weights, which stay there: {_names(others)}")
+            out.append(f"the repository contains other weights, which stay there: {_list_names(others)}")
         if self.adapter and any(_STALE.fullmatch(n) for n in state.files):
             out.append(
                 "the repository contains the weights of a model, which `pull` and `digest` read, but from now on "
@@ -112,7 +112,7 @@ class PushTarget:
         if known.size > _MOST_CARD_BYTES:
             what = f"has {known.size} bytes, more than {_MOST_CARD_BYTES}"
         else:
-            data = self.repository.read(_CARD, state.commit, _MOST_CARD_BYTES)
+            data = self.repository.read_file(_CARD, state.commit, _MOST_CARD_BYTES)
             try:
                 data.decode()
                 return data
@@ -123,7 +123,7 @@ class PushTarget:
             "remove it, then run the same command again."
         )
 
-    def check(self, files: Sequence[PushFile], commit: str) -> None:
+    def check_commit(self, files: Sequence[PushFile], commit: str) -> None:
         """Ask the Hub whether the commit contains what was pushed.
 
         Raises:
@@ -133,7 +133,7 @@ class PushTarget:
         for f in files:
             known = there.get(f.name)
             if not f.is_same(known):
-                is_there = "is missing" if known is None else f"has {known.size} bytes and {_hash(known)}"
+                is_there = "is missing" if known is None else f"has {known.size} bytes and {_describe_hash(known)}"
                 raise Differs(
                     f"{self.repository.url}: {f.name} {is_there} at commit {commit}, but {f.size} bytes with SHA-256 "
                     f"{f.sha256} were pushed. Do not use that commit. Run the same command again, and contact the "
@@ -149,11 +149,11 @@ class PushTarget:
         )
 
 
-def _hash(known: RemoteFile) -> str:
+def _describe_hash(known: RemoteFile) -> str:
     """Return the hash of a file on the Hub, for a message."""
     return f"SHA-256 {known.sha256}" if known.sha256 else f"git blob {known.oid}"
 
 
-def _names(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     """Return at most five names, for a message."""
     return ", ".join(names[:5]) + (f", ... ({len(names)} files)" if len(names) > 5 else "")

@@ -133,19 +133,19 @@ class VirtualFile(io.BufferedIOBase):
         """
         left = max(0, self.content.size - self._at)
         n = left if size is None or size < 0 else min(size, left)
-        out = bytes(piece) if len(piece := self._some(n)) == n else self._many(piece, n)
+        out = bytes(piece) if len(piece := self._read_some(n)) == n else self._read_pieces(piece, n)
         if self._at > self.furthest:
             self._passed(self._at - self.furthest)
             self.furthest = self._at
         if self._at >= self.content.size:
-            self._end()
+            self._close_stream()
         return out
 
     def read1(self, size: int = -1, /) -> bytes:
         """Read as `read` does."""
         return self.read(size)
 
-    def _many(self, piece: memoryview, n: int) -> bytes:
+    def _read_pieces(self, piece: memoryview, n: int) -> bytes:
         """Read `n` bytes, the first of which were read already. They are collected in one buffer: joining parts makes
         malloc return and request memory again and again, which costs more than everything else."""
         if len(self._gathered) < n:
@@ -156,9 +156,9 @@ class VirtualFile(io.BufferedIOBase):
             end += len(piece)
             if end == n:
                 return bytes(into[:n])
-            piece = self._some(n - end)
+            piece = self._read_some(n - end)
 
-    def _some(self, most: int) -> memoryview:
+    def _read_some(self, most: int) -> memoryview:
         """Return bytes from where the next read begins, at least one if any is asked for; valid until the next call."""
         if self._stop is not None and self._stop.is_set():
             raise Interrupted("the upload was stopped.")
@@ -169,29 +169,29 @@ class VirtualFile(io.BufferedIOBase):
             self._at += len(out)
             return out
         if self._here != self._at:
-            self._begin()
+            self._open_stream()
         while not len(self._rest):
-            self._next()
+            self._next_block()
         out = self._rest[:most]
         self._rest = self._rest[len(out) :]
         self._here = self._at = self._at + len(out)
         return out
 
-    def _begin(self) -> None:
+    def _open_stream(self) -> None:
         """Open a stream at the position of the next read."""
-        self._end()
+        self._close_stream()
         index = bisect_right(self.content.starts, self._at) - 1
         item = ITEMSIZE[self.content.jobs[index].dtype]
         self._stream = self.content.blocks(index, (self._at - self.content.starts[index]) // item, _KNOWN)
-        block = self._next()
+        block = self._next_block()
         here = self.content.starts[index] + block.first * item
         while here + len(self._rest) <= self._at:
             here += len(self._rest)
-            self._next()
+            self._next_block()
         self._rest = self._rest[self._at - here :]
         self._here = self._at
 
-    def _next(self) -> Block:
+    def _next_block(self) -> Block:
         """Take the next block of the stream."""
         self._rest = memoryview(b"")  # of a block that is not valid any more
         assert self._stream is not None
@@ -199,7 +199,7 @@ class VirtualFile(io.BufferedIOBase):
         self._rest = self._block.data
         return self._block
 
-    def _end(self) -> None:
+    def _close_stream(self) -> None:
         """Close the stream and free its buffers."""
         stream, self._stream, self._block, self._rest, self._here = self._stream, None, None, memoryview(b""), -1
         self._gathered = bytearray()
@@ -208,5 +208,5 @@ class VirtualFile(io.BufferedIOBase):
 
     def close(self) -> None:
         """Close the stream."""
-        self._end()
+        self._close_stream()
         super().close()

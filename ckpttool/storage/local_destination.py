@@ -69,7 +69,7 @@ class LocalDestination(ParallelDestination):
             if old := partial.put_back(leftovers):
                 self.messages.append(partial.put_back_message(self.target, old))
             refuse_target(self.target, is_file, force)
-            self._prepare(need_bytes)
+            self._prepare_folder(need_bytes)
         except BaseException as e:
             if self._folder >= 0 and not self._has_progress:
                 self._remove_folder()
@@ -78,7 +78,7 @@ class LocalDestination(ParallelDestination):
                 raise write_error(e, e.filename or self.folder) from e
             raise
 
-    def _prepare(self, need_bytes: int) -> None:
+    def _prepare_folder(self, need_bytes: int) -> None:
         """Find what an earlier run of this plan left, clear what others did, make room, open the journal."""
         mine = f"{self.leftovers.prefix}{self.plan[:12]}"
         found = None
@@ -337,7 +337,7 @@ class LocalDestination(ParallelDestination):
 
     def _remove_folder(self) -> None:
         """Remove the partial folder, and say what is left of it."""
-        self._close()  # on NFS an open file is renamed, not removed
+        self._close_files()  # on NFS an open file is renamed, not removed
         if left := partial.remove(self.folder, self.target):
             self.messages.append(left)
 
@@ -348,12 +348,12 @@ class LocalDestination(ParallelDestination):
 
     def release(self) -> None:
         """Stop writing but keep what was built, for the next run; give up the lock."""
-        self._close()
+        self._close_files()
         if self._lock >= 0:
             unlock(self.leftovers, self._lock)
         self._lock = -1
 
-    def _close(self) -> None:
+    def _close_files(self) -> None:
         """Close the journal and the folder."""
         for fd in (self._journal, self._folder):
             if fd >= 0:

@@ -213,7 +213,7 @@ class PrefixDestination(_UploadDestination):
         sizes = {f.name: f.size for f in draft.files}
         largest = max(sizes.values())
         super().__init__(
-            url, UploadFolder(url, list(sizes), force=force, open_at_once=_open_at_once(draft), largest=largest)
+            url, UploadFolder(url, list(sizes), force=force, open_at_once=_max_open_files(draft), largest=largest)
         )
 
     def share(self, files: Mapping[str, int]) -> SharedState:
@@ -249,7 +249,7 @@ class PrefixDestination(_UploadDestination):
         self.upload.append(name, data)
 
 
-def _open_at_once(draft: Draft) -> int:
+def _max_open_files(draft: Draft) -> int:
     """Return the largest number of files of a draft that are written to at the same time."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}

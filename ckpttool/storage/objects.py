@@ -247,11 +247,11 @@ def remove_object(url: str) -> None:
     if at is None or not (at.head() or {}).get("VersionId"):
         hide_object(url)
         return
-    for version in _versions(at):
+    for version in _list_versions(at):
         at.request("delete_object", Key=at.key, VersionId=version)
 
 
-def _versions(at: S3Object) -> list[str]:
+def _list_versions(at: S3Object) -> list[str]:
     """Return the versions of the object and the marks of its deletion, the oldest first."""
     found: list[S3Answer] = []
     following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}

@@ -77,7 +77,7 @@ class LeftoverFiles:
         most = _longest_name(self.parent)
         if (n := len(os.fsencode(self.name))) > most:
             raise UsageError(f"the name of the destination has {n} bytes, and {self.parent} allows {most}: {self.name}")
-        self.prefix = f".{_stem(self.name, most)}.partial-"
+        self.prefix = f".{_shortened_name(self.name, most)}.partial-"
         self.lock = os.path.join(self.parent, self.prefix + "lock")
 
     def folders(self) -> list[str]:
@@ -94,7 +94,7 @@ def _longest_name(parent: str) -> int:
         return 255
 
 
-def _stem(name: str, most: int) -> str:
+def _shortened_name(name: str, most: int) -> str:
     """Return the name, or its beginning and a hash where the names made of it would be too long."""
     room = most - len(f"..partial-{'0' * _ID}-99")
     raw = os.fsencode(name)
@@ -162,7 +162,7 @@ def make_private_folder(folder: str) -> None:
 
 
 @contextmanager
-def _locked(leftovers: LeftoverFiles, look_only: bool = False) -> Iterator[None]:
+def _holding_lock(leftovers: LeftoverFiles, look_only: bool = False) -> Iterator[None]:
     """Hold the lock of a destination; with `look_only`, neither create it where it is missing nor remove it."""
     fd = -1
     if not look_only:
@@ -273,7 +273,7 @@ def recover(target: str) -> list[str]:
             os.path.lexists(os.path.join(f, "old")) for f in leftovers.folders()
         ):
             return []
-        with _locked(leftovers):
+        with _holding_lock(leftovers):
             old = put_back(leftovers)
             return [put_back_message(leftovers.target, old)] if old else []
     except (Locked, FileNotFoundError, NotADirectoryError, PermissionError):
@@ -359,7 +359,7 @@ def _leftovers_in(folder: str) -> list[LeftoverFiles]:
             stem = m["stem"]
             said = read_journal(os.path.join(folder, entry))[:1] if m["id"] else []
             name = said[0].get("name") if said else None
-            if isinstance(name, str) and "/" not in name and _stem(name, _longest_name(folder)) == stem:
+            if isinstance(name, str) and "/" not in name and _shortened_name(name, _longest_name(folder)) == stem:
                 names[stem] = name  # a long one, which is cut in the names beside it
             names.setdefault(stem, stem)
     return [LeftoverFiles(os.path.join(folder, name)) for name in names.values()]
@@ -372,7 +372,7 @@ def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> N
         return
     stale = os.path.lexists(leftovers.lock)
     try:
-        with _locked(leftovers, dry_run):
+        with _holding_lock(leftovers, dry_run):
             if old := put_back(leftovers, dry_run):
                 out.put_back.append((old, leftovers.target))
             for folder in folders:

@@ -117,7 +117,7 @@ class Prefetcher:
         with ThreadPoolExecutor(min(self._sizes.threads, len(spans)), "ckpttool-fetch") as pool:
             for span, data in zip(spans, pool.map(self._fetch_or_empty, spans), strict=True):
                 if data:
-                    self._keep(span[0], span[1], data)
+                    self._store(span[0], span[1], data)
 
     def _fetch_or_empty(self, span: list[Any]) -> bytes:
         """Fetch a span (name, start, end); b"" after an error, which the read itself meets again and reports."""
@@ -128,7 +128,7 @@ class Prefetcher:
         except CkpttoolError:
             return b""  # the read itself requests it again, and reports the error
 
-    def _keep(self, name: str, start: int, data: bytes) -> None:
+    def _store(self, name: str, start: int, data: bytes) -> None:
         """Keep fetched bytes, and drop the oldest ones beyond `kept_bytes`."""
         if (name, start) in self._kept:
             if len(self._kept[name, start]) >= len(data):

@@ -149,28 +149,28 @@ class RemoteSource(Source):
                 self._pinned, self.commit = with_retries(self.root, lambda: _pin_commit(self._fs, self._prefix))
             return self._pinned
 
-    def _path(self, name: str) -> str:
+    def _object_path(self, name: str) -> str:
         """Return the path of an object for fsspec; raises Unsafe if the name leads elsewhere."""
         check_inside(name, self.root)
         return f"{self._pinned_prefix()}/{quote(name) if self._web else name}{self._query}"
 
-    def _url(self, name: str) -> str:
+    def _object_url(self, name: str) -> str:
         """Return the URL of an object, or of the folder for "", for messages."""
         return f"{self.root}/{name}" if name else self.root
 
     def _fetch_identity(self, name: str) -> Identity:
         """Ask the store for the identity of an object; raises NotFound or RemoteError."""
-        path = self._path(name)
-        info: dict[str, Any] = with_retries(self._url(name), lambda: self._fs.info(path))
+        path = self._object_path(name)
+        info: dict[str, Any] = with_retries(self._object_url(name), lambda: self._fs.info(path))
         if info.get("type") != "file":
-            raise NotFound(f"{self._url(name)} is a folder, not an object.")
+            raise NotFound(f"{self._object_url(name)} is a folder, not an object.")
         found = self._identity_of_info(name, info)
         if found is None and isinstance(info.get("size"), int):
-            raise NotFound(f"{self._url(name)} is a folder, not an object.")
+            raise NotFound(f"{self._object_url(name)} is a folder, not an object.")
         if found is None:
             raise RemoteError(
-                f"{self._url(name)}: the server does not give its size, which is needed to read parts of it. Download "
-                "the file."
+                f"{self._object_url(name)}: the server does not give its size, which is needed to read parts of it. "
+                "Download the file."
             )
         return found
 
@@ -208,8 +208,8 @@ class RemoteSource(Source):
         """Ask the store what is in a folder: {name: its identity, None for folders and where the listing has no
         version}."""
         try:
-            path = self._path(folder).removesuffix(self._query) if folder else self._pinned_prefix()
-            found = list_entries(self._fs, path, self._query, self._url(folder))
+            path = self._object_path(folder).removesuffix(self._query) if folder else self._pinned_prefix()
+            found = list_entries(self._fs, path, self._query, self._object_url(folder))
         except NotFound:
             return {}
         out: dict[str, Identity | None] = {}
@@ -252,7 +252,9 @@ class RemoteSource(Source):
             try:
                 now = known if isinstance(known, tuple) else self._fetch_identity(name)
             except NotFound:
-                raise Corrupt(f"{self._url(name)} is missing. The copy is incomplete; fetch the file again.") from None
+                raise Corrupt(
+                    f"{self._object_url(name)} is missing. The copy is incomplete; fetch the file again."
+                ) from None
             self._identity.setdefault(name, now)
             self._check_expected(name)
         return self._identity[name][2]
@@ -270,7 +272,9 @@ class RemoteSource(Source):
             store fails.
         """
         if offset < 0 or offset + len(into) > self.size(name):
-            raise Corrupt(f"{self._url(name)} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.")
+            raise Corrupt(
+                f"{self._object_url(name)} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed."
+            )
         into = into.cast("B") if into.format != "B" else into
         if not len(into):
             return
@@ -297,7 +301,7 @@ class RemoteSource(Source):
     def _fetch_range(self, name: str, start: int, n: int) -> bytes:
         """Fetch `n` bytes of an object from `start` on with one request, with retries."""
         self._refuse_closed()
-        path, how = self._path(name), {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead
+        path, how = self._object_path(name), {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead
 
         def once() -> bytes:
             data: bytes
@@ -310,17 +314,18 @@ class RemoteSource(Source):
             return data
 
         try:
-            data = with_retries(self._url(name), once)
+            data = with_retries(self._object_url(name), once)
         except (NotFound, BadRange):
             raise SourceChanged(
-                f"{self._url(name)} changed while it was read. Wait until its writer has finished."
+                f"{self._object_url(name)} changed while it was read. Wait until its writer has finished."
             ) from None
         except RemoteError:
             self._check_same([name], sure=False)
             raise
         if len(data) > n:  # of a store whose answers are not bounded while they arrive
             raise RemoteError(
-                f"{self._url(name)}: the server ignores Range requests and sends the whole object. Download the file."
+                f"{self._object_url(name)}: the server ignores Range requests and sends the whole object. Download "
+                "the file."
             )
         return data
 
@@ -374,7 +379,7 @@ class RemoteSource(Source):
 
     def _changed_error(self, name: str) -> SourceChanged:
         """Return the error for an object that was replaced."""
-        return SourceChanged(f"{self._url(name)} changed while it was read. Wait until its writer has finished.")
+        return SourceChanged(f"{self._object_url(name)} changed while it was read. Wait until its writer has finished.")
 
     def close(self) -> None:
         """Refuse all further reads; nothing is open."""

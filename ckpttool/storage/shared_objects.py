@@ -98,12 +98,12 @@ class Cells:
         self.at: S3Object = at
         self.upload, self.shared, self.size = upload, shared, shared.part_bytes
         self.there: dict[int, S3Answer] | None = None if shared.earlier else {}
-        self.number, self.have, self.body = -1, 0, self._empty()
+        self.number, self.have, self.body = -1, 0, self._new_body()
         self.etags: dict[int, str] = {}
         self.kept: set[int] = set()
         self.pending: list[Future[None]] = []
 
-    def _empty(self) -> IO[bytes]:
+    def _new_body(self) -> IO[bytes]:
         """Return an empty file for the bytes of a cell, on disk or in memory."""
         return tempfile.TemporaryFile() if self.shared.on_disk else io.BytesIO()
 
@@ -139,10 +139,10 @@ class Cells:
         """Send the cell, which has all its bytes."""
         while self.pending and self.pending[0].done():
             self.pending.pop(0).result()
-        self.pending.append(self.shared.pool.submit(self._send, self.number, self.body))
-        self.number, self.have, self.body = -1, 0, self._empty()
+        self.pending.append(self.shared.pool.submit(self._send_cell, self.number, self.body))
+        self.number, self.have, self.body = -1, 0, self._new_body()
 
-    def _send(self, number: int, body: IO[bytes]) -> None:
+    def _send_cell(self, number: int, body: IO[bytes]) -> None:
         """Send a cell, unless the store has it already with the same bytes."""
         try:
             if self.there is None:

@@ -120,7 +120,7 @@ class ObjectUpload:
                 raise exists_error(at.url)
             self._at, self._left = at, at.list_unfinished_uploads(at.key, lambda key: key == at.key)
             if lock or not keep_parts:
-                self._sweep()
+                self._remove_leftover_parts()
             size = choose_part_bytes(expect_bytes, SIZES.part_bytes)
             self._to = PartsUpload(
                 at,
@@ -131,7 +131,7 @@ class ObjectUpload:
             )
         self.locked = isinstance(self._to, PartsUpload) and self._to.locked
 
-    def _sweep(self) -> None:
+    def _remove_leftover_parts(self) -> None:
         """Remove the parts that an earlier run left."""
         if self._left:
             self._at.abort_uploads(self._left)
@@ -160,13 +160,13 @@ class ObjectUpload:
         """
         assert isinstance(self._to, PartsUpload) and self._to.id is None
         keep = self._left.pop()[1] if len(self._left) == 1 else None
-        self._sweep()
+        self._remove_leftover_parts()
         self._to = SharedUpload(self._at, force=self.force, part_bytes=self._to.size, pool=self._to.pool, upload=keep)
         return self._to
 
     def append(self, data: bytes | memoryview) -> None:
         """Append bytes; `data` may be reused afterwards."""
-        self._sweep()
+        self._remove_leftover_parts()
         self._to.append(data)
 
     def commit(self) -> None:
@@ -175,7 +175,7 @@ class ObjectUpload:
         Raises:
             DestinationExists: it was created meanwhile, without `force`; nothing was replaced.
         """
-        self._sweep()
+        self._remove_leftover_parts()
         self._to.commit()
 
     def abort(self) -> None:

@@ -110,7 +110,7 @@ class UploadFolder:
             RemoteError: the store fails.
         """
         own, wanted = self._earlier_uploads(), list(names)
-        self._sweep(keep={own[name][1] for name in wanted if name in own})
+        self._remove_leftover_parts(keep={own[name][1] for name in wanted if name in own})
 
         def begin(name: str) -> SharedUpload:
             at = s3_object(f"{self.url}/{name}")
@@ -124,7 +124,7 @@ class UploadFolder:
             self.shared = dict(zip(wanted, pool.map(begin, wanted), strict=True))
         self._uploads |= self.shared
 
-    def _sweep(self, keep: Set[str] = frozenset()) -> None:
+    def _remove_leftover_parts(self, keep: Set[str] = frozenset()) -> None:
         """Remove the parts that an earlier run left."""
         if self._far is not None and self._left:
             self._far.abort_uploads((key, upload) for _, key, upload in self._left if upload not in keep)
@@ -132,7 +132,7 @@ class UploadFolder:
 
     def append(self, name: str, data: bytes | memoryview) -> None:
         """Append bytes to one of the objects."""
-        self._sweep()
+        self._remove_leftover_parts()
         if name not in self._uploads:
             self._uploads[name] = self._start_upload(name)
         self._uploads[name].append(data)

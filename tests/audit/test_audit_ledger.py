@@ -266,7 +266,7 @@ def test_lines_forged_with_a_hash_of_their_own(tmp_path: Path, field: str) -> No
             "event type": {"event": 1},
         }  # fmt: skip
         row |= changes[field]
-        row["hash"] = ledger._hash(row)
+        row["hash"] = ledger._entry_hash(row)
         edited(tmp_path, b"".join(ledger._canonical_json(r) + b"\n" for r in rows))
         if k == 4 and field in ("time", "event", "archive", "by", "bytes", "why", "new field"):
             assert (

@@ -844,7 +844,7 @@ def test_an_existing_card_keeps_everything_but_our_section(before: bytes, after:
     facts = model_card.CardFacts(
         "org/name", "1", "dcp", 8, "my|<b>trainer\n", 7, {"bfloat16": 10}, {"all": "a", "model": "a"}, False
     )
-    section = model_card._section(facts).encode()
+    section = model_card._make_section(facts).encode()
     old = before + b"<!-- ckpttool -->\nold\n<!-- /ckpttool -->" + after
     assert model_card.update_card(old, facts) == before + section + after
     assert model_card.update_card(before, facts).startswith(before) and section in model_card.update_card(before, facts)
@@ -866,10 +866,10 @@ def test_a_card_on_a_branch_speaks_of_that_branch() -> None:
         "org/name", "1", "dcp", None, None, None, {"bfloat16": 1}, {}, False, False,
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, {}, "bf16",
     )  # fmt: skip
-    section = model_card._section(facts)
+    section = model_card._make_section(facts)
     assert 'from_pretrained("org/name", revision="bf16", dtype="auto")' in section
     assert "ckpttool pull hf://org/name@bf16 " in section and "ckpttool verify hf://org/name@bf16 " in section
-    assert "@" not in model_card._section(dataclasses.replace(facts, branch=None))
+    assert "@" not in model_card._make_section(dataclasses.replace(facts, branch=None))
 
 
 @pytest.mark.parametrize(

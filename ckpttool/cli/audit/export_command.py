@@ -48,7 +48,7 @@ _NOT_OF_ARCHIVES = (
 )
 
 
-def _meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
+def _parse_meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
     """Parse KEY=VALUE pairs; raises UsageError."""
     out = []
     for pair in pairs or []:
@@ -59,7 +59,7 @@ def _meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
     return tuple(out)
 
 
-def _epoch(reproducible: bool) -> int | None:
+def _source_date_epoch(reproducible: bool) -> int | None:
     """Return SOURCE_DATE_EPOCH in seconds, if it is set and --reproducible is given; otherwise None.
     https://reproducible-builds.org/specs/source-date-epoch/"""
     text = os.environ.get("SOURCE_DATE_EPOCH", "")
@@ -154,11 +154,11 @@ def export(
         level=level,
         shuffle=shuffle,
         member_bytes=parse_size(member_size),
-        meta=_meta(meta),
+        meta=_parse_meta(meta),
         git_commit=git_commit,
         only=tuple(reading.only or ()) or None,
         reproducible=reproducible,
-        epoch=_epoch(reproducible),
+        epoch=_source_date_epoch(reproducible),
         retain=retain,
         hold=legal_hold,
         lock_mode=lock_mode,

@@ -50,12 +50,12 @@ def verify(
         rows = [{"name": r.name, "retain_until": r.retain_until, "held": r.held} for r in gone]
         print_json({**found, "missing": rows})
     else:
-        _print(found, gone)
+        _print_chain(found, gone)
     if fail_if_missing and gone:
         raise typer.Exit(Differs.exit_code)
 
 
-def _print(found: dict[str, Any], gone: list[ListingRow]) -> None:
+def _print_chain(found: dict[str, Any], gone: list[ListingRow]) -> None:
     """Print what is known of a ledger."""
     note(f"{found['entries']} entries, from {found['first']} to {found['last']}, in one chain")
     for b in found["backwards"]:

@@ -41,14 +41,14 @@ def list_(store: Store, fail_if_missing: FailIfMissing = False, as_json: Json = 
     if as_json:
         print_json([asdict(r) for r in rows])
     elif rows:
-        _print(store, rows)
+        _print_listing(store, rows)
     else:
         note(f"{store} holds no archive.")
     if fail_if_missing and any(r.missing for r in rows):
         raise typer.Exit(Differs.exit_code)
 
 
-def _print(store: str, rows: Sequence[ListingRow]) -> None:
+def _print_listing(store: str, rows: Sequence[ListingRow]) -> None:
     """Print a listing."""
     from ...engine.inspect import human
 
@@ -78,7 +78,7 @@ def _print(store: str, rows: Sequence[ListingRow]) -> None:
             f.created[:10] or "no date",
             (r.retain_until or "")[:10],
             ", ".join(r.held),
-            _short(f.signed_by) or "no",
+            _shorten_hashes(f.signed_by) or "no",
             (r.verified or "never")[:10],
         ]
         table.add_row(*(Text(printable(c)) for c in cells), style="red" if r.ledger == "differs" else None)
@@ -88,7 +88,7 @@ def _print(store: str, rows: Sequence[ListingRow]) -> None:
             note(f"warning: {f'{r.name}: {text}'.rstrip('.')}.")
 
 
-def _short(signer: str) -> str:
+def _shorten_hashes(signer: str) -> str:
     """Shorten the hashes in the description of a signer, for a table."""
     return re.sub(r"([0-9a-f]{12})[0-9a-f]{52}", r"\1", signer)
 

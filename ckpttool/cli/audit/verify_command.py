@@ -96,10 +96,10 @@ def verify(
             note(f"error: {found.describe_damage()}")
             raise typer.Exit(Corrupt.exit_code)
         return
-    _print(found, meter.seconds, quiet)
+    _print_verdict(found, meter.seconds, quiet)
 
 
-def _print(found: ArchiveVerdict, seconds: float, quiet: bool) -> None:
+def _print_verdict(found: ArchiveVerdict, seconds: float, quiet: bool) -> None:
     """Print the result of a verification; raises Corrupt if the archive is damaged."""
     if found.workers is not None:
         note(
