@@ -57,6 +57,7 @@ __all__ = [
     "is_dangerous",
     "load",
     "load_large",
+    "map_children",
     "refuse_deep",
     "resolve_attribute",
     "short",
@@ -914,6 +915,15 @@ def children(x: Any) -> Any:
     if isinstance(x, Opaque):
         return x.parts()
     return x if isinstance(x, (list, tuple, set, frozenset)) and not isinstance(x, Global) else ()
+
+
+def map_children(x: Any, f: Callable[[Any], Any]) -> Any:
+    """Copy a container with `f` of everything directly inside; anything else is returned as it is."""
+    if isinstance(x, dict):
+        return type(x)((k, f(v)) for k, v in x.items())
+    if type(x) in (list, tuple):
+        return type(x)(map(f, x))
+    return x.mapped(f) if isinstance(x, Opaque) else x
 
 
 def _refuse_chain(x: Any, what: str) -> None:

@@ -13,7 +13,7 @@ from ..index.checkpoint import ITEMSIZE, Chunks, Extent, Number, Path, Record, T
 from ..index.composites import Composite
 from ..storage.source import ReadAt
 from .crc import crc32
-from .pickles import Global, Opaque, children
+from .pickles import Global, Opaque, children, map_children
 from .subclasses import is_subclass, take_apart
 
 __all__ = [
@@ -94,18 +94,11 @@ class Size(tuple[int, ...]):
 def map_tensors(x: Any, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
     """Replace every StoredTensor in a tree by `f` of it, and every Size by `of_size` of it."""
 
-    def inside(part: Any) -> Any:
-        return map_tensors(part, f, of_size)
-
     if isinstance(x, StoredTensor):
         return f(x)
-    if isinstance(x, dict):
-        return type(x)((k, inside(v)) for k, v in x.items())
-    if type(x) in (list, tuple):
-        return type(x)(map(inside, x))
-    if isinstance(x, Opaque):
-        return x.mapped(inside)
-    return of_size(x) if type(x) is Size else x
+    if type(x) is Size:
+        return of_size(x)
+    return map_children(x, lambda part: map_tensors(part, f, of_size))
 
 
 def tensors_in(x: Any) -> Iterator[StoredTensor]:

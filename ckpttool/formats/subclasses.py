@@ -20,7 +20,7 @@ from ..errors import Corrupt, Unsupported, argument
 from ..index import boxes
 from ..index.checkpoint import joined
 from ..index.composites import Composite, class_label
-from .pickles import Global, Opaque, short
+from .pickles import Global, Opaque, map_children, short
 
 __all__ = [
     "REBUILD",
@@ -152,12 +152,6 @@ def rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque
 
 def _insert_tensors(x: Any, tensors: Mapping[str, Any]) -> Any:
     """Replace every placeholder by its tensor."""
-    if isinstance(x, dict):
-        return type(x)((k, _insert_tensors(v, tensors)) for k, v in x.items())
-    if type(x) in (list, tuple):
-        return type(x)(_insert_tensors(v, tensors) for v in x)
-    if isinstance(x, Opaque):
-        if x.cls == _PLACEHOLDER:
-            return tensors[x.args[0]]
-        return x.mapped(lambda part: _insert_tensors(part, tensors))
-    return x
+    if isinstance(x, Opaque) and x.cls == _PLACEHOLDER:
+        return tensors[x.args[0]]
+    return map_children(x, lambda part: _insert_tensors(part, tensors))

@@ -9,7 +9,7 @@ from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from .crc import crc32
 from .pickle_writer import dump
-from .pickles import Global, Opaque
+from .pickles import Global, Opaque, map_children
 from .stored_tensors import Inline
 from .torch_zip import STORAGE_NAMES
 from .zip_bytes import central_directory, local_header
@@ -58,18 +58,11 @@ def save_small_file(value: Any) -> bytes:
     data: list[bytes] = []
 
     def one(x: Any) -> Any:
+        """Replace a tensor by a reference to a record of its own."""
         if isinstance(x, Inline):
             data.append(x.data)
             return TensorRef(x.dtype, x.shape, str(len(data) - 1), prod(x.shape))
-        if isinstance(x, dict):
-            return type(x)((k, one(v)) for k, v in x.items())
-        if isinstance(x, list):
-            return [one(v) for v in x]
-        if type(x) is tuple:
-            return tuple(one(v) for v in x)
-        if isinstance(x, Opaque):
-            return x.mapped(one)
-        return x
+        return map_children(x, one)
 
     pkl = pickle_tree(one(value))
     out = bytearray()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -127,7 +128,7 @@ class TorchFiles:
         synthesized_values: dict[str, Any] | None = None,
         changed: dict[str, str] | None = None,
     ) -> Draft:
-        """The draft of a checkpoint whose chunks are in these files; sets its `files` and `sizes`.
+        """Make the draft of a checkpoint whose chunks are in these files, which become its `files` and `sizes`.
 
         Args:
             recorded: end every file with a record `ckpttool.json` of the digests.
@@ -136,51 +137,11 @@ class TorchFiles:
             values: {value: its digest}, a record `ckpttool-values.json`.
             dropped, aliases, notes, synthesized_tensors, synthesized_values, changed: those of `Draft`.
         """
-        checkpoint.files, checkpoint.sizes = self.names, self.sizes()
-
-        def end_of(written: Sequence[Written], f: _File) -> int:
-            if not written:
-                return len(f.head)
-            name, row, _ = written[-1]
-            c = checkpoint.tensors[name].chunks
-            return c.offset[row] + c.length[row]
-
-        def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-            f = self.files[t.chunks.file[row]]
-            assert isinstance(f, _File)
-            return self._bytes_between(checkpoint, f, end_of(written, f), t.chunks.offset[row], written)
-
-        def tail(file: int, written: Sequence[Written], digests: dict[str, Any]) -> bytes:
-            f = self.files[file]
-            if isinstance(f, bytes):
-                return b""
-            out = self._bytes_between(checkpoint, f, end_of(written, f), f.end, written)
-            entries, at = list(f.records), f.end
-            at_chunk = 0
-            for hole in f.holes:
-                crc, at_chunk = self._crc_of_record(checkpoint, hole, written, at_chunk)
-                entries.append((hole.name, hole.header, hole.length, crc, True))
-            notes_of: dict[str, Any] = {}
-            if recorded:
-                states = salvage or {}
-                notes_of["ckpttool.json"] = {
-                    n: d for n, d in digests.items() if not states.get(n, "").startswith("rebuilt")
-                }
-            if salvage:
-                notes_of["ckpttool-salvage.json"] = dict(salvage)
-            if values:
-                notes_of["ckpttool-values.json"] = dict(values)
-            for record, data in notes_of.items():
-                name = f.records[0][0].partition("/")[0] + "/" + record
-                note = bounded_json.encode(data, indent=1)
-                entries.append((name, at, len(note), crc32(note), False))
-                note = zip_bytes.local_header(name, len(note), crc32(note), at) + note
-                out, at = out + note, at + len(note)
-            return out + zip_bytes.central_directory(entries, at)
-
+        checkpoint = replace(checkpoint, files=self.names, sizes=self.sizes())
+        framing = _Framing(self.files, checkpoint, recorded, salvage or {}, values or {})
         heads = [f if isinstance(f, bytes) else f.head for f in self.files]
         files = [
-            DraftFile(n, size, h, record_at=None if isinstance(f, bytes) else partial(self._record_at, f))
+            DraftFile(n, size, h, record_at=None if isinstance(f, bytes) else partial(framing.record_at, f))
             for n, size, h, f in zip(self.names, checkpoint.sizes, heads, self.files, strict=True)
         ]
         return Draft(
@@ -189,15 +150,70 @@ class TorchFiles:
             files,
             dropped=dropped or [],
             aliases=aliases or {},
-            before=before,
-            tail=tail,
+            before=framing.before,
+            tail=framing.tail,
             notes=notes or [],
             synthesized_tensors=synthesized_tensors or [],
             synthesized_values=synthesized_values or {},
             changed=changed or {},
         )
 
-    def _bytes_between(self, checkpoint: Checkpoint, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:
+
+class _Framing(NamedTuple):
+    """What stands around the chunks in the files of a draft; the arguments are those of `TorchFiles.draft`."""
+
+    files: Sequence[_File | bytes]
+    checkpoint: Checkpoint
+    recorded: bool
+    salvage: Mapping[str, str]
+    values: Mapping[str, str]
+
+    def before(self, name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+        """Make the bytes between the last chunk written and a chunk (`Draft.before`)."""
+        f = self.files[t.chunks.file[row]]
+        assert isinstance(f, _File)
+        return self._bytes_between(f, self._end_of(written, f), t.chunks.offset[row], written)
+
+    def tail(self, file: int, written: Sequence[Written], digests: Mapping[str, Any]) -> bytes:
+        """Make the last bytes of a file: padding, records of ckpttool's own, and the directory (`Draft.tail`)."""
+        f = self.files[file]
+        if isinstance(f, bytes):
+            return b""
+        out = self._bytes_between(f, self._end_of(written, f), f.end, written)
+        entries, at = list(f.records), f.end
+        at_chunk = 0
+        for record in f.holes:
+            crc, at_chunk = self._crc_of_record(record, written, at_chunk)
+            entries.append((record.name, record.header, record.length, crc, True))
+        for short, data in self._own_records(digests).items():
+            name = f.records[0][0].partition("/")[0] + "/" + short
+            note = bounded_json.encode(data, indent=1)
+            entries.append((name, at, len(note), crc32(note), False))
+            note = zip_bytes.local_header(name, len(note), crc32(note), at) + note
+            out, at = out + note, at + len(note)
+        return out + zip_bytes.central_directory(entries, at)
+
+    def _own_records(self, digests: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Collect the content of the records that ckpttool adds to every file, by name."""
+        out: dict[str, dict[str, Any]] = {}
+        if self.recorded:
+            rebuilt = {n for n, state in self.salvage.items() if state.startswith("rebuilt")}
+            out["ckpttool.json"] = {n: d for n, d in digests.items() if n not in rebuilt}
+        if self.salvage:
+            out["ckpttool-salvage.json"] = dict(self.salvage)
+        if self.values:
+            out["ckpttool-values.json"] = dict(self.values)
+        return out
+
+    def _end_of(self, written: Sequence[Written], f: _File) -> int:
+        """Return where the last chunk written ends, or the head of its file."""
+        if not written:
+            return len(f.head)
+        name, row, _ = written[-1]
+        c = self.checkpoint.tensors[name].chunks
+        return c.offset[row] + c.length[row]
+
+    def _bytes_between(self, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:
         """Make bytes [a, b) of a file, in which no chunk lies: padding, and the ends and headers of records."""
         out, at = bytearray(), a
         for hole in self._records_from(f, a):
@@ -211,7 +227,7 @@ class TorchFiles:
             out += bytes(stop - at)
             at = stop
             if at == end and at < b:
-                crc = self._crc_of_record(checkpoint, hole, written, self._first_chunk_in(checkpoint, hole, written))[0]
+                crc = self._crc_of_record(hole, written, self._first_chunk_in(hole, written))[0]
                 out += zip_bytes.data_descriptor(hole.length, crc)
                 at += zip_bytes.DATA_DESCRIPTOR_BYTES
         if at != b:
@@ -219,7 +235,7 @@ class TorchFiles:
         return bytes(out)
 
     @staticmethod
-    def _record_at(f: _File, offset: int) -> int:
+    def record_at(f: _File, offset: int) -> int:
         """Return where the record that a byte lies in begins."""
         return f.holes[bisect_right(f.holes, offset, key=lambda hole: hole.offset) - 1].offset
 
@@ -229,27 +245,23 @@ class TorchFiles:
         first = bisect_left(f.holes, at, key=lambda hole: hole.offset + hole.length)
         return (f.holes[i] for i in range(first, len(f.holes)))
 
-    @staticmethod
-    def _first_chunk_in(checkpoint: Checkpoint, hole: _PendingRecord, written: Sequence[Written]) -> int:
+    def _first_chunk_in(self, hole: _PendingRecord, written: Sequence[Written]) -> int:
         """Return the number of the first of the last chunks written that lie in a record."""
         k = len(written)
         while k:
             name, row, _ = written[k - 1]
-            if checkpoint.tensors[name].chunks.offset[row] < hole.offset:
+            if self.checkpoint.tensors[name].chunks.offset[row] < hole.offset:
                 break
             k -= 1
         return k
 
-    @staticmethod
-    def _crc_of_record(
-        checkpoint: Checkpoint, hole: _PendingRecord, written: Sequence[Written], k: int
-    ) -> tuple[int, int]:
+    def _crc_of_record(self, hole: _PendingRecord, written: Sequence[Written], k: int) -> tuple[int, int]:
         """Put together the CRC32 of a record whose chunks are written[k], ...: (CRC32, number of the first chunk after
         it)."""
         crc, at, end = 0, hole.offset, hole.offset + hole.length
         while k < len(written):
             name, row, part = written[k]
-            c = checkpoint.tensors[name].chunks
+            c = self.checkpoint.tensors[name].chunks
             offset, length = c.offset[row], c.length[row]
             if offset >= end and (length or offset > end):
                 break
