@@ -48,7 +48,7 @@ def parse(data: bytes, what: str) -> Any:
         raise Corrupt(f"{what}: not JSON ({e}).") from None
 
 
-def encode(data: Any, **layout: Any) -> bytes:
+def encode(data: object, **layout: Any) -> bytes:
     """Write JSON in UTF-8, with the arguments of `json.dumps` for its layout.
 
     Names and texts of a checkpoint may hold half of a surrogate pair, which UTF-8 has no bytes for: it becomes a JSON

@@ -40,7 +40,7 @@ _DTYPES = {
 }
 
 
-def numpy_to_torch(x: Any) -> Any:
+def numpy_to_torch(x: object) -> Any:
     """Convert arrays of numpy to `Inline` tensors and scalars to numbers; the object itself where there are none.
 
     What torch has no dtype for stays as it is.
@@ -90,7 +90,7 @@ def _decode_array(x: Opaque) -> tuple[Inline, bool] | None:
     return Inline(kind, shape, bytes(data)), where[1] == "scalar"
 
 
-def _torch_dtype_name(x: Any) -> str | None:
+def _torch_dtype_name(x: object) -> str | None:
     """Return torch's name of a little-endian numpy dtype; None where torch has none."""
     if not isinstance(x, Opaque) or x.cls != Global("numpy", "dtype") or not x.args or not isinstance(x.args[0], str):
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection
-from typing import Any
 
 from .pickles import BackReference, Global, Opaque, Ordered
 
@@ -99,7 +98,7 @@ class _Pickler:
             raw = x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True)
             self.out += b"\x8a" + bytes([len(raw)]) + raw
 
-    def _save_call_for(self, x: Any) -> bool:
+    def _save_call_for(self, x: object) -> bool:
         """Write what protocol 2 spells as a name or as a call, and tuples; False if it is something else."""
         if type(x) is bytes:  # protocol 2 has no bytes; this is how CPython spells them there
             self.save_call(Global("_codecs", "encode"), (x.decode("latin-1"), "latin1"))

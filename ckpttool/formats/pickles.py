@@ -166,7 +166,7 @@ class Opaque:
         out.list_items, out.dict_items, out.state = f(self.list_items), f(self.dict_items), f(self.state)
         return out
 
-    def set_item(self, key: Any, value: Any, what: str) -> None:
+    def set_item(self, key: object, value: object, what: str) -> None:
         """Add an item to an instance of a subclass of dict; a key that is there already is refused.
 
         Keys whose hashing has no bound (an instance, a tuple of tuples) are not compared.
@@ -381,7 +381,7 @@ def _is_attribute(module: str, name: str) -> bool:
     return named and module.partition(".")[0] not in _STANDARD
 
 
-def resolve_attribute(cls: Any, name: Any) -> Global | None:
+def resolve_attribute(cls: object, name: object) -> Global | None:
     """Return what getattr(cls, name) refers to: a class in a class, or a member of an enum; None for anything else."""
     if isinstance(cls, Global) and isinstance(name, str) and _is_attribute(cls.module, f"{cls.name}.{name}"):
         return Global(cls.module, f"{cls.name}.{name}")
@@ -420,7 +420,7 @@ def _is_of_generator(f: Global, args: tuple[Any, ...]) -> bool:
     """Whether a call of numpy's constructors of random generators, which call what they are given, is given numpy's
     own."""
 
-    def is_own(x: Any) -> bool:
+    def is_own(x: object) -> bool:
         if isinstance(x, Global):
             return x.module.startswith("numpy.random.") and x.name in _GENERATORS
         return x.cls.module in _OF_GENERATORS if isinstance(x, Opaque) else True
@@ -431,7 +431,7 @@ def _is_of_generator(f: Global, args: tuple[Any, ...]) -> bool:
 def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
     """Whether a call puts a hint of types together: of classes that do not act, and of other hints."""
 
-    def is_hint(x: Any) -> bool:
+    def is_hint(x: object) -> bool:
         if type(x) is tuple or type(x) is list:
             return all(map(is_hint, x))
         if isinstance(x, Opaque):
@@ -467,7 +467,7 @@ _GENERICS = ("typing", "typing_extensions", "collections", "collections.abc")
 _OBJECT = tuple(Global(module, "object") for module in _BUILTINS)
 
 
-def _holds_dangerous_class(x: Any) -> bool:
+def _holds_dangerous_class(x: object) -> bool:
     """Whether a function that would be called later (that of a partial, the factory of a defaultdict) is one of a
     module that acts."""
     todo = list(x) if isinstance(x, tuple) and not isinstance(x, Global) else [x]
@@ -476,7 +476,7 @@ def _holds_dangerous_class(x: Any) -> bool:
     )
 
 
-def unwritable_reason(x: Any) -> str | None:
+def unwritable_reason(x: object) -> str | None:
     """Say why a value must not be written into a pickle; None where it may.
 
     The reason is that loading it would call a class that nobody here knows.
@@ -490,7 +490,7 @@ def unwritable_reason(x: Any) -> str | None:
     return None
 
 
-def _make_bytearray(raw: Any) -> bytearray:
+def _make_bytearray(raw: object) -> bytearray:
     """Stand in for bytearray, which makes zeros of a number."""
     if not isinstance(raw, bytes):  # bytearray(10**12) would allocate
         raise Unsafe(f"a pickle builds a bytearray from a {type(raw).__name__}")
@@ -504,14 +504,14 @@ def _make_flat_set(kind: Any, items: Any) -> Any:
     return kind(items)
 
 
-def _has_bounded_hash(k: Any) -> bool:
+def _has_bounded_hash(k: object) -> bool:
     """Whether hashing a key takes bounded work."""
     if isinstance(k, tuple):
         return all(x is None or isinstance(x, (str, int, float, bytes, Global)) for x in k)
     return k is None or isinstance(k, (str, int, float, bytes, StandIn))
 
 
-def _checked_key(k: Any) -> Any:
+def _checked_key(k: object) -> Any:
     """Return a key whose hashing is bounded.
 
     Raises:
@@ -522,7 +522,7 @@ def _checked_key(k: Any) -> Any:
     raise Unsafe(f"a pickle uses a {type(k).__name__} as key of a dict; hashing it has no bound.")
 
 
-def _set_new_key(d: dict[Any, Any], k: Any, v: Any, what: str = "a pickle") -> None:
+def _set_new_key(d: dict[Any, Any], k: object, v: object, what: str = "a pickle") -> None:
     """Set d[k] = v, where k must be new: a pickler writes every key of a dict once.
 
     Equal keys (1, 1.0, True) are one key. A `SharedStandIn` is not compared.
@@ -624,7 +624,7 @@ def _run_opcodes(data: bytes, pos: int, known: StandIns, persistent: Any, what: 
 
     members: dict[int, Opaque] = {}  # calls that are kept as those of an enum, which gets no state
 
-    def call(f: Any, args: Any) -> Any:
+    def call(f: object, args: object) -> Any:
         """Make what a REDUCE makes, if it is data."""
         if not isinstance(args, tuple):
             raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
@@ -898,7 +898,7 @@ def _run_opcodes(data: bytes, pos: int, known: StandIns, persistent: Any, what: 
     raise AssertionError  # there is always another one
 
 
-def short(x: Any) -> str:
+def short(x: object) -> str:
     """Return the repr of anything that came out of a pickle, for a message: bounded in work and in length."""
     try:
         refuse_deep(x, "", 200)
@@ -908,7 +908,7 @@ def short(x: Any) -> str:
     return text if len(text) < 80 else text[:77] + "..."
 
 
-def children(x: Any) -> Any:
+def children(x: object) -> Any:
     """Return what a container holds; () for a leaf."""
     if isinstance(x, dict):
         return [*x.keys(), *x.values()]
@@ -939,7 +939,7 @@ def _refuse_chain(x: Any, what: str) -> None:
     raise _TooDeep(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.")
 
 
-def refuse_deep(obj: Any, what: str, most: int) -> None:
+def refuse_deep(obj: object, what: str, most: int) -> None:
     """Refuse an object that is too deep or too large, walking without recursion and counting shared parts as often as
     they are met.
 
@@ -1036,7 +1036,7 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
     Source: Enum.__reduce_ex__ in Lib/enum.py of those versions.
     """
 
-    def member(cls: Any, name: Any) -> Any:
+    def member(cls: object, name: object) -> Any:
         for known, members in enums:
             if cls is known and isinstance(name, str) and name in members:
                 return members[name]
@@ -1057,7 +1057,7 @@ def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
                 raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.")
             return found
 
-        def persistent_load(self, pid: Any) -> Any:
+        def persistent_load(self, pid: object) -> Any:
             raise Unsafe("the pickle refers to an object outside of it.")
 
     return Unpickler(data).load()

@@ -145,7 +145,7 @@ def _check_encodable(name: str, what: str) -> None:
         raise Corrupt(f"{what}: the name {name!a} is half of a character and cannot be written.") from None
 
 
-def _check_slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]:
+def _check_slot(name: str, t: object, base: int, what: str) -> tuple[int, int, str, Slot]:
     """Check the entry `t` of a tensor: (begin, end, name, slot); `base` is where the data begins in the file.
 
     Raises:

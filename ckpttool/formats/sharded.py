@@ -49,7 +49,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
     """Make stand-ins for the classes and calls in files of ranks: nothing is built, ShardedTensor and DTensor stay
     Opaque."""
 
-    def from_type(func: Any, cls: Any, args: Any, state: Any) -> Any:
+    def from_type(func: object, cls: object, args: object, state: object) -> Any:
         if (
             isinstance(cls, Global)
             and cls.module.startswith("torch.distributed.")
@@ -60,7 +60,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
             return out
         return torch_zip.rebuild_from_type(what, func, cls, args, state)
 
-    def get(obj: Any, name: Any) -> Any:
+    def get(obj: object, name: object) -> Any:
         """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some
         versions of Python the memory format (pickles.enum_members)."""
         if obj is memory_format:
@@ -71,7 +71,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
             raise Unsafe(f"{what}: the pickle calls getattr({short(obj)}, {short(name)}).")
         return found
 
-    def memory_format(number: Any) -> Any:
+    def memory_format(number: object) -> Any:
         return number
 
     formats = enum_members((memory_format, {name: k for k, name in enumerate(MEMORY_FORMATS)}))["builtins", "getattr"]
@@ -85,7 +85,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
     return out
 
 
-def _attributes_of(x: Any) -> dict[str, Any]:
+def _attributes_of(x: object) -> dict[str, Any]:
     """Return the attributes of an instance, as pickled: its __dict__, or (None, {slot: value})."""
     state = x.state if isinstance(x, Opaque) else None
     if isinstance(state, tuple) and len(state) == 2 and all(isinstance(s, dict | None) for s in state):
@@ -93,7 +93,7 @@ def _attributes_of(x: Any) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def is_sharded(x: Any) -> bool:
+def is_sharded(x: object) -> bool:
     """Whether something out of a pickle is a ShardedTensor or DTensor."""
     return isinstance(x, Opaque) and x.cls.name in ("ShardedTensor", "DTensor")
 
@@ -219,7 +219,7 @@ def _read_mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[i
     return sizes, at, rank if type(rank) is int else None, world
 
 
-def _flat_ints(x: Any) -> list[int]:
+def _flat_ints(x: object) -> list[int]:
     """List the integers in nested tuples or lists, in no particular order.
 
     Raises:
@@ -240,7 +240,7 @@ def _flat_ints(x: Any) -> list[int]:
     raise ValueError(f"{short(x)} is not the shape of a mesh")
 
 
-def _checked_sizes(x: Any) -> tuple[int, ...]:
+def _checked_sizes(x: object) -> tuple[int, ...]:
     """Return a tuple of sizes.
 
     Raises:
@@ -315,7 +315,7 @@ def make_sharded_tensor(
     )
 
 
-def _make_instance(module: str, name: str, state: Any) -> Opaque:
+def _make_instance(module: str, name: str, state: object) -> Opaque:
     """Make the record of an instance with a state."""
     out = Opaque(Global(module, name), ())
     out.state = state

@@ -91,7 +91,7 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
 
-def map_tensors(x: Any, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
+def map_tensors(x: object, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
     """Replace every StoredTensor in a tree by `f` of it, and every Size by `of_size` of it."""
 
     if isinstance(x, StoredTensor):
@@ -101,14 +101,14 @@ def map_tensors(x: Any, f: Callable[[StoredTensor], Any], of_size: Callable[[Siz
     return map_children(x, lambda part: map_tensors(part, f, of_size))
 
 
-def tensors_in(x: Any) -> Iterator[StoredTensor]:
+def tensors_in(x: object) -> Iterator[StoredTensor]:
     """Yield every StoredTensor inside a value."""
     found: list[StoredTensor] = []
     map_tensors(x, lambda t: found.append(t))
     return iter(found)
 
 
-def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[dict[Path, Any], list[Record]]:
+def leaves(tree: object, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[dict[Path, Any], list[Record]]:
     """Take a tree apart below `path`: ({path: TensorEntry or plain value}, the CRC32s of the storages).
 
     Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does. An object of a tensor
@@ -137,7 +137,7 @@ def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tupl
     return found, list(records.values())
 
 
-def flatten_tree(tree: Any, path: Path = ()) -> dict[Path, Any]:
+def flatten_tree(tree: object, path: Path = ()) -> dict[Path, Any]:
     """Take a tree apart as `leaves` does, and leave the leaves as they are."""
     found: dict[Path, Any] = {}
     _flatten(path, tree, found)
@@ -171,7 +171,7 @@ def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
     return False
 
 
-def mapping_items(x: Any) -> list[tuple[Any, Any]] | None:
+def mapping_items(x: object) -> list[tuple[Any, Any]] | None:
     """List the items of a dict, or of an instance of one of the dicts of `collections`; None for anything else."""
     if isinstance(x, dict):
         return list(x.items())
@@ -185,7 +185,7 @@ def mapping_items(x: Any) -> list[tuple[Any, Any]] | None:
 _DICTS = frozenset((Global("collections", "Counter"), Global("collections", "defaultdict")))
 
 
-def flatten_like_dcp(x: Any, path: Path) -> dict[Path, Any]:
+def flatten_like_dcp(x: object, path: Path) -> dict[Path, Any]:
     """Make the entries that torch makes of a dict with keys that are not text when it saves and loads a state dict with
     DCP.
 
@@ -200,7 +200,7 @@ def flatten_like_dcp(x: Any, path: Path) -> dict[Path, Any]:
     return dict(found) if found and unambiguous else {path: x}
 
 
-def _walk_like_dcp(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _walk_like_dcp(x: object, path: Path) -> Iterator[tuple[Path, Any]]:
     """Yield (path, value) of the entries below a value."""
     items = mapping_items(x)
     if items is not None:
@@ -213,7 +213,7 @@ def _walk_like_dcp(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         yield path, x
 
 
-def _has_other_keys(x: Any) -> bool:
+def _has_other_keys(x: object) -> bool:
     """Whether a dict, or one inside it, has a key that is not text, or is of a class of its own."""
     items = mapping_items(x)
     if items is None:
@@ -225,7 +225,7 @@ def _holds_mapping(x: list[Any]) -> bool:
     return any(mapping_items(v) is not None or (isinstance(v, list) and _holds_mapping(v)) for v in x)
 
 
-def _holds_array(x: Any) -> bool:
+def _holds_array(x: object) -> bool:
     todo = [x]
     while todo:
         v = todo.pop()
@@ -235,7 +235,7 @@ def _holds_array(x: Any) -> bool:
     return False
 
 
-def _is_optimizer_state(path: Path, x: Any) -> bool:
+def _is_optimizer_state(path: Path, x: object) -> bool:
     """{0: {"exp_avg": ...}}: integer keys, named later."""
     return (
         isinstance(x, dict)
@@ -246,7 +246,7 @@ def _is_optimizer_state(path: Path, x: Any) -> bool:
     )
 
 
-def inline_tensors(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
+def inline_tensors(x: object, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
     """Read the tensors inside a value: `Inline` tensors with bytes instead of byte ranges.
 
     Raises:

@@ -50,12 +50,12 @@ _DENSE = {
 }
 
 
-def is_subclass(x: Any) -> bool:
+def is_subclass(x: object) -> bool:
     """Whether something out of a pickle is an object of a tensor subclass."""
     return isinstance(x, Opaque) and x.call and x.cls == REBUILD and x.args[:1] == (WRAPPER,)
 
 
-def dense_inside(cls: Global, state: Any) -> Any:
+def dense_inside(cls: Global, state: object) -> Any:
     """Return the dense tensor that an object of a training wrapper holds; None for all other classes."""
     name = _DENSE.get(cls.name)
     if name is None or cls.module.partition(".")[0] != "torchao" or not isinstance(state, dict):
@@ -150,7 +150,7 @@ def rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque
     return Opaque(REBUILD, (WRAPPER, cls, args, _insert_tensors(about["state"], tensors)), call=True)
 
 
-def _insert_tensors(x: Any, tensors: Mapping[str, Any]) -> Any:
+def _insert_tensors(x: object, tensors: Mapping[str, Any]) -> Any:
     """Replace every placeholder by its tensor."""
     if isinstance(x, Opaque) and x.cls == _PLACEHOLDER:
         return tensors[x.args[0]]

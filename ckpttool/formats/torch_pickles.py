@@ -39,10 +39,10 @@ class _StorageRef(NamedTuple):
     tensor: TensorRef
 
 
-def pickle_tree(tree: Any) -> bytes:
+def pickle_tree(tree: object) -> bytes:
     """Write data.pkl of a tree with `TensorRef` for every tensor."""
 
-    def persistent(x: Any) -> tuple[Any, ...] | None:
+    def persistent(x: object) -> tuple[Any, ...] | None:
         if type(x) is not _StorageRef:
             return None
         t = x.tensor
@@ -53,11 +53,11 @@ def pickle_tree(tree: Any) -> bytes:
     return dump(tree, persistent)
 
 
-def save_small_file(value: Any) -> bytes:
+def save_small_file(value: object) -> bytes:
     """Write a whole torch.save file of a value; `Inline` tensors become tensors."""
     data: list[bytes] = []
 
-    def one(x: Any) -> Any:
+    def one(x: object) -> Any:
         """Replace a tensor by a reference to a record of its own."""
         if isinstance(x, Inline):
             data.append(x.data)

@@ -158,7 +158,7 @@ def read(
     kinds: dict[str, str] = {}
     unread: list[tuple[Any, str]] = []
 
-    def persistent(pid: Any) -> Storage:
+    def persistent(pid: object) -> Storage:
         dtype, key, numel = _parse_storage_id(pid, what)
         if kinds.setdefault(key, dtype or "uint8") != (dtype or "uint8"):
             raise Corrupt(
@@ -191,7 +191,7 @@ def find_storages(
     """
     found: dict[str, tuple[int, int]] = {}
 
-    def persistent(pid: Any) -> Storage:
+    def persistent(pid: object) -> Storage:
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
         n = numel * (ITEMSIZE[dtype] if dtype else 1)
         if found.setdefault(key, (numel, n)) != (numel, n):
@@ -202,7 +202,7 @@ def find_storages(
     return found, end
 
 
-def _parse_storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
+def _parse_storage_id(pid: object, what: str) -> tuple[str | None, str, int]:
     """Check the persistent id of a storage: (dtype, None for one without; key; elements).
 
     Raises:
@@ -237,7 +237,7 @@ _MEANING = {
 }
 
 
-def drop_attributes(x: Any, state: Any, what: str) -> Any:
+def drop_attributes(x: object, state: object, what: str) -> Any:
     """Return a tensor without the attributes in `state` that torch would give it (torch/_utils.py, _set_obj_state).
 
     Raises:
@@ -255,7 +255,7 @@ def drop_attributes(x: Any, state: Any, what: str) -> Any:
     return x
 
 
-def rebuild_from_type(what: str, func: Any, cls: Any, args: Any, state: Any) -> Any:
+def rebuild_from_type(what: str, func: object, cls: object, args: object, state: object) -> Any:
     """Return a tensor of a subclass: the dense tensor, where it has a storage or is wrapped around one, or the call as
     it is pickled (formats/subclasses.py).
 
@@ -290,7 +290,7 @@ def rebuild_from_type(what: str, func: Any, cls: Any, args: Any, state: Any) -> 
     return drop_attributes(func(*args), state, what)
 
 
-def _describe_bits(bits: Any) -> str:
+def _describe_bits(bits: object) -> str:
     """Say what the metadata of a tensor means (torch/_utils.py, set_tensor_metadata; a key acts whatever its value)."""
     if not isinstance(bits, dict):
         return f"has metadata {short(bits)}, which is not a dict"
@@ -304,7 +304,7 @@ def _describe_bits(bits: Any) -> str:
 _NAMED = 16  # tensors whose place in the tree is looked for
 
 
-def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
+def _refuse_unread(tree: object, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
     """Return the tree, after refusing tensors whose numbers are not those of their storage: now, or with `later` where
     they are needed.
 
@@ -322,7 +322,7 @@ def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str, later: b
     return tree
 
 
-def _unread_text(tree: Any, tensor: Any, why: str, what: str) -> str:
+def _unread_text(tree: object, tensor: object, why: str, what: str) -> str:
     """Say which tensor is refused and why; without its name where `tree` is None."""
     name = joined(_path_to(tree, tensor) or ())
     return f'{what}: {f"""tensor "{name}" """ if name else "a tensor "}{why}.'
@@ -369,13 +369,13 @@ class _TensorBuilder:
 
     def _tensor(
         self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        grad: Any = False,
-        hooks: Any = None,
-        bits: Any = None,
+        storage: object,
+        offset: object,
+        size: object,
+        stride: object,
+        grad: object = False,
+        hooks: object = None,
+        bits: object = None,
         dtype: str | None = None,
     ) -> StoredTensor:
         """The byte range of a tensor, after it was compared with its storage.
@@ -412,7 +412,15 @@ class _TensorBuilder:
         return out
 
     def tensor_v3(
-        self, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
+        self,
+        storage: object,
+        offset: object,
+        size: object,
+        stride: object,
+        grad: object,
+        hooks: object,
+        dtype: object,
+        bits: object = None,
     ) -> StoredTensor:
         """`_rebuild_tensor_v3`: the dtype is an argument of its own."""
         if not (isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE):
@@ -420,32 +428,39 @@ class _TensorBuilder:
         return self._tensor(storage, offset, size, stride, grad, hooks, bits, dtype.name)
 
     def tensor_v2(
-        self, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, bits: Any = None
+        self,
+        storage: object,
+        offset: object,
+        size: object,
+        stride: object,
+        grad: object,
+        hooks: object,
+        bits: object = None,
     ) -> StoredTensor:
         """`_rebuild_tensor_v2`: the dtype is that of the storage."""
         return self._tensor(storage, offset, size, stride, grad, hooks, bits)
 
-    def tensor_v1(self, storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
+    def tensor_v1(self, storage: object, offset: object, size: object, stride: object) -> StoredTensor:
         """`_rebuild_tensor`: without gradient and hooks."""
         return self._tensor(storage, offset, size, stride)
 
-    def parameter(self, data: Any, grad: Any, hooks: Any) -> Any:
+    def parameter(self, data: object, grad: object, hooks: object) -> Any:
         """`_rebuild_parameter`: the tensor inside a Parameter."""
         return self.parameter_with_state(data, grad, hooks, None)
 
-    def parameter_with_state(self, data: Any, grad: Any, hooks: Any, state: Any) -> Any:
+    def parameter_with_state(self, data: object, grad: object, hooks: object, state: object) -> Any:
         """`_rebuild_parameter_with_state`: a Parameter with Python attributes, which are dropped."""
         self._check_grad(data, grad)
         self._note_hooks(data, hooks)
         return drop_attributes(data, state, self.what)
 
-    def memory_layout(self, name: Any) -> Global:
+    def memory_layout(self, name: object) -> Global:
         """`_get_layout`: torch.strided by its name."""
         if not isinstance(name, str):
             raise _malformed(self.what, f"a tensor has the memory layout {short(name)}")
         return Global("torch", name.rpartition(".")[2])
 
-    def _check_grad(self, x: Any, grad: Any) -> None:
+    def _check_grad(self, x: object, grad: object) -> None:
         """Refuse `requires_grad` where torch refuses it.
 
         Raises:
@@ -454,7 +469,7 @@ class _TensorBuilder:
         if type(grad) is not bool or (grad and isinstance(x, StoredTensor) and not x.dtype.startswith(_WITH_GRAD)):
             raise _malformed(self.what, f"{short(x)} has requires_grad {short(grad)}, which torch refuses")
 
-    def _note_hooks(self, x: Any, hooks: Any) -> None:
+    def _note_hooks(self, x: object, hooks: object) -> None:
         """Remember a tensor that has backward hooks."""
         if hooks:
             self.unread.append((x, "has backward hooks, which are code"))
@@ -512,7 +527,7 @@ def size_stand_in(what: str) -> dict[tuple[str, str], Any]:
     return {_SIZE: lambda items=(): Size(_checked_size(items, what))}
 
 
-def _checked_size(x: Any, what: str) -> tuple[int, ...]:
+def _checked_size(x: object, what: str) -> tuple[int, ...]:
     """Return the size of a tensor as a tuple.
 
     Raises:
@@ -585,7 +600,7 @@ def _parse_legacy(
     numbers: dict[str, int] = {}
     unread: list[tuple[Any, str]] = []
 
-    def persistent(pid: Any) -> Any:
+    def persistent(pid: object) -> Any:
         if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is not None:
             raise Unsupported(f"{what}: a storage view of torch < 0.4.")
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) and len(pid) == 6 else None, what)

@@ -63,7 +63,7 @@ class TorchFiles:
         self.names: list[str] = []
         self.ends: dict[tuple[str, int], int] = {}
 
-    def add(self, name: str, tree: Any, storages: Mapping[str, int], root: str = "archive") -> int:
+    def add(self, name: str, tree: object, storages: Mapping[str, int], root: str = "archive") -> int:
         """Add a file of a tree of plain values with `TensorRef` and `Inline` tensors; returns its number.
 
         Args:
@@ -273,7 +273,7 @@ class _Framing(NamedTuple):
         return int(crc), k
 
 
-def _number_inline(x: Any, first: int, inline: list[bytes], done: dict[int, Any] | None = None) -> Any:
+def _number_inline(x: object, first: int, inline: list[bytes], done: dict[int, Any] | None = None) -> Any:
     """Replace small tensors inside values by tensors of their own storages, numbered from `first`, and add their bytes
     to `inline`.
 

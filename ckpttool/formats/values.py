@@ -207,7 +207,7 @@ def _is_valid_unicode(text: str) -> bool:
     return True
 
 
-def _show_name(name: Any) -> str:
+def _show_name(name: object) -> str:
     """Show the name of a value in a message, in ASCII and not too long."""
     text = ascii(name)[1:-1]
     return text if len(text) < 200 else text[:197] + "..."
@@ -256,7 +256,7 @@ def to_json_tree(held: Mapping[str, Value]) -> dict[str, Any]:
     return tree
 
 
-def from_json_tree(tree: Any) -> dict[str, Value]:
+def from_json_tree(tree: object) -> dict[str, Value]:
     """Read what `to_json_tree` gave.
 
     Raises:
@@ -285,7 +285,7 @@ def decode(data: bytes, what: str) -> dict[str, Value]:
     return out
 
 
-def _read_row(name: Any, row: Any) -> Value:
+def _read_row(name: object, row: object) -> Value:
     """Read path and data of one value.
 
     Raises:
@@ -299,7 +299,7 @@ def _read_row(name: Any, row: Any) -> Value:
     return Value(path, row["data"])
 
 
-def _read_value(x: Any, depth: int) -> Any:
+def _read_value(x: object, depth: int) -> Any:
     """Read what a piece of JSON stands for.
 
     Raises:
@@ -319,7 +319,7 @@ def _read_value(x: Any, depth: int) -> Any:
     return _TAGS[tag](x[tag], depth + 1)
 
 
-def _read_list(x: Any, depth: int) -> list[Any]:
+def _read_list(x: object, depth: int) -> list[Any]:
     """Read a list of values.
 
     Raises:
@@ -330,28 +330,28 @@ def _read_list(x: Any, depth: int) -> list[Any]:
     return [_read_value(v, depth) for v in x]
 
 
-def _read_pair(x: Any, depth: int) -> tuple[Any, Any]:
+def _read_pair(x: object, depth: int) -> tuple[Any, Any]:
     key, value = _read_list(x, depth)
     return key, value
 
 
-def _read_dict(x: Any, depth: int) -> dict[Any, Any]:
+def _read_dict(x: object, depth: int) -> dict[Any, Any]:
     return dict(_read_pairs(x, depth))
 
 
-def _read_pairs(x: Any, depth: int) -> list[tuple[Any, Any]]:
+def _read_pairs(x: object, depth: int) -> list[tuple[Any, Any]]:
     if type(x) is not list:
         raise ValueError("something other than pairs")
     return [_read_pair(row, depth) for row in x]
 
 
-def _check_str(x: Any) -> str:
+def _check_str(x: object) -> str:
     if type(x) is not str:
         raise ValueError("something other than text")
     return x
 
 
-def _read_bytes(x: Any) -> bytes:
+def _read_bytes(x: object) -> bytes:
     return base64.b64decode(_check_str(x), validate=True)
 
 
@@ -362,14 +362,14 @@ def _read_float(x: Any) -> float:
     return float(x)
 
 
-def _read_complex(x: Any, depth: int) -> complex:
+def _read_complex(x: object, depth: int) -> complex:
     real, imaginary = _read_list(x, depth)
     if type(real) is not float or type(imaginary) is not float:
         raise ValueError("a complex number that is not made of floats")
     return complex(real, imaginary)
 
 
-def _read_global(x: Any, depth: int) -> Global:
+def _read_global(x: object, depth: int) -> Global:
     module, name = map(_check_str, _read_list(x, depth))
     return Global(module, name)
 
@@ -377,7 +377,7 @@ def _read_global(x: Any, depth: int) -> Global:
 _PARTS = {"class", "call", "label", "args", "state", "list", "dict"}
 
 
-def _read_object(x: Any, depth: int) -> Opaque:
+def _read_object(x: object, depth: int) -> Opaque:
     """Read the record of an instance.
 
     Raises:
@@ -393,13 +393,13 @@ def _read_object(x: Any, depth: int) -> Opaque:
     return out
 
 
-def _check_label(x: Any) -> int:
+def _check_label(x: object) -> int:
     if type(x) is not int or x < 0:
         raise ValueError("a label that is no number")
     return x
 
 
-def _read_tensor(x: Any, depth: int) -> Inline:
+def _read_tensor(x: object, depth: int) -> Inline:
     """Read a small tensor.
 
     Raises:

@@ -484,7 +484,7 @@ def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     return out
 
 
-def same_value(a: Any, b: Any) -> bool:
+def same_value(a: object, b: object) -> bool:
     """Whether two plain values are equal; NaN equals NaN, and a list the tuple with the same elements, which DCP makes
     of some."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

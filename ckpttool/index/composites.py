@@ -95,7 +95,7 @@ class Composite:
         return out
 
 
-def shape_of(leaf: Any) -> tuple[int, ...] | None:
+def shape_of(leaf: object) -> tuple[int, ...] | None:
     """Return the shape of the leaf of a tensor, also of a subclass; None for a value."""
     return leaf.shape if isinstance(leaf, (TensorEntry, Composite)) else None
 
@@ -106,7 +106,7 @@ def class_label(about: Mapping[str, Any]) -> str:
     return f"{module.partition('.')[0]} {name}"
 
 
-def _is_composite_value(path: Path, data: Any) -> bool:
+def _is_composite_value(path: Path, data: object) -> bool:
     """Whether a value is one that describes a tensor subclass."""
     return (
         path[-1:] == (MARK,)

@@ -231,7 +231,7 @@ class _Naming:
             else:
                 self.rest[p] = leaf
 
-    def _is_weight_at_root(self, path: Path, leaf: Any) -> bool:
+    def _is_weight_at_root(self, path: Path, leaf: object) -> bool:
         """Whether a leaf is of a model that has no key of its own."""
         if self.model_key is not None:
             return False
@@ -313,7 +313,7 @@ def _keys_by_name(found: Mapping[Path, Any]) -> tuple[Any, Any]:
     return keys.get("model"), keys.get("optim")
 
 
-def _keys_by_contents(found: Mapping[Path, Any], shape_of: ShapeOf, model: Any, optim: Any) -> tuple[Any, Any]:
+def _keys_by_contents(found: Mapping[Path, Any], shape_of: ShapeOf, model: object, optim: object) -> tuple[Any, Any]:
     """Find the keys of model and optimizer, where a key of the user's own is recognised only by its contents.
 
     `model` and `optim` are the keys that are known by name; None is looked for.
@@ -461,7 +461,7 @@ def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -
         """Return what the optimizer calls a parameter."""
         return origin.get(("optim", "params", fqn), (fqn,))[0]
 
-    def put(path: Path, leaf: Any) -> None:
+    def put(path: Path, leaf: object) -> None:
         """Put a leaf at a path that must be free."""
         if path in out:
             raise Corrupt(f"two entries have the place {joined(path)!r}.")

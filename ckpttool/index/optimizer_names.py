@@ -76,7 +76,7 @@ class UnnamedOptimizer(Unsupported):
     """An optimizer numbers its parameters, and nothing tells with certainty which is which."""
 
 
-def _are_groups(x: Any) -> bool:
+def _are_groups(x: object) -> bool:
     """Whether it is a list of param groups whose keys are all strings; another one stays a value, since a name would be
     made up."""
     return isinstance(x, list) and all(isinstance(k, str) for g in x if isinstance(g, dict) for k in g)
@@ -192,7 +192,7 @@ def _params_of_group(group: Mapping[Path, Any]) -> list[Any]:
     return got
 
 
-def _as_number(x: Any) -> Any:
+def _as_number(x: object) -> Any:
     """Return the number of a parameter as an int, where text has digits only; anything else as it is."""
     return int(x) if isinstance(x, str) and x.isdigit() else x
 

@@ -57,7 +57,7 @@ class _Node(dict[Any, Any]):
     """An inner node while a tree is built; a leaf may be a plain dict."""
 
 
-def _as_plain_tree(x: Any) -> Any:
+def _as_plain_tree(x: object) -> Any:
     """Turn inner nodes into dicts and lists."""
     if type(x) is not _Node:
         return x
@@ -72,7 +72,7 @@ def _as_plain_tree(x: Any) -> Any:
     return out
 
 
-def _restore_parameter_numbers(state: dict[Any, Any], groups: Any) -> dict[Any, Any]:
+def _restore_parameter_numbers(state: dict[Any, Any], groups: object) -> dict[Any, Any]:
     """Give the state of an optimizer whose groups number parameters those numbers as keys.
 
     DCP and JSON have made text of them, and `load_state_dict` passes over a key that no group lists.

@@ -29,7 +29,7 @@ OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 Plans = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def list_optimizers(optimizer: Any) -> tuple[Any, ...]:
+def list_optimizers(optimizer: object) -> tuple[Any, ...]:
     """List the optimizers of a job: none, one, or several, as get_state_dict takes them.
 
     Raises:

@@ -569,7 +569,7 @@ class LiveJob:
         if self._scheduler_state is not None:
             yield first_difference(self.scheduler.state_dict(), self._scheduler_state, "scheduler")
 
-    def _state_differences(self, fqn: str, saved: Any) -> Iterator[str | None]:
+    def _state_differences(self, fqn: str, saved: object) -> Iterator[str | None]:
         """Yield the differences of the optimizer's state of one parameter, as `_differences` does."""
         filled = self.wanted["optim"]["state"][fqn]
         now = {name: x for name, _, x in iterate_leaves(saved, self._leaves[fqn])}
@@ -589,23 +589,23 @@ def _is_extra_state(name: str) -> bool:
     return _EXTRA_STATE.fullmatch(name) is not None
 
 
-def _is_encoded(x: Any) -> bool:
+def _is_encoded(x: object) -> bool:
     """Whether an extra state is bytes of the module's own making, which may write the same state otherwise (a
     pickle)."""
     return isinstance(x, bytes) or (isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 1)
 
 
-def _is_empty(x: Any) -> bool:
+def _is_empty(x: object) -> bool:
     """Whether an extra state holds nothing."""
     return x is None or is_hollow(x)
 
 
-def _tensor_shapes(x: Any) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(x: object) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the tensors inside a value."""
     return {name: tuple(t.shape) for name, _, t in iterate_leaves({"": x}, ()) if isinstance(t, torch.Tensor)}
 
 
-def _holds_states(x: Any) -> bool:
+def _holds_states(x: object) -> bool:
     """Whether it is a list of the states of schedulers, as SequentialLR has it."""
     return isinstance(x, (list, tuple)) and any(isinstance(y, Mapping) and y for y in x)
 

@@ -20,14 +20,14 @@ __all__ = ["Keys", "first_difference", "fit_to_live", "is_hollow", "iterate_leav
 Keys = tuple[Any, ...]
 
 
-def is_hollow(x: Any) -> bool:
+def is_hollow(x: object) -> bool:
     """Whether it is a container in which there is no leaf; flattened checkpoints do not have such ones."""
     if isinstance(x, Mapping):
         return all(map(is_hollow, x.values()))
     return isinstance(x, (list, tuple)) and all(map(is_hollow, x))
 
 
-def fit_to_live(stored: Any, live: Any) -> Any:
+def fit_to_live(stored: object, live: object) -> Any:
     """Convert what was stored to the form that a live object has for it.
 
     A stored key of text is the live key with that text. If the live object has no such key (a schedule with other
@@ -137,7 +137,7 @@ def set_at(tree: Any, path: Keys, value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------- comparison
 
 
-def first_difference(live: Any, want: Any, name: str = "") -> str | None:
+def first_difference(live: object, want: object, name: str = "") -> str | None:
     """Describe the first place where a live object is not what it should be: '"milestones.3" is ..., and ... in the
     job'; None where there is none.
 
@@ -161,7 +161,7 @@ def first_difference(live: Any, want: Any, name: str = "") -> str | None:
     return next(filter(None, (first_difference(x, y, _child_name(name, k)) for k, x, y in pairs)), None)
 
 
-def _describe_difference(name: str, live: Any, want: Any) -> str:
+def _describe_difference(name: str, live: object, want: object) -> str:
     """Describe two values that differ."""
     a, b = _show_value(want), _show_value(live)
     if a == b:
@@ -169,7 +169,7 @@ def _describe_difference(name: str, live: Any, want: Any) -> str:
     return f'"{name}" is {a} in the checkpoint and {b} in the job'
 
 
-def _child_name(name: str, key: Any) -> str:
+def _child_name(name: str, key: object) -> str:
     """Return the name of an item of a container."""
     return f"{name}.{key}" if name else str(key)
 

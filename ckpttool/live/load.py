@@ -50,11 +50,11 @@ class Loaded:
 
 @list_keywords
 def load(
-    model: Any,
-    optimizer: Any,
+    model: object,
+    optimizer: object,
     path: str | os.PathLike[str],
     *,
-    scheduler: Any = None,
+    scheduler: object = None,
     ignore_recorded_digests: bool = False,
     progress: Progress | None = None,
     **reading: Unpack[Reading],
@@ -95,9 +95,9 @@ def load(
 def load_opened(
     opened: OpenCheckpoint,
     path: str | os.PathLike[str],
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
+    model: object,
+    optimizer: object,
+    scheduler: object,
     progress: Progress | None,
     started: float,
 ) -> Loaded:
@@ -132,7 +132,7 @@ def load_opened(
         raise
 
 
-def _dcp_load(state_dict: dict[str, Any], reader: Any) -> None:
+def _dcp_load(state_dict: dict[str, Any], reader: object) -> None:
     """Let torch load, and raise our own error where one of ours stopped it."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load

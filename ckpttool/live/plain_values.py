@@ -121,7 +121,7 @@ def _rebuild_collection(x: Opaque, name: str) -> Any:
     raise ValueError
 
 
-def _rebuild_dtype(x: Any) -> Any:
+def _rebuild_dtype(x: object) -> Any:
     """Rebuild a dtype of plain numbers from what numpy pickles.
 
     Raises:
@@ -151,7 +151,7 @@ def _rebuild_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
     return np.frombuffer(raw, dtype).reshape(shape, order=order).copy(order="K")
 
 
-def _checked_bytes(data: Any, n: int) -> bytes:
+def _checked_bytes(data: object, n: int) -> bytes:
     """Return the bytes, if they are n.
 
     Raises:
@@ -162,13 +162,13 @@ def _checked_bytes(data: Any, n: int) -> bytes:
     return bytes(data)
 
 
-def _checked_natural(n: Any) -> int:
+def _checked_natural(n: object) -> int:
     if type(n) is not int or n < 0:
         raise ValueError
     return n
 
 
-def _checked_word(x: Any) -> Any:
+def _checked_word(x: object) -> Any:
     if type(x) not in (str, int):
         raise ValueError
     return x

@@ -272,7 +272,7 @@ class TensorLoader:
             raw = raw.to(p.target.device, non_blocking=True)
         p.target.copy_(raw.view(torch_dtype(p.dtype)).as_strided(p.target.shape, p.strides))
 
-    def _staging_buffer(self, device: Any, n: int) -> tuple[Any, Any]:
+    def _staging_buffer(self, device: object, n: int) -> tuple[Any, Any]:
         """Return a staging buffer of this thread and, for a GPU, the event after which it may be used again."""
         if device is None:
             known = getattr(self._local, "buffer", None)

@@ -61,7 +61,7 @@ class EntriesByAnyName(dict[str, Any]):
             raise KeyError(asked)
         return self[found]
 
-    def get(self, asked: str, default: Any = None) -> Any:
+    def get(self, asked: str, default: object = None) -> Any:
         try:
             return self[asked]
         except KeyError:
@@ -135,7 +135,7 @@ class AnyLayoutReader(StorageReader):
             paths[name] = t.path
         return Metadata(state_dict_metadata=entries, planner_data=paths)
 
-    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: object, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Let one rank refuse what verify refuses, if it has not been done: where it fails here, dcp.load fails on
         all."""
         if is_coordinator:
@@ -276,7 +276,7 @@ class AnyLayoutReader(StorageReader):
             opened.source.close_files()
 
 
-def _pickle_for_planner(x: Any) -> io.BytesIO:
+def _pickle_for_planner(x: object) -> io.BytesIO:
     """Pickle what torch's planner unpickles: data that was found to be plain."""
     import torch
 
