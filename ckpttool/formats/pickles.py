@@ -421,6 +421,7 @@ def _is_of_generator(f: Global, args: tuple[Any, ...]) -> bool:
     own."""
 
     def is_own(x: object) -> bool:
+        """Whether an argument is numpy's own, or no class at all."""
         if isinstance(x, Global):
             return x.module.startswith("numpy.random.") and x.name in _GENERATORS
         return x.cls.module in _OF_GENERATORS if isinstance(x, Opaque) else True
@@ -432,6 +433,7 @@ def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
     """Whether a call puts a hint of types together: of classes that do not act, and of other hints."""
 
     def is_hint(x: object) -> bool:
+        """Whether an argument is a class that does not act, another hint, or plain."""
         if type(x) is tuple or type(x) is list:
             return all(map(is_hint, x))
         if isinstance(x, Opaque):
@@ -980,6 +982,7 @@ def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:
     nodes = 0
 
     def copy(x: Any, depth: int, scope: _Scope | None) -> Any:
+        """Copy a value; `scope` is that of the outermost instance around it, None outside of any."""
         nonlocal nodes
         inside = children(x)
         nodes += 1 + len(inside)
@@ -1003,6 +1006,7 @@ def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:
         return x
 
     def instance(x: Opaque, depth: int, scope: _Scope) -> Opaque | BackReference:
+        """Copy an instance inside a scope, or refer to the copy that there is."""
         if (known := scope.met.get(id(x))) is not None:
             if known.label is None:
                 known.label, scope.labels = scope.labels, scope.labels + 1
@@ -1037,6 +1041,7 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
     """
 
     def member(cls: object, name: object) -> Any:
+        """Return the member of a known enum, or what any other getattr refers to."""
         for known, members in enums:
             if cls is known and isinstance(name, str) and name in members:
                 return members[name]
@@ -1052,12 +1057,14 @@ def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            """Return a stand-in; no class is ever imported."""
             found = stand_ins.get((module, name), stand_ins.get((ANY_MODULE, name)))
             if found is None:
                 raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.")
             return found
 
         def persistent_load(self, pid: object) -> Any:
+            """Refuse persistent ids, which no `.metadata` has."""
             raise Unsafe("the pickle refers to an object outside of it.")
 
     return Unpickler(data).load()

@@ -50,6 +50,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
     Opaque."""
 
     def from_type(func: object, cls: object, args: object, state: object) -> Any:
+        """Keep ShardedTensor and DTensor as `Opaque`; others as `torch_zip` does."""
         if (
             isinstance(cls, Global)
             and cls.module.startswith("torch.distributed.")
@@ -72,6 +73,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         return found
 
     def memory_format(number: object) -> Any:
+        """Stand in for the class of torch's memory formats."""
         return number
 
     formats = enum_members((memory_format, {name: k for k, name in enumerate(MEMORY_FORMATS)}))["builtins", "getattr"]

@@ -222,10 +222,12 @@ def _has_other_keys(x: object) -> bool:
 
 
 def _holds_mapping(x: list[Any]) -> bool:
+    """Whether a list has a dict inside, also in lists of it."""
     return any(mapping_items(v) is not None or (isinstance(v, list) and _holds_mapping(v)) for v in x)
 
 
 def _holds_array(x: object) -> bool:
+    """Whether a value has tensors inside."""
     todo = [x]
     while todo:
         v = todo.pop()
@@ -257,6 +259,7 @@ def inline_tensors(x: object, read_at: ReadAt, what: str, most: int = 64 << 20) 
         raise Unsupported(f"{what}: {total} bytes of tensors inside a container that is not a dict or list of tensors.")
 
     def one(t: StoredTensor) -> Inline:
+        """Read the bytes of one tensor."""
         whole = read_at(t.storage.offset, t.storage.length)
         if t.storage.crc32 is not None and crc32(whole) != t.storage.crc32:
             raise Corrupt(f"{what}: a tensor inside it does not match its CRC32; the file is damaged.")

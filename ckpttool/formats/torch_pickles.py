@@ -43,6 +43,7 @@ def pickle_tree(tree: object) -> bytes:
     """Write data.pkl of a tree with `TensorRef` for every tensor."""
 
     def persistent(x: object) -> tuple[Any, ...] | None:
+        """Return the persistent id of a storage."""
         if type(x) is not _StorageRef:
             return None
         t = x.tensor

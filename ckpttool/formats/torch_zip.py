@@ -159,6 +159,7 @@ def read(
     unread: list[tuple[Any, str]] = []
 
     def persistent(pid: object) -> Storage:
+        """Find the record of a storage, and compare its length."""
         dtype, key, numel = _parse_storage_id(pid, what)
         if kinds.setdefault(key, dtype or "uint8") != (dtype or "uint8"):
             raise Corrupt(
@@ -192,6 +193,7 @@ def find_storages(
     found: dict[str, tuple[int, int]] = {}
 
     def persistent(pid: object) -> Storage:
+        """Remember the size of a storage."""
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
         n = numel * (ITEMSIZE[dtype] if dtype else 1)
         if found.setdefault(key, (numel, n)) != (numel, n):
@@ -378,7 +380,7 @@ class _TensorBuilder:
         bits: object = None,
         dtype: str | None = None,
     ) -> StoredTensor:
-        """The byte range of a tensor, after it was compared with its storage.
+        """Make the byte range of a tensor, after comparing it with its storage.
 
         Raises:
             Corrupt: it contradicts its storage. Unsupported: it is much larger than that.
@@ -475,7 +477,7 @@ class _TensorBuilder:
             self.unread.append((x, "has backward hooks, which are code"))
 
     def _refusal(self, kind: str) -> Callable[..., Any]:
-        """A stand-in that refuses tensors of a kind."""
+        """Make a stand-in that refuses tensors of a kind."""
 
         def refuse(*_: Any) -> Any:
             raise Unsupported(
@@ -508,6 +510,7 @@ def _defer_refusals(f: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that it returns a `Refused` instead of raising Unsupported, and takes one for a tensor."""
 
     def call(*args: Any) -> Any:
+        """Call the function, unless an argument is refused already."""
         for x in args:
             if isinstance(x, Refused):
                 return x
@@ -601,6 +604,7 @@ def _parse_legacy(
     unread: list[tuple[Any, str]] = []
 
     def persistent(pid: object) -> Any:
+        """Remember a storage, whose place is known after the pickles."""
         if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is not None:
             raise Unsupported(f"{what}: a storage view of torch < 0.4.")
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) and len(pid) == 6 else None, what)

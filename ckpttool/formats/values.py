@@ -340,12 +340,22 @@ def _read_dict(x: object, depth: int) -> dict[Any, Any]:
 
 
 def _read_pairs(x: object, depth: int) -> list[tuple[Any, Any]]:
+    """Read the items of a dict.
+
+    Raises:
+        ValueError: they are not pairs.
+    """
     if type(x) is not list:
         raise ValueError("something other than pairs")
     return [_read_pair(row, depth) for row in x]
 
 
 def _check_str(x: object) -> str:
+    """Return a text.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if type(x) is not str:
         raise ValueError("something other than text")
     return x
@@ -356,6 +366,7 @@ def _read_bytes(x: object) -> bytes:
 
 
 def _read_float(x: Any) -> float:
+    """Read a float that JSON has no number for."""
     if _check_str(x).startswith("nan:"):
         found: float = struct.unpack(">d", bytes.fromhex(x[4:]).rjust(8, b"\0")[:8])[0]
         return found
@@ -363,6 +374,11 @@ def _read_float(x: Any) -> float:
 
 
 def _read_complex(x: object, depth: int) -> complex:
+    """Read a complex number.
+
+    Raises:
+        ValueError: it is not made of two floats.
+    """
     real, imaginary = _read_list(x, depth)
     if type(real) is not float or type(imaginary) is not float:
         raise ValueError("a complex number that is not made of floats")
@@ -394,6 +410,11 @@ def _read_object(x: object, depth: int) -> Opaque:
 
 
 def _check_label(x: object) -> int:
+    """Return the label of an instance.
+
+    Raises:
+        ValueError: it is not a number from 0.
+    """
     if type(x) is not int or x < 0:
         raise ValueError("a label that is no number")
     return x

@@ -118,12 +118,12 @@ class Axes:
 
     @property
     def sums(self) -> list[Factor]:
-        """Its sums of several terms; at most one."""
+        """List its sums of several terms; at most one."""
         return [f for d in self.dims for f in d if len(f) > 1]
 
     @property
     def atoms(self) -> set[str]:
-        """The names of all its axes, without padding."""
+        """Return the names of all its axes, without padding."""
         return {a for d in self.dims for f in d for t in f for a in t} - {PAD}
 
     def term(self, k: int) -> Axes:
@@ -159,6 +159,7 @@ class Axes:
 
     def __str__(self) -> str:
         def term(t: Term) -> str:
+            """Write a product of atoms."""
             return " ".join(t) or "1"
 
         def dim(d: Dim) -> str:

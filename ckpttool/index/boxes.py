@@ -209,6 +209,7 @@ def _covers_exactly_once(shape: Sequence[int], boxes: list[Box]) -> bool:
     at: list[dict[int, int]] = [{} for _ in shape]
 
     def weight(start: Sequence[int], size: Sequence[int]) -> int:
+        """Compute the weight of a box from random weights of its corners."""
         out = 1
         for known, s, k in zip(at, start, size, strict=True):
             for i in (s, s + k):

@@ -453,7 +453,7 @@ class Checkpoint:
 
     @property
     def arguments(self) -> dict[Path, Any]:
-        """The arguments of the job that wrote it, {path: data}, whatever components it was cut to."""
+        """Return the arguments of the job that wrote it, {path: data}, whatever components it was cut to."""
         found = {
             v.path[2:]: v.data for v in self.values.values() if v.path[:2] == ("extra", "args") and len(v.path) > 2
         }

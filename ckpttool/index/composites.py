@@ -75,17 +75,17 @@ class Composite:
 
     @property
     def dtype(self) -> str:
-        """The dtype that it shows."""
+        """Return the dtype that it shows."""
         return str(self.about["dtype"])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that it shows."""
+        """Return the shape that it shows."""
         return tuple(self.about["shape"])
 
     @property
     def numel(self) -> int:
-        """Elements of that shape."""
+        """Count the elements of that shape."""
         return prod(self.shape)
 
     def leaves(self) -> dict[Path, Any]:

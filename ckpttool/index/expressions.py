@@ -122,6 +122,7 @@ def evaluate(expression: str, config: Mapping[str, Any]) -> Scalar | None:
     """
 
     def value(tree: _Tree) -> Scalar | None:
+        """Compute the value of a node; None where a key in it is missing."""
         if isinstance(tree, _Key):
             return _look_up(tree.name, config)
         if not isinstance(tree, _Operation):

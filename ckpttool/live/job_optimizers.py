@@ -92,6 +92,7 @@ def remember_options(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
 
     @torch.no_grad()
     def restore() -> None:
+        """Give the groups the options that they had."""
         for group, old in before:
             for k in [k for k in group if k != "params" and k not in old]:
                 del group[k]

@@ -108,6 +108,7 @@ class LiveJob:
         packed = b""
 
         def read() -> None:
+            """Read the small tensors, on rank 0."""
             nonlocal packed
             if rank == 0:
                 named = {n: e for n, e in self.entries.items() if isinstance(e, TensorEntry) and self._is_small(e)}

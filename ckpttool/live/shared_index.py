@@ -149,12 +149,14 @@ def look_together(
     packed = b""
 
     def read() -> None:
+        """Open the checkpoint, if this is the first of the ranks that see this place."""
         nonlocal out, problem, packed
         if rank == first:
             out, problem = _open_and_check(path, options, ignore_recorded_digests)
             packed = _pack(out, problem)
 
     def follow() -> None:
+        """Open what the first rank sent, on the others."""
         nonlocal out, problem
         if out is None:
             out, problem = _unpack(path, packed)

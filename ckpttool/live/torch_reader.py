@@ -62,6 +62,7 @@ class EntriesByAnyName(dict[str, Any]):
         return self[found]
 
     def get(self, asked: str, default: object = None) -> Any:
+        """Return the entry of a name, as dict.get does."""
         try:
             return self[asked]
         except KeyError:
@@ -84,7 +85,7 @@ class AnyLayoutReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The path of the checkpoint."""
+        """Return the path of the checkpoint."""
         return self._open.path
 
     @property
@@ -99,7 +100,7 @@ class AnyLayoutReader(StorageReader):
 
     @property
     def opened(self) -> LiveReader:
-        """The checkpoint behind it."""
+        """Return the reader of the open checkpoint."""
         return self._open
 
     def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -268,6 +269,7 @@ class AnyLayoutReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether torch may give this path to a reader of this class."""
         return os.path.exists(checkpoint_id)
 
     def __del__(self) -> None:
