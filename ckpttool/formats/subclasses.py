@@ -123,7 +123,7 @@ def _replace_tensors(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str,
     return x
 
 
-def put_together(found: Composite, tensors: Mapping[str, Any]) -> Opaque:
+def put_together(found: Composite, tensors: Mapping[str, object]) -> Opaque:
     """Make the call that makes the object again; `tensors` are what stands for the tensors in the pickle to write.
 
     Raises:
@@ -150,7 +150,7 @@ def rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque
     return Opaque(REBUILD, (WRAPPER, cls, args, _insert_tensors(about["state"], tensors)), call=True)
 
 
-def _insert_tensors(x: object, tensors: Mapping[str, Any]) -> Any:
+def _insert_tensors(x: object, tensors: Mapping[str, object]) -> Any:
     """Replace every placeholder by its tensor."""
     if isinstance(x, Opaque) and x.cls == _PLACEHOLDER:
         return tensors[x.args[0]]

@@ -174,7 +174,7 @@ class _Framing(NamedTuple):
         assert isinstance(f, _File)
         return self._bytes_between(f, self._end_of(written, f), t.chunks.offset[row], written)
 
-    def tail(self, file: int, written: Sequence[Written], digests: Mapping[str, Any]) -> bytes:
+    def tail(self, file: int, written: Sequence[Written], digests: Mapping[str, object]) -> bytes:
         """Make the last bytes of a file: padding, records of ckpttool's own, and the directory (`Draft.tail`)."""
         f = self.files[file]
         if isinstance(f, bytes):
@@ -193,7 +193,7 @@ class _Framing(NamedTuple):
             out, at = out + note, at + len(note)
         return out + zip_bytes.central_directory(entries, at)
 
-    def _own_records(self, digests: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _own_records(self, digests: Mapping[str, object]) -> dict[str, dict[str, Any]]:
         """Collect the content of the records that ckpttool adds to every file, by name."""
         out: dict[str, dict[str, Any]] = {}
         if self.recorded:

@@ -163,7 +163,7 @@ class _Writer:
             "keep."
         )
 
-    def items(self, x: Iterable[Any]) -> str:
+    def items(self, x: Iterable[object]) -> str:
         """Write a list of values."""
         return f"[{', '.join(map(self.text, x))}]"
 

@@ -224,7 +224,7 @@ def _find_kind(about: Mapping[str, Any]) -> _Kind:
     return kind
 
 
-def is_replicated(about: Mapping[str, Any], name: str) -> bool:
+def is_replicated(about: Mapping[str, object], name: str) -> bool:
     """Whether every part of an object has all of the tensor `name` inside it.
 
     Raises:

@@ -114,7 +114,7 @@ def keys_of(expression: str) -> list[str]:
     return list(dict.fromkeys(walk(_parse(expression))))
 
 
-def evaluate(expression: str, config: Mapping[str, Any]) -> Scalar | None:
+def evaluate(expression: str, config: Mapping[str, object]) -> Scalar | None:
     """Compute the value of an expression over a configuration; None where a key is missing.
 
     Raises:
@@ -149,7 +149,7 @@ def evaluate(expression: str, config: Mapping[str, Any]) -> Scalar | None:
     return value(_parse(expression))
 
 
-def evaluate_size(expression: str, config: Mapping[str, Any]) -> int | None:
+def evaluate_size(expression: str, config: Mapping[str, object]) -> int | None:
     """Compute the value of an expression over the whole numbers of a config; None where one is missing.
 
     Raises:
@@ -160,7 +160,7 @@ def evaluate_size(expression: str, config: Mapping[str, Any]) -> int | None:
     return found if type(found) is int else None
 
 
-def _look_up(name: str, config: Mapping[str, Any]) -> Scalar | None:
+def _look_up(name: str, config: Mapping[str, object]) -> Scalar | None:
     """Return the value of a key, where "a.b" is b inside a and "a.0" the first of a list; None where there is none, or
     no scalar."""
     if name in config:

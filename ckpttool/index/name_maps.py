@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import UsageError
 from .axes import Axes
@@ -149,7 +149,7 @@ class NameMap:
             dict.fromkeys(k for text in (*asked, *(a.condition for a in self.added_one)) for k in keys_of(text))
         )
 
-    def of_job(self, arguments: Mapping[str, Any]) -> NameMap:
+    def of_job(self, arguments: Mapping[str, object]) -> NameMap:
         """Return the map with the lines that count for a job with these arguments."""
         return replace(
             self,

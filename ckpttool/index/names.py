@@ -132,7 +132,7 @@ class CanonicalState(NamedTuple):
 
 
 def canonical(
-    leaves: Mapping[Path, Any],
+    leaves: Mapping[Path, object],
     shape_of: ShapeOf,
     like: Sequence[str] | None = None,
     same: SameTensor | None = None,
@@ -176,7 +176,7 @@ class _Naming:
     everything, `model_key` and `optimizer_key` are those inside it, None where there is no such key.
     """
 
-    def __init__(self, leaves: Mapping[Path, Any], shape_of: ShapeOf) -> None:
+    def __init__(self, leaves: Mapping[Path, object], shape_of: ShapeOf) -> None:
         self.found, self.shape_of = dict(leaves), shape_of
         self.outer: Path = ()
         self.out: dict[Path, Any] = {}
@@ -304,7 +304,7 @@ class _Naming:
                 raise
 
 
-def _keys_by_name(found: Mapping[Path, Any]) -> tuple[Any, Any]:
+def _keys_by_name(found: Mapping[Path, object]) -> tuple[Any, Any]:
     """(key of the model, key of the optimizer) by what trainers usually call them; None where there is none."""
     keys: dict[str, str | int] = {}
     for p in found:
@@ -313,7 +313,7 @@ def _keys_by_name(found: Mapping[Path, Any]) -> tuple[Any, Any]:
     return keys.get("model"), keys.get("optim")
 
 
-def _keys_by_contents(found: Mapping[Path, Any], shape_of: ShapeOf, model: object, optim: object) -> tuple[Any, Any]:
+def _keys_by_contents(found: Mapping[Path, object], shape_of: ShapeOf, model: object, optim: object) -> tuple[Any, Any]:
     """Find the keys of model and optimizer, where a key of the user's own is recognised only by its contents.
 
     `model` and `optim` are the keys that are known by name; None is looked for.

@@ -58,7 +58,7 @@ class KnownModel(NamedTuple):
         model = {self.clean[name]: leaf for name, leaf in self.leaves.items()}
         return self.orders(model) if self.orders is not None else (model,)
 
-    def distinct_tensors(self, model: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    def distinct_tensors(self, model: Mapping[str, object]) -> list[tuple[str, tuple[int, ...]]]:
         """List (FQN, shape) of the tensors of a model, without second names of tied weights: the optimizer has the
         first."""
         out: list[tuple[str, tuple[int, ...]]] = []
@@ -142,7 +142,7 @@ class _RawOptimizer:
 
 
 def canonical_optimizer(
-    raw: Mapping[Path, Any], model: KnownModel, notes: list[str], origin: dict[Path, Path]
+    raw: Mapping[Path, object], model: KnownModel, notes: list[str], origin: dict[Path, Path]
 ) -> dict[Path, Any]:
     """Give the leaves of an optimizer their canonical paths; how they were called is added to `origin`.
 
@@ -178,7 +178,7 @@ def canonical_optimizer(
     return out
 
 
-def _params_of_group(group: Mapping[Path, Any]) -> list[Any]:
+def _params_of_group(group: Mapping[Path, object]) -> list[Any]:
     """Return the names or the numbers of the parameters of a group.
 
     Raises:
@@ -197,7 +197,7 @@ def _as_number(x: object) -> Any:
     return int(x) if isinstance(x, str) and x.isdigit() else x
 
 
-def _group_by_options(flat: Mapping[str, Mapping[Path, Any]]) -> dict[int, dict[Path, Any]]:
+def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, dict[Path, Any]]:
     """Make param groups of {parameter: options}: parameters with equal options were, or could be, one group."""
     out: list[tuple[Mapping[Path, Any], list[str]]] = []
     for fqn, options in flat.items():
@@ -211,8 +211,8 @@ def _group_by_options(flat: Mapping[str, Mapping[Path, Any]]) -> dict[int, dict[
 
 
 def _name_numbers(
-    state: Mapping[tuple[Any, Path], Any],
-    groups: Mapping[int, Mapping[Path, Any]],
+    state: Mapping[tuple[Any, Path], object],
+    groups: Mapping[int, Mapping[Path, object]],
     model: KnownModel,
     notes: list[str],
 ) -> dict[int, str]:
@@ -248,7 +248,7 @@ def _name_numbers(
 
 
 def _shapes_by_number(
-    state: Mapping[tuple[Any, Path], Any], groups: Mapping[int, Mapping[Path, Any]], shape_of: ShapeOf
+    state: Mapping[tuple[Any, Path], object], groups: Mapping[int, Mapping[Path, object]], shape_of: ShapeOf
 ) -> tuple[_Slots, dict[int, tuple[int, ...] | None]]:
     """({number: {slot: shape}}, {number: shape of the parameter, None where no slot tells})."""
     shapes: dict[int, tuple[int, ...] | None] = {x: None for g in groups.values() for x in _params_of_group(g)}

@@ -30,7 +30,7 @@ def _inside_a_leaf(path: Path) -> Corrupt:
     return Corrupt(f"{joined(path)!r} is inside a value that is neither a dict nor a list.")
 
 
-def nest(leaves: Mapping[Path, Any]) -> Any:
+def nest(leaves: Mapping[Path, object]) -> Any:
     """Build the tree of leaves: str elements become keys of dicts, a Number one that is an integer, int elements
     positions in lists.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from .checkpoint import Checkpoint, TensorEntry
 
@@ -27,7 +26,7 @@ def vocabulary_of(ckpt: Checkpoint) -> dict[str, TensorEntry]:
     return {n: t for n, t in model.items() if is_vocabulary(n) and t.shape}
 
 
-def embedding_and_head(tensors: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def embedding_and_head(tensors: Mapping[str, object]) -> tuple[str | None, str | None]:
     """Find (name of the input embedding, name of the weight of the output layer) among names of weights; None where
     there is none, or more than one."""
     embeddings = [n for n in tensors if _EMBEDDING.fullmatch(n)]

@@ -61,7 +61,7 @@ def optimizer_by_parameter(optimizers: Iterable[Any]) -> dict[int, Any]:
     return out
 
 
-def loaded_options(group: Mapping[str, Any]) -> dict[str, Any]:
+def loaded_options(group: Mapping[str, object]) -> dict[str, Any]:
     """Return the options of a param group that are state."""
     return {k: v for k, v in group.items() if k not in OWN_FLAGS and k not in ("params", "param_names")}
 
@@ -109,7 +109,7 @@ def _copy_mutable(x: Any) -> Any:
     return deepcopy(x) if isinstance(x, (dict, list, set, deque)) else x
 
 
-def set_options(group: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+def set_options(group: dict[str, Any], stored: Mapping[str, object]) -> dict[str, Any]:
     """Set the options of a param group to those of a checkpoint's group, and return what they must be afterwards."""
     import torch
 
@@ -125,7 +125,7 @@ def set_options(group: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, A
     return want
 
 
-def create_state(optimizer: Any, wanted: Sequence[Any], plans: Plans) -> None:
+def create_state(optimizer: Any, wanted: Sequence[object], plans: Plans) -> None:
     """Let an optimizer create the state of some parameters by a step that changes nothing else.
 
     Gradients are zero and so is the learning rate, as in torch's own _init_optim_state; weights stay what they are. The

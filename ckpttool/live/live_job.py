@@ -617,7 +617,7 @@ def _memory_address(t: Any) -> int:
     return int(local.data_ptr())
 
 
-def _differing_options(options: Mapping[str, Any], every: Mapping[int, Mapping[str, Any]]) -> str:
+def _differing_options(options: Mapping[str, object], every: Mapping[int, Mapping[str, object]]) -> str:
     """List the options of a group in which it differs from one of the others, for messages."""
     keys = [k for k, v in options.items() if any(o.get(k) != v for o in every.values())]
     return ", ".join(f"{k} {short(options[k])}" for k in keys) or "the same"

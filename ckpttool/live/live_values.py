@@ -67,7 +67,7 @@ def _place_like(stored: Any, live: Any) -> Any:
     return distribute_tensor(stored, live.device_mesh, live.placements, src_data_rank=None)
 
 
-def _match_keys(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
+def _match_keys(stored: Mapping[Any, object], live: Mapping[Any, object]) -> dict[Any, Any]:
     """Return {stored key: the live object's key for it}."""
     texts = Counter(map(str, live))
     by_text = {str(k): k for k in live if texts[str(k)] == 1}
