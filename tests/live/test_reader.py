@@ -258,15 +258,15 @@ def test_a_name_that_means_two_things_is_no_guess(name: str) -> None:
 def test_names_that_are_asked_for_together_are_understood_in_one_way() -> None:
     names = NameLookup(index([("model", "model.w"), ("model", "w")], {}))
     assert names.find("model.w") == "model.w" and names.find("w") == "model.w"
-    names.agree(["model.w", "model.model.w"])
+    names.check_consistent(["model.w", "model.model.w"])
     with pytest.raises(Unsupported, match='both mean "model'):
-        names.agree(["w", "model.w"])
+        names.check_consistent(["w", "model.w"])
     two = NameLookup(index([("model", "w"), ("model", "v")], {("trainer", "step"): 1}))
-    two.agree(["app.model.w", "app.model.v", "step"])
+    two.check_consistent(["app.model.w", "app.model.v", "step"])
     with pytest.raises(Unsupported, match="different leading keys"):
-        two.agree(["vision.model.w", "text.model.v"])
+        two.check_consistent(["vision.model.w", "text.model.v"])
     with pytest.raises(Unsupported, match="different leading keys"):
-        two.agree(["vision.model.w", "v"])
+        two.check_consistent(["vision.model.w", "v"])
 
 
 def test_a_bare_state_dict_whose_names_mean_two_things_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
