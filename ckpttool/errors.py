@@ -61,12 +61,12 @@ __all__ = [
     "Unsupported",
     "UsageError",
     "argument",
-    "as_flags",
-    "flags_are_named",
+    "get_change",
+    "get_named_flags",
     "kind_of",
     "kind_of_failure",
+    "name_flags",
     "note_change",
-    "what_changed",
 ]
 
 
@@ -288,7 +288,7 @@ _command: CommandLine | None = None
 
 
 @contextmanager
-def as_flags(command: CommandLine | None = None) -> Iterator[None]:
+def name_flags(command: CommandLine | None = None) -> Iterator[None]:
     """Make messages inside name options as the command line does; the process is one program then. An option that
     `command` lacks is named with a command that has it."""
     global _command
@@ -299,8 +299,8 @@ def as_flags(command: CommandLine | None = None) -> Iterator[None]:
         _command = before
 
 
-def flags_are_named() -> list[str] | None:
-    """List the options of the command where `as_flags` is in effect, None where it is not: for those who start
+def get_named_flags() -> list[str] | None:
+    """List the options of the command where `name_flags` is in effect, None where it is not: for those who start
     processes whose messages are shown too."""
     return None if _command is None else list(_command.flags)
 
@@ -314,7 +314,7 @@ def note_change(what: str) -> None:
     _changed = what
 
 
-def what_changed() -> str:
+def get_change() -> str:
     """Get what was given to `note_change` last; "" if nothing was."""
     return _changed
 
@@ -324,7 +324,7 @@ def argument(name: str, value: object = None, of: str | None = None) -> str:
 
     >>> argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
     ('world_size=0', 'drop=True', 'wrap', "only=['model', 'optim']")
-    >>> with as_flags():
+    >>> with name_flags():
     ...     argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
     ('--world-size 0', '--drop', '--wrap', '--only model,optim')
 

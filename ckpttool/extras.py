@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from .errors import MissingPackage
 
-__all__ = ["installed", "missing", "need"]
+__all__ = ["explain_missing_package", "is_installed", "require_packages"]
 
 #: The extra of ckpttool that brings a package, by the name that it is imported by.
 _EXTRA = {
@@ -27,26 +27,26 @@ _EXTRA = {
 }
 
 
-def installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Tell whether a package can be imported; it is not imported."""
     return find_spec(package) is not None
 
 
-def missing(what: str, *packages: str, why: str = "") -> MissingPackage:
+def explain_missing_package(what: str, *packages: str, why: str = "") -> MissingPackage:
     """Make the error for `what`, the subject of the sentence, which needs `packages` that all come with one extra;
     `why` they cannot be imported, where they are installed."""
     *first, last = (p.replace("_", "-") for p in packages)
     names = f"{', '.join(first)} and {last}" if first else last
-    state = f"cannot be imported ({why})" if why and all(map(installed, packages)) else "not installed"
+    state = f"cannot be imported ({why})" if why and all(map(is_installed, packages)) else "not installed"
     verb = "" if state.startswith("cannot") else "are " if len(packages) > 1 else "is "
     return MissingPackage(f"{what} needs {names}, which {verb}{state}: pip install 'ckpttool[{_EXTRA[packages[0]]}]'")
 
 
-def need(what: str, *packages: str) -> None:
+def require_packages(what: str, *packages: str) -> None:
     """Refuse to start `what` where packages that it needs are missing.
 
     Raises:
         MissingPackage: with the command that installs them.
     """
-    if absent := [p for p in packages if not installed(p)]:
-        raise missing(what, *absent)
+    if absent := [p for p in packages if not is_installed(p)]:
+        raise explain_missing_package(what, *absent)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool import bounded_json
 from ckpttool.audit.archive_options import ENCRYPTED, SUFFIX, ArchiveOptions
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
-from ckpttool.extras import need
+from ckpttool.extras import require_packages
 from ckpttool.formats import values
 from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
@@ -193,7 +193,7 @@ def _check_target(target: str, own: ArchiveOptions) -> None:
     if own.key is not None:
         _sign([("x", "0" * 64)], target, own)
     if own.recipients:
-        need("encryption", "pyrage")
+        require_packages("encryption", "pyrage")
 
 
 @dataclass

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import CkpttoolError, Corrupt, UsageError, kind_of_failure
-from ..extras import missing
+from ..extras import explain_missing_package
 from ..storage.source import Source
 
 __all__ = ["Encryptor", "decrypt", "parse_identities", "parse_recipients"]
@@ -445,5 +445,5 @@ def _import_pyrage() -> Any:
     try:
         import pyrage
     except ImportError as e:
-        raise missing("encryption", "pyrage", why=str(e)) from None
+        raise explain_missing_package("encryption", "pyrage", why=str(e)) from None
     return pyrage

@@ -34,7 +34,7 @@ from typing import Any
 
 from .. import bounded_json
 from ..errors import Corrupt, Differs, Unsupported, UsageError, argument, kind_of_failure
-from ..extras import missing
+from ..extras import explain_missing_package
 from ..printable import list_first, printable
 
 __all__ = ["describe_signer", "sign", "verify"]
@@ -340,7 +340,7 @@ def _import_model_signing() -> Iterator[Any]:
         try:
             import model_signing
         except ImportError as e:
-            raise missing("signing", "model_signing", why=str(e)) from None
+            raise explain_missing_package("signing", "model_signing", why=str(e)) from None
         log = logging.getLogger("model_signing")
         if not log.handlers:
             log.addHandler(logging.NullHandler())

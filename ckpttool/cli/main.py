@@ -26,10 +26,10 @@ from ..errors import (
     Interrupted,
     NoSpace,
     UsageError,
-    as_flags,
+    get_change,
     kind_of_failure,
+    name_flags,
     note_change,
-    what_changed,
 )
 from .help import App, Command, about, keep_what_runs
 from .layout_options import HfCommand, LayoutCommand
@@ -227,7 +227,7 @@ def _find_foreign_package(e: Exception) -> str | None:
 
 def _explain_interrupt() -> str:
     """Say what an interrupt that no command has handled leaves behind."""
-    if done := what_changed():
+    if done := get_change():
         return f"interrupted. {done}"
     if _stopped > 1:
         return (
@@ -270,7 +270,7 @@ def _run() -> None:
     words = sys.argv[1:]
     program = typer.main.get_command(keep_what_runs(build_app(next(iter(words), None)), words))
     try:
-        with as_flags(_Command(program)):
+        with name_flags(_Command(program)):
             status = _run_program(program)
     finally:
         sys.stdout.flush()  # here, where a failure has a handler

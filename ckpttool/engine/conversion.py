@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Unpack
 
-from ..errors import CkpttoolError, Interrupted, UsageError, argument, note_change, what_changed
+from ..errors import CkpttoolError, Interrupted, UsageError, argument, get_change, note_change
 from ..index.checkpoint import TensorEntry
 from ..index.draft import Draft
 from ..options import ConvertKeywords, OpenOptions, RunOptions, WriteRequest, list_keywords, split_keywords
@@ -187,11 +187,11 @@ def run_conversion(
             destination = open_destination(dst, target.is_file, draft, asked, running.force)
             with _keep_work(destination):
                 job = describe_job(src, dst, reading, writing, asked) if opened.source.has_versions() else None
-                filled = _fill(planned, job, destination, writing, running, budget, reading.config)
-                _commit(planned, filled, dst, destination, running, budget, reading.config)
+                filled = _fill_destination(planned, job, destination, writing, running, budget, reading.config)
+                _commit_destination(planned, filled, dst, destination, running, budget, reading.config)
             return _make_result(planned, filled, where, running, [*put_back, *destination.messages])
     except KeyboardInterrupt:
-        e = Interrupted(f"interrupted. {what_changed() or f'{where} is untouched, and nothing of it was written yet.'}")
+        e = Interrupted(f"interrupted. {get_change() or f'{where} is untouched, and nothing of it was written yet.'}")
         _add_notes(e, put_back)
         raise e from None
     except CkpttoolError as e:
@@ -237,7 +237,7 @@ class _Filled:
         return self.done_before > 0 or self.filled_before > 0
 
 
-def _fill(
+def _fill_destination(
     planned: Plan,
     job: dict[str, Any] | None,
     destination: Destination,
@@ -281,7 +281,7 @@ def _fill(
     return filled
 
 
-def _commit(
+def _commit_destination(
     planned: Plan,
     filled: _Filled,
     dst: str,

@@ -246,7 +246,7 @@ def _compare_data(
             passed += len(p)
             if s.dtype == t.dtype and _are_equal(p, q):
                 continue
-            close = _measure(found, first, p, q, s, t, rtol, atol) and close
+            close = _measure_differences(found, first, p, q, s, t, rtol, atol) and close
             progress("compare", passed, total)
         if found.differing:
             yield found, close and bool(rtol or atol)
@@ -267,7 +267,7 @@ def _stream_blocks(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
     return Reader(opened.source, ckpt.files, ckpt.records).blocks(jobs)
 
 
-def _measure(
+def _measure_differences(
     out: TensorDifference,
     first: int,
     p: memoryview,

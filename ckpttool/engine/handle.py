@@ -17,7 +17,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import Unsupported, UsageError
-from ..extras import need
+from ..extras import require_packages
 from ..index import boxes
 from ..index.check import check_chunk
 from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
@@ -169,7 +169,7 @@ class TensorHandle:
         Raises:
             MissingPackage: torch is not installed. Otherwise as indexing does.
         """
-        need("TensorHandle.torch", "torch")
+        require_packages("TensorHandle.torch", "torch")
         import torch
 
         self._refuse_opaque_dtype()

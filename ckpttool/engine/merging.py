@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import layouts
 from ..errors import Unsupported, UsageError, argument
-from ..extras import need
+from ..extras import require_packages
 from ..huggingface import adapters, lora, model_files
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
@@ -106,7 +106,7 @@ def open_merged(
         Unsupported: the adapter, or the base model, cannot be merged; the message names what stands in the way.
         Corrupt: the two do not fit. MissingPackage: torch is not installed.
     """
-    need("ckpttool adapter merge", "torch")
+    require_packages("ckpttool adapter merge", "torch")
     opened: list[OpenCheckpoint] = []
     try:
         base = open_checkpoint(src, options, model or model_of(options), check_hints=False)

@@ -148,11 +148,11 @@ def plan_conversion(
         source = opened.locate()
         if reading.fill_from is not None:
             opened = _fill_lost(opened, reading, account)  # it opens another checkpoint, which is closed with this one
-        opened = _change(opened, writing, model.config, account, to_hub=target.name == HUB_LAYOUT)
-        prepared = _prepare(opened, target, dst, writing, model, account)
+        opened = _change_state(opened, writing, model.config, account, to_hub=target.name == HUB_LAYOUT)
+        prepared = _prepare_for_layout(opened, target, dst, writing, model, account)
         opened = replace(opened, checkpoint=prepared.checkpoint)
         # the draft, which must account for every entry
-        draft = _draft(opened.checkpoint, opened.source, target, prepared.options, account)
+        draft = _ask_for_draft(opened.checkpoint, opened.source, target, prepared.options, account)
         _refuse_casts(draft, target, prepared.codes)
         _refuse_file_names(draft)
         draft.averages = frozenset() if reading.allow_mixed_steps else averages_of(draft.sources)
@@ -188,7 +188,7 @@ class _Prepared(NamedTuple):
     unplaced: list[Dropped]  # what has no place in it
 
 
-def _prepare(
+def _prepare_for_layout(
     opened: OpenCheckpoint,
     target: layouts.Layout,
     dst: str | os.PathLike[str],
@@ -220,7 +220,7 @@ def _prepare(
     # the two rewrites
     if writing.regroup:
         before = ckpt
-        ckpt, unplaced = _regroup(ckpt, model.like)
+        ckpt, unplaced = _regroup_optimizer(ckpt, model.like)
         account.add_step("in other param groups", before, ckpt)
     if not target.keeps_calls:
         ckpt, calls = _leave_out_calls(ckpt)
@@ -239,7 +239,7 @@ def _prepare(
     return _Prepared(ckpt, replace(options, cast=cast), codes, unplaced)
 
 
-def _draft(
+def _ask_for_draft(
     ckpt: Checkpoint, source: Source, target: layouts.Layout, options: layouts.WriteOptions, account: Account
 ) -> Draft:
     """Ask the layout for the draft of a state.
@@ -299,7 +299,7 @@ def _fill_lost(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -
     return filled
 
 
-def _change(
+def _change_state(
     opened: OpenCheckpoint, writing: WriteRequest, config: str | None, account: Account, *, to_hub: bool
 ) -> OpenCheckpoint:
     """Rewrite a state as it was asked for, whatever the layout.
@@ -445,7 +445,7 @@ def _open_source(
         return open_checkpoint(src, replace(reading, only=("model",)), model, check_hints=False, needed=needed)
 
 
-def _regroup(ckpt: Checkpoint, like: layouts.ReferenceModel | None) -> tuple[Checkpoint, list[Dropped]]:
+def _regroup_optimizer(ckpt: Checkpoint, like: layouts.ReferenceModel | None) -> tuple[Checkpoint, list[Dropped]]:
     """Put the optimizer into the param groups of another checkpoint; also return the state of parameters that are in
     none of them, which is left out.
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsafe, Unsupported
-from ..extras import need
+from ..extras import require_packages
 from ..formats.sandbox import run_in_child
 from . import Config
 
@@ -105,7 +105,9 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
         MissingPackage: transformers is not installed.
         Unsupported: it does not know the architecture, or would compute instead of rename.
     """
-    need(f"asking how the Hub names the weights of model_type {config.get('model_type')!r}", "torch", "transformers")
+    require_packages(
+        f"asking how the Hub names the weights of model_type {config.get('model_type')!r}", "torch", "transformers"
+    )
     most = _MOST_LAYERS if tensors is None else min(_MOST_LAYERS, len(tensors))
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     if isinstance(layers, int) and layers > most:  # transformers would build them all

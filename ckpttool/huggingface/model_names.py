@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsupported, argument
-from ..extras import need
+from ..extras import require_packages
 from ..formats.sandbox import run_in_child
 from ..storage.source import Source
 from . import Config, model_files
@@ -57,7 +57,7 @@ def read_model_names(config: Config) -> ModelNames:
     Raises:
         MissingPackage: transformers is not installed. Unsupported: it does not know the architecture.
     """
-    need(
+    require_packages(
         f"asking for the parameters of model_type {config.get('model_type')!r} in their order", "torch", "transformers"
     )
     try:

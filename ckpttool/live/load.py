@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ..engine.copy.fill import Progress
 from ..engine.opening import OpenCheckpoint, OpenOptions
 from ..errors import CkpttoolError
-from ..extras import need
+from ..extras import require_packages
 from ..options import Reading, list_keywords
 from .collectives import run_together, union_over_ranks
 from .shared_index import locate_together, open_together
@@ -85,7 +85,7 @@ def load(
         Differs: the job does not hold what was loaded; the first difference is in the message, and the job is loaded in
         part. NotRecognised, Corrupt, Unsafe: see errors.py.
     """
-    need("loading into a live job", "torch")
+    require_packages("loading into a live job", "torch")
     started = time.monotonic()
     options = OpenOptions(**reading)
     with open_together(path, options, ignore_recorded_digests) as opened:

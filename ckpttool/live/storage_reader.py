@@ -35,7 +35,7 @@ from typing import Any, Unpack
 
 from ..engine import opening
 from ..engine.copy.fill import Progress
-from ..extras import need
+from ..extras import require_packages
 from ..options import Reading, list_keywords
 
 __all__ = ["storage_reader"]
@@ -75,7 +75,7 @@ def storage_reader(
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. What goes wrong inside dcp.load
             comes in torch's CheckpointException.
     """
-    need("loading into a live job", "torch")
+    require_packages("loading into a live job", "torch")
     options = opening.OpenOptions(**reading)
     from .shared_index import open_alone, open_together
     from .torch_reader import AnyLayoutReader

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
-from ..errors import UsageError, argument, flags_are_named
+from ..errors import UsageError, argument, get_named_flags
 from ..options import OpenOptions, Reading, option
 from .trace.records import NumericsRecord
 
@@ -269,7 +269,7 @@ class RunSettings:
     scratch: str | None = None
     timeout: float = 600.0
     dtypes: list[str] = field(default_factory=list)
-    flags: list[str] | None = field(default_factory=flags_are_named)
+    flags: list[str] | None = field(default_factory=get_named_flags)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):

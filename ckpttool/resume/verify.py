@@ -19,7 +19,7 @@ from typing import NamedTuple, Unpack
 
 from ..engine.opening import open_checkpoint
 from ..errors import CkpttoolError, RankLost, Unsupported, UsageError, argument
-from ..extras import need
+from ..extras import require_packages
 from .compare.bounds import PROFILES
 from .compare.judge import MEASURING, Judgement, judge_runs
 from .compare.verdict import Cause, Report
@@ -138,7 +138,7 @@ def check_request(request: VerifyRequest) -> None:
     Raises:
         UsageError: an argument makes no sense. MissingPackage: a package is needed that is not installed.
     """
-    need("resume-verify", "torch", *(() if request.job else ("transformers",)), "jinja2")
+    require_packages("resume-verify", "torch", *(() if request.job else ("transformers",)), "jinja2")
     if request.against is not None and request.reference is not None:
         raise UsageError(f"{argument('against')} and {argument('reference')} are two references; give one.")
     if request.profile not in PROFILES:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
-from ..extras import missing
+from ..extras import explain_missing_package
 from .listings import list_entries
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redacted_message, with_retries
@@ -82,7 +82,7 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
         fs, path = url_to_fs(url, **options)
     except ImportError:
         if scheme in _PACKAGE:
-            raise missing(f"{scheme}://", _PACKAGE[scheme]) from None
+            raise explain_missing_package(f"{scheme}://", _PACKAGE[scheme]) from None
         how = "pip install aiohttp" if scheme in ("http", "https") else f"install fsspec's package for {scheme}://"
         raise MissingPackage(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:

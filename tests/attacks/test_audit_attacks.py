@@ -47,7 +47,7 @@ from ckpttool.audit.verify_in_store import verify
 from ckpttool.cli.main import _print_and_exit, app
 from ckpttool.engine.copy import fill
 from ckpttool.engine.opening import open as open_checkpoint
-from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, as_flags
+from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, name_flags
 from ckpttool.formats import values
 from ckpttool.formats.crc import crc32
 from ckpttool.index.checkpoint import Chunks, TensorEntry, Value, joined
@@ -246,7 +246,7 @@ REFUSALS = {3, 4, 5, 7}
 
 def run(*words: object) -> tuple[int, str]:
     """(exit code, what is said) of a command, as `ckpttool` would end; what is no refusal of ours is raised."""
-    with as_flags():
+    with name_flags():
         done = RUNNER.invoke(COMMAND, [str(w) for w in words])
     e = done.exception
     if isinstance(e, CkpttoolError):

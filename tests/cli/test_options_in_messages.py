@@ -18,7 +18,7 @@ import ckpttool
 from ckpttool import errors
 from ckpttool.cli.main import list_commands, list_flags
 from ckpttool.cli.shared_options import list_shared_options
-from ckpttool.errors import CommandLine, argument, as_flags
+from ckpttool.errors import CommandLine, argument, name_flags
 from ckpttool.options import (
     ConvertKeywords,
     OpenOptions,
@@ -120,7 +120,7 @@ def test_an_option_that_the_command_lacks_is_named_with_one_that_has_it() -> Non
             return next((f"ckpttool {n}" for n, flags in FLAGS.items() if flag in flags), None)
 
     for name, flags in FLAGS.items():
-        with as_flags(Of(flags)):
+        with name_flags(Of(flags)):
             assert argument("json", True) == "--json" if "--json" in flags else True
             assert argument("drop", True) == ("--drop" if "--drop" in flags else "--drop of `ckpttool convert`"), name
             assert argument("world_size", 3).startswith("--world-size 3")

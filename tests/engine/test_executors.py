@@ -19,7 +19,7 @@ from ckpttool import extras
 from ckpttool.engine.workers import clusters, executors
 from ckpttool.engine.workers import cores as cores_module
 from ckpttool.engine.workers.executors import default_count, workers_of
-from ckpttool.errors import Corrupt, MissingPackage, RemoteError, UsageError, as_flags
+from ckpttool.errors import Corrupt, MissingPackage, RemoteError, UsageError, name_flags
 
 # --------------------------------------------------------------------------------------------------------- the choice
 
@@ -56,7 +56,7 @@ def test_a_factory_makes_an_executor_that_ends_with_the_run(monkeypatch: pytest.
     ],
 )
 def test_a_factory_that_makes_no_executor_is_refused(spec: str, message: str) -> None:
-    with as_flags(), pytest.raises(UsageError, match=f"^--workers {spec}:? ?{message}"), workers_of(spec):
+    with name_flags(), pytest.raises(UsageError, match=f"^--workers {spec}:? ?{message}"), workers_of(spec):
         pass
 
 

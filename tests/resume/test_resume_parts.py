@@ -397,7 +397,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, h
 
 
 def test_a_missing_jinja2_is_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.extras.installed", lambda package: package != "jinja2")
+    monkeypatch.setattr("ckpttool.extras.is_installed", lambda package: package != "jinja2")
     said = r"resume-verify needs jinja2, which is not installed: pip install 'ckpttool\[torch\]'"
     with pytest.raises(MissingPackage, match=said):
         launch.resume_verify(tmp_path / "absent.pt", device="cpu")

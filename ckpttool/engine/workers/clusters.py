@@ -25,7 +25,7 @@ from typing import Any, TextIO, cast
 
 from ..._version import __version__
 from ...errors import CkpttoolError, RemoteError, UsageError, argument
-from ...extras import missing, need
+from ...extras import explain_missing_package, require_packages
 from .local_processes import LocalProcesses
 
 __all__ = [
@@ -167,7 +167,7 @@ def dask_workers(where: str) -> Iterator[Workers]:
         RemoteError: no scheduler or no worker answers. UsageError: the address or the version is wrong.
     """
     said = argument("workers", f"dask:{where}")
-    need(said, "distributed")
+    require_packages(said, "distributed")
     from distributed import Client
 
     # connect
@@ -275,7 +275,7 @@ def ray_workers(where: str) -> Iterator[Workers]:
         RemoteError: no cluster answers. UsageError: its workers have another version of ckpttool.
     """
     said = argument("workers", f"ray:{where}")
-    need(said, "ray")
+    require_packages(said, "ray")
     import ray
 
     ours = not ray.is_initialized()
@@ -345,12 +345,14 @@ def mpi_executor() -> tuple[Executor, int | None]:
     if _mpi_pool is not None:
         return _mpi_pool
     said = argument("workers", "mpi")
-    need(said, "mpi4py")
+    require_packages(said, "mpi4py")
     try:
         from mpi4py import MPI
         from mpi4py.futures import MPICommExecutor, MPIPoolExecutor
     except (ImportError, RuntimeError) as e:  # mpi4py finds MPI itself only now
-        raise missing(said, "mpi4py", why=f"{e}; it needs MPI: load the cluster's module, or pip install mpich") from e
+        raise explain_missing_package(
+            said, "mpi4py", why=f"{e}; it needs MPI: load the cluster's module, or pip install mpich"
+        ) from e
     world = MPI.COMM_WORLD
     # the launcher tells how many processes it has started, and mpi4py how many it sees
     launched = max(

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...engine.opening import OpenCheckpoint
 from ...errors import Unsupported, argument
-from ...extras import need
+from ...extras import require_packages
 from ...huggingface import lora, model_files
 from ...storage.source import Source
 from ..request import RunSettings
@@ -54,7 +54,7 @@ def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -
     held = lora.find_lora(opened.checkpoint)
     if held is None:
         return model
-    need("a model with LoRA layers", "peft")
+    require_packages("a model with LoRA layers", "peft")
     instead = f"Give the job with {argument('job')}."
     if len(held.names) > 1:
         raise Unsupported(f"the checkpoint holds several adapters ({', '.join(held.names)}). {instead}")

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from ...engine.opening import OpenCheckpoint
 from ...engine.workers.local_worker import die_with_parent
-from ...errors import CkpttoolError, CommandLine, DoesNotFit, as_flags, kind_of
+from ...errors import CkpttoolError, CommandLine, DoesNotFit, kind_of, name_flags
 from ...live.collectives import gather_objects
 from ...live.load import load_opened
 from ...live.plain_values import is_lossless_cast
@@ -385,7 +385,7 @@ def main(folder: str) -> None:
         _write_atomically(folder, f"beat-{rank}.json", beat_to_json(beat))
 
     with (
-        nullcontext() if runs[0].flags is None else as_flags(CommandLine(runs[0].flags)),
+        nullcontext() if runs[0].flags is None else name_flags(CommandLine(runs[0].flags)),
         open(os.path.join(folder, f"stack-{rank}"), "a", encoding="utf-8") as stacks,
         publishing_beats(rank, runs[0].timeout, publish, stacks),
     ):
