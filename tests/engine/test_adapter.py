@@ -174,13 +174,13 @@ def test_every_layout_writes_the_same_and_each_weight_is_computed_once(
     done = ckpttool.adapter_merge(base, tmp_path / "mine", adapter=adapter)
     assert "merged 4 modules with scaling 2.33333 = alpha 7 / r, r 3" in done.notes
     computed: list[str] = []
-    real = merging._updated
+    real = merging._apply_lora
 
     def counting(weight: Any, a: Any, b: Any, magnitude: Any, update: Any) -> Any:
         computed.append(update.module)
         return real(weight, a, b, magnitude, update)
 
-    monkeypatch.setattr(merging, "_updated", counting)
+    monkeypatch.setattr(merging, "_apply_lora", counting)
     for to, world in (("dcp", 3), ("zero3", 3), ("full", None), ("audit", None), ("fsdp1", 2), ("universal", None)):
         out = tmp_path / {"full": "x.pt", "audit": "x.tar.zst"}.get(to, to)
         computed.clear()
@@ -418,7 +418,7 @@ def test_an_interrupted_merge_goes_on_with_the_same_scaling_and_begins_anew_with
             adapter_config=str(config.parent),
         )
 
-    real, left = merging._updated, iter([True] * 9)
+    real, left = merging._apply_lora, iter([True] * 9)
 
     def interrupted(*args: Any) -> Any:
         if not next(left, False):
@@ -427,10 +427,10 @@ def test_an_interrupted_merge_goes_on_with_the_same_scaling_and_begins_anew_with
 
     for alpha, goes_on in ((4, True), (8, False)):
         left = iter([True] * 9)
-        monkeypatch.setattr(merging, "_updated", interrupted)
+        monkeypatch.setattr(merging, "_apply_lora", interrupted)
         with pytest.raises(CkpttoolError, match="interrupted"):
             merge()
-        monkeypatch.setattr(merging, "_updated", real)
+        monkeypatch.setattr(merging, "_apply_lora", real)
         config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": alpha}))
         done = merge()
         assert any("continued an interrupted run" in n for n in done.notes) == goes_on, done.notes
@@ -450,7 +450,7 @@ def test_a_dry_run_counts_the_memory_of_a_merge_and_computes_nothing(
     from ckpttool.options import RunOptions, WriteRequest
 
     base, adapter = small(tmp_path)
-    monkeypatch.setattr(merging, "_updated", None)
+    monkeypatch.setattr(merging, "_apply_lora", None)
     found = [
         estimate_conversion(
             base, tmp_path / "out", OpenOptions(merge=merge), WriteRequest(to="hf"), RunOptions()
