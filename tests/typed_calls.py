@@ -18,3 +18,6 @@ ckpttool.convert("a", "b", to="zero3", world_sze=4)  # type: ignore[call-arg]
 print(done.verifyed)  # type: ignore[attr-defined]
 ckpttool.diff("a", "b", rtoll=1e-5)  # type: ignore[call-arg]
 ckpttool.open("a", layout="dcp")  # type: ignore[call-arg]
+ckpttool.push("a", "hf://b/c", dtyp="bf16")  # type: ignore[call-arg]
+ckpttool.export("a", "b.tar.zst", world_size=2)  # type: ignore[call-arg]  # an archive is of no world size
+ckpttool.convert("a", "b", threads="2")  # type: ignore[arg-type]

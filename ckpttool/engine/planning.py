@@ -307,12 +307,13 @@ def _change_state(
     Raises:
         Corrupt: it is not what was recorded. Unsupported: codes cannot have another number of rows.
     """
-    ckpt, source, inputs = opened.checkpoint, opened.source, opened.inputs
+    ckpt, source = opened.checkpoint, opened.source
     # what it must be, before anything is changed
     if writing.expected is None:
-        opened.expect_recorded(writing.ignore_recorded_digests)
+        opened.expect_recorded(writing.ignore_recorded_digests)  # of a merge, this adds to its inputs
     else:
         ckpt = replace(ckpt, recorded={**ckpt.recorded, **writing.expected})
+    inputs = opened.inputs
     if writing.dequantize:
         inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded}
         plain, computed = dequantize((ckpt, source), writing.dequantize)
