@@ -39,7 +39,7 @@ __all__ = [
     "Progress",
     "PullKeywords",
     "PushKeywords",
-    "Reading",
+    "ReadKeywords",
     "RestoreKeywords",
     "RunOptions",
     "Search",
@@ -272,7 +272,7 @@ class RunOptions:
     progress: Progress = silent
 
 
-# The same options as keywords of functions: `def f(path, **reading: Unpack[Reading])`. First those of reading.
+# The same options as keywords of functions: `def f(path, **reading: Unpack[ReadKeywords])`. First those of reading.
 
 
 class Hints(TypedDict, total=False):
@@ -291,7 +291,7 @@ class Search(Hints, total=False):
     tag: str | None
 
 
-class Reading(Search, total=False):
+class ReadKeywords(Search, total=False):
     """`Search`, and what is read although it looks wrong."""
 
     allow_equal_ranks: bool
@@ -350,7 +350,7 @@ class _Running(_Filling, total=False):
 # All keywords of a function that converts.
 
 
-class PlanKeywords(_Writing, Reading, total=False):
+class PlanKeywords(_Writing, ReadKeywords, total=False):
     """Keywords of `plan`."""
 
     only: Iterable[str] | None
@@ -364,17 +364,17 @@ class ConvertKeywords(PlanKeywords, _Running, total=False):
     workers: WorkersSpec
 
 
-class ExtractKeywords(_Copying, _Running, Reading, total=False):
+class ExtractKeywords(_Copying, _Running, ReadKeywords, total=False):
     """Keywords of `adapter_extract` that `convert` has, too."""
 
 
-class MergeKeywords(_ToLayout, _Running, Reading, total=False):
+class MergeKeywords(_ToLayout, _Running, ReadKeywords, total=False):
     """Keywords of `adapter_merge` that `convert` has, too."""
 
     only: Iterable[str] | None
 
 
-class ExportKeywords(_Dropping, _Running, Reading, total=False):
+class ExportKeywords(_Dropping, _Running, ReadKeywords, total=False):
     """Keywords of `export` that `convert` has, too."""
 
 
@@ -389,13 +389,13 @@ class RestoreKeywords(_Running, Hints, total=False):
     drop: bool
 
 
-class PushKeywords(_Casting, Reading, total=False):
+class PushKeywords(_Casting, ReadKeywords, total=False):
     """Keywords of `push` that `convert` has, too."""
 
     progress: Progress
 
 
-class PullKeywords(_ForRanks, _Filling, Reading, total=False):
+class PullKeywords(_ForRanks, _Filling, ReadKeywords, total=False):
     """Keywords of `pull` that `convert` has, too; `to` has another default there."""
 
     only: Iterable[str] | None

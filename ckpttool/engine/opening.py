@@ -16,7 +16,7 @@ from ..index.check import check
 from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, ranks_without_rng_state, tied_weights
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
-from ..options import MergeRequest, OpenOptions, Reading, list_keywords
+from ..options import MergeRequest, OpenOptions, ReadKeywords, list_keywords
 from ..printable import list_first
 from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
@@ -279,7 +279,7 @@ def open(
     path: CheckpointPath,
     *,
     only: Iterable[str] | None = None,
-    **reading: Unpack[Reading],
+    **reading: Unpack[ReadKeywords],
 ) -> OpenCheckpoint:
     """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
 

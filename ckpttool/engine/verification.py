@@ -14,7 +14,7 @@ from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
-from ..options import Progress, Reading, WriteRequest, list_keywords, silent
+from ..options import Progress, ReadKeywords, WriteRequest, list_keywords, silent
 from ..printable import Shown
 from ..storage import urls
 from ..storage.buffers import IOBudget
@@ -68,7 +68,7 @@ def digest(
     only: Iterable[str] | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
-    **reading: Unpack[Reading],
+    **reading: Unpack[ReadKeywords],
 ) -> DigestResult:
     """Compute the digest of a state, which is the same in every layout and at every world size; reads all bytes of its
     tensors.
@@ -152,7 +152,7 @@ def verify(
     only: Iterable[str] | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
-    **reading: Unpack[Reading],
+    **reading: Unpack[ReadKeywords],
 ) -> VerifyResult:
     """Check a checkpoint: its structure and every item's framing.
 

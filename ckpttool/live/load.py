@@ -18,7 +18,7 @@ from ..engine.copy.fill import Progress
 from ..engine.opening import OpenCheckpoint, OpenOptions
 from ..errors import CkpttoolError
 from ..extras import require_packages
-from ..options import Reading, list_keywords
+from ..options import ReadKeywords, list_keywords
 from .collectives import run_together, union_over_ranks
 from .shared_index import locate_together, open_together
 from .storage_reader import storage_reader
@@ -57,7 +57,7 @@ def load(
     scheduler: object = None,
     ignore_recorded_digests: bool = False,
     progress: Progress | None = None,
-    **reading: Unpack[Reading],
+    **reading: Unpack[ReadKeywords],
 ) -> Loaded:
     """Load a checkpoint in any layout into a live job: FSDP2, HSDP, tensor parallel, DDP or plain. A collective.
 

@@ -36,7 +36,7 @@ from typing import Any, Unpack
 from ..engine import opening
 from ..engine.copy.fill import Progress
 from ..extras import require_packages
-from ..options import Reading, list_keywords
+from ..options import ReadKeywords, list_keywords
 
 __all__ = ["storage_reader"]
 
@@ -48,7 +48,7 @@ def storage_reader(
     ignore_recorded_digests: bool = False,
     progress: Progress | None = None,
     shared: bool = False,
-    **reading: Unpack[Reading],
+    **reading: Unpack[ReadKeywords],
 ) -> Any:
     """Make a StorageReader of torch.distributed.checkpoint for a checkpoint in any layout.
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from ..errors import UsageError, argument, get_named_flags
-from ..options import OpenOptions, Reading, option
+from ..options import OpenOptions, ReadKeywords, option
 from .trace.records import NumericsRecord
 
 __all__ = [
@@ -155,7 +155,7 @@ class VerifyRequest:
     status: Status = say_nothing
 
 
-class VerifyKeywords(Reading, total=False):
+class VerifyKeywords(ReadKeywords, total=False):
     """The keywords of `resume_verify`."""
 
     against: str | os.PathLike[str] | None
@@ -219,7 +219,7 @@ def make_request(source: str | os.PathLike[str], keywords: Mapping[str, Any]) ->
     for name in keywords:
         if name not in VerifyKeywords.__annotations__:
             raise TypeError(f"resume_verify() got an unexpected keyword argument {name!r}")
-    reading = {n: x for n, x in keywords.items() if n in Reading.__annotations__}
+    reading = {n: x for n, x in keywords.items() if n in ReadKeywords.__annotations__}
     others = {n: x for n, x in keywords.items() if n not in reading}
     return VerifyRequest(source=source, reading=OpenOptions(**reading), **others)
 

@@ -22,7 +22,7 @@ from ckpttool.errors import CommandLine, argument, name_flags
 from ckpttool.options import (
     ConvertKeywords,
     OpenOptions,
-    Reading,
+    ReadKeywords,
     RunOptions,
     WriteRequest,
 )
@@ -215,7 +215,7 @@ def test_a_layout_that_one_of_two_has_is_that_of_this_one(tmp_path: Path) -> Non
 
 def test_the_keywords_of_functions_are_the_fields_of_the_options() -> None:
     made = {f.name: str(f.type) for f in list_shared_options(OpenOptions, "only")}
-    assert {n: t.__forward_arg__ for n, t in Reading.__annotations__.items()} == made
+    assert {n: t.__forward_arg__ for n, t in ReadKeywords.__annotations__.items()} == made
     for function in (
         ckpttool.open,
         ckpttool.convert,
