@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from ..printable import count_noun as plural
 from ..printable import list_first as format_list
@@ -35,6 +35,8 @@ __all__ = [
     "shorten_middle",
     "slot_of",
 ]
+
+T = TypeVar("T")
 
 _STATE = "optim.state."
 
@@ -72,7 +74,7 @@ def format_number(x: float | None, digits: int = 3) -> str:
     return f"{x:.{digits}g}"
 
 
-def describe_changes(found: Mapping[str, tuple[Any, Any]], show: Callable[[Any], str] = repr) -> list[str]:
+def describe_changes(found: Mapping[str, tuple[T, T]], show: Callable[[T], str] = repr) -> list[str]:
     """Say what changed, from {what: (expected, found)}: {"lr": (0.1, 0.2)} gives ["lr is 0.2 and was 0.1"]."""
     return [f"{n} is {show(b)} and was {show(a)}" for n, (a, b) in found.items()]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ..text import fqn_of, is_step
 from ..trace.model import Step, Trace
@@ -129,7 +128,7 @@ def relative_deviation(got: float, expected: float) -> float:
     return abs(got - expected) / abs(expected)
 
 
-def are_alike(a: Any, b: Any) -> bool:
+def are_alike(a: object, b: object) -> bool:
     """Tell whether two plain values are equal. A tuple can equal a list, True never equals 1, and NaN equals NaN."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(are_alike, a, b))
@@ -176,7 +175,7 @@ def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str
     parameter."""
     tied = [*reference.tied, *got.tied]
 
-    def gone(have: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    def gone(have: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
         return [
             n
             for n in have
@@ -259,9 +258,9 @@ def optimizer_steps(trace: Trace) -> dict[str, float]:
 # -------------------------------------------------------------------------------------------------------- configuration
 
 
-def options_by_parameter(trace: Trace) -> dict[str, dict[str, Any]]:
+def options_by_parameter(trace: Trace) -> dict[str, dict[str, object]]:
     """Return {FQN: options of its param group}, without those that only say how the optimizer computes."""
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, dict[str, object]] = {}
     for group in trace.groups:
         chosen = {k: v for k, v in group.items() if k not in _HOW}
         for name in group.get("params") or []:
@@ -271,14 +270,14 @@ def options_by_parameter(trace: Trace) -> dict[str, dict[str, Any]]:
 
 def option_differences(
     reference: Trace, got: Trace
-) -> tuple[dict[str, dict[str, tuple[Any, Any]]], list[str], list[str]]:
+) -> tuple[dict[str, dict[str, tuple[object, object]]], list[str], list[str]]:
     """Compare param groups: ({option: {FQN: (expected, found)}}, FQNs only in the reference's optimizer, FQNs only in
     this one).
 
     An option that one side lacks is MISSING there; of those that torch itself writes, only if both ran the same torch.
     """
     theirs, ours = options_by_parameter(reference), options_by_parameter(got)
-    out: dict[str, dict[str, tuple[Any, Any]]] = {}
+    out: dict[str, dict[str, tuple[object, object]]] = {}
     for name, expected in theirs.items():
         for key in dict.fromkeys((*expected, *ours.get(name, ()))) if name in ours else ():
             a, b = expected.get(key, MISSING), ours[name].get(key, MISSING)
@@ -307,7 +306,7 @@ def _same_version(reference: Trace, got: Trace, package: str) -> bool:
     return reference.environment.get(package) == got.environment.get(package)
 
 
-def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def config_differences(reference: Mapping[str, object], got: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Compare two configurations of a model: {key: (expected, found)}, with dots in keys that are nested.
 
     Keys that do not affect the computation are left out. A key that one side lacks is MISSING there, unless its value
@@ -322,7 +321,7 @@ def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> 
     }
 
 
-def ignored_config_keys(reference: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+def ignored_config_keys(reference: Mapping[str, object], got: Mapping[str, object]) -> list[str]:
     """List the keys that one side lacks and that are not compared: versions of transformers differ in which defaults
     they write."""
     if reference.get("transformers_version") == got.get("transformers_version"):
@@ -331,9 +330,9 @@ def ignored_config_keys(reference: Mapping[str, Any], got: Mapping[str, Any]) ->
     return sorted(k for k in a.keys() ^ b.keys() if a.get(k) or b.get(k))
 
 
-def _flatten_config(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+def _flatten_config(config: Mapping[str, object], at: str = "") -> dict[str, object]:
     """Flatten the compared keys of a configuration, those of nested ones behind a dot; `at` is what they begin with."""
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for key, value in config.items():
         if key in _SILENT or "drop" in key:  # the runner sets dropout to 0; whether it is active is in the trace
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...layouts import program_of
 from ..trace.model import Trace
@@ -24,7 +24,7 @@ _FEW = 8  # values of a list that are shown
 _CUTS = "extra.ds_config.zero_optimization."
 
 
-def is_comparable(value: Any) -> bool:
+def is_comparable(value: object) -> bool:
     """Tell whether a value is plain data that can be compared; "<module.Class>" stands for an object that is not."""
     if isinstance(value, (list, tuple)):
         return all(map(is_comparable, value))
@@ -39,7 +39,7 @@ class SideStateDiff:
     whose objects cannot be compared, `compared` how many names were. `held` is whether this side has any of it.
     """
 
-    found: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    found: dict[str, tuple[object, object]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class SideStateDiff:
         return [_describe_change(n, *two) for n, two in self.found.items()]
 
 
-def _describe_change(name: str, expected: Any, found: Any) -> str:
+def _describe_change(name: str, expected: object, found: object) -> str:
     """Say how a value differs; of long lists only the first difference is shown."""
     if type(expected) is type(found) is list and max(len(expected), len(found)) > _FEW:
         if len(expected) != len(found):
@@ -88,9 +88,9 @@ class Marked(NamedTuple):
         return f"{self.kind} {list(self.shape)}"
 
 
-def side_state_of(trace: Trace, component: str) -> dict[str, Any]:
+def side_state_of(trace: Trace, component: str) -> dict[str, object]:
     """Return {name: value, or Marked} of a component beside model and optimizer, without what means nothing later."""
-    out: dict[str, Any] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
+    out: dict[str, object] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
     out.update((n, Marked(*m)) for n, m in trace.others.items() if n.partition(".")[0] == component)
     if out.get(component) in ([], (), {}):
         del out[component]  # an empty list of schedulers holds none
@@ -129,14 +129,14 @@ def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStat
     return out
 
 
-def _variants_of_ranks(reference: Trace, name: str) -> list[Any]:
+def _variants_of_ranks(reference: Trace, name: str) -> list[object]:
     """Return what ranks of a recorded job held under one name, if they did not agree; a checkpoint has what one of them
     saved."""
     found = reference.variants.get(name, [])
     return [Marked(*x) for x in found] if name in reference.others else found
 
 
-def _compare_random_states(reference: Trace, ours: dict[str, Any], every: bool) -> SideStateDiff:
+def _compare_random_states(reference: Trace, ours: dict[str, object], every: bool) -> SideStateDiff:
     """Compare the random states of a checkpoint with those of the recorded ranks.
 
     A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's.
@@ -181,12 +181,12 @@ def is_recording(trace: Trace) -> bool:
     return trace.layout is None
 
 
-def _digest(x: Any) -> str | None:
+def _digest(x: object) -> str | None:
     """Return the digest of a mark; None of a plain value."""
     return x.digest if isinstance(x, Marked) else None
 
 
-def _is_same_number(a: Any, b: Any) -> bool:
+def _is_same_number(a: object, b: object) -> bool:
     """Tell whether one is a number and the other a tensor of that number alone, as which some layouts keep it."""
     number, marked = (b, a) if isinstance(a, Marked) else (a, b)
     if not isinstance(marked, Marked) or isinstance(number, Marked) or marked.shape not in ((), (1,)):

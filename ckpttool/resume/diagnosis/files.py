@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...engine.copy.dtypes import numpy_dtype
 from ...engine.copy.stream import Reader, StreamJob
@@ -21,6 +21,9 @@ from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk
 from ..text import slot_of
 from .related_tensors import find_related
 from .tensor_diff import VAGUE, TensorDiff, compare_tensors, differs_in
+
+if TYPE_CHECKING:
+    from .tensor_bits import Array
 
 __all__ = ["FaultyFiles", "Inspected", "file_of", "find_faulty_files", "inspect_tensors", "place_of"]
 
@@ -64,7 +67,7 @@ def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequen
         a, b = left.tensors.get(n), right.tensors.get(m)
         return a is not None and b is not None and a.shape == b.shape and 0 < max(a.nbytes, b.nbytes) <= _MOST
 
-    def read(n: str) -> Any:
+    def read(n: str) -> Array | None:
         return _read_array(opened[0], left, n) if 0 < left.tensors[n].nbytes <= _MOST else None
 
     def look(n: str) -> Inspected:
@@ -133,7 +136,7 @@ def find_faulty_files(
     return None
 
 
-def _read_array(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
+def _read_array(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Array:
     """Read a tensor of the files into an array."""
     import numpy as np
 

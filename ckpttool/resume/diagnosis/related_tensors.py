@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...index.checkpoint import Checkpoint
 from ..text import fqn_of, slot_of
 from .kinds import TensorKind
 from .tensor_bits import dtype_epsilon, is_floating
 from .tensor_diff import TensorDiff, compare_tensors, find_rounded_dtype
+
+if TYPE_CHECKING:
+    from .tensor_bits import Array
 
 __all__ = ["find_related", "side_tensors_of"]
 
@@ -24,10 +27,10 @@ _TELLING = frozenset((TensorKind.ABSOLUTE, TensorKind.NEGATED, TensorKind.ROUNDE
 #: What the names of two factors of an adapter have, in lower case.
 _FACTORS = (("lora_a", "lora_b"), ("lora_down", "lora_up"))
 
-Read = Callable[[str], Any]
+Read = Callable[[str], "Array | None"]
 
 
-def find_related(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+def find_related(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
     """Find what a tensor holds, if it follows from other tensors of the reference; None if it does not.
 
     Args:
@@ -40,7 +43,7 @@ def find_related(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got
     return _find_other_moment(ckpt, read, name, found, got)
 
 
-def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
     """Find another moment of the same parameter whose values a moment holds."""
     for other in ckpt.tensors:
         if other != name and slot_of(other) != "weights" and fqn_of(other) == fqn_of(name):
@@ -58,7 +61,7 @@ def side_tensors_of(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]
             yield n, n[: -len(fqn) - 1]
 
 
-def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
     """Find a tensor outside model and optimizer, such as an average, whose values a weight holds."""
     for other, at in side_tensors_of(ckpt.tensors, fqn_of(name)):
         text = _describe_if_same(read(other), got, f"the values that the reference has in {at}")
@@ -67,7 +70,7 @@ def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
     return None
 
 
-def _describe_if_same(other: Any, got: Any, whose: str) -> str | None:
+def _describe_if_same(other: Array | None, got: Array, whose: str) -> str | None:
     """Say what `got` holds of another tensor, if that is all it holds; None otherwise."""
     if other is None or other.shape != got.shape:
         return None
@@ -77,7 +80,7 @@ def _describe_if_same(other: Any, got: Any, whose: str) -> str | None:
     return found.text.replace("the reference's values", whose) if found.way in _TELLING else None
 
 
-def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
+def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
     """Find whether a weight is the reference plus a multiple of the product of its adapter's two factors."""
     import numpy as np
 
@@ -120,7 +123,7 @@ def _lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str]
                 )
 
 
-def _factor_products(down: Any, up: Any, shape: tuple[int, ...]) -> Iterator[Any]:
+def _factor_products(down: Array, up: Array, shape: tuple[int, ...]) -> Iterator[Array]:
     """Yield the product of two factors in every orientation that has this shape."""
     for x, y in ((up, down), (down, up)):
         if x.shape[1] == y.shape[0]:

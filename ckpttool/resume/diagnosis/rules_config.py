@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 from ...errors import argument
 from ..compare.differences import (
@@ -143,7 +144,7 @@ def explain_scheduler(context: Context) -> None:
                 evidence,
             )
             return
-        epochs = [two for n, two in found.items() if n.rpartition(".")[2] == "last_epoch"]
+        epochs: list[tuple[Any, Any]] = [two for n, two in found.items() if n.rpartition(".")[2] == "last_epoch"]
         if epochs:
             a, b = epochs[0]
             if b == 0:

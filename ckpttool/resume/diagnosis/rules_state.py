@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import TypeVar
 
 from ..compare.differences import (
     differing_tensors,
@@ -44,6 +44,8 @@ from .context import Context
 from .files import inspect_tensors
 from .kinds import CauseKind, TensorKind
 from .related_tensors import side_tensors_of
+
+T = TypeVar("T")
 
 __all__ = ["explain_absent", "explain_load", "explain_shapes", "explain_tensors"]
 
@@ -161,9 +163,9 @@ def explain_shapes(context: Context) -> None:
             context.add(TensorKind.DTYPE, text, context.failed_texts("state.shapes"), names)
 
 
-def _group_by_change(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], list[str]]:
+def _group_by_change(found: Mapping[str, tuple[T, T]]) -> dict[tuple[T, T], list[str]]:
     """Group names by their change: {(expected, found): names}."""
-    out: dict[tuple[Any, Any], list[str]] = {}
+    out: dict[tuple[T, T], list[str]] = {}
     for n, two in found.items():
         out.setdefault(two, []).append(n)
     return out

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .kinds import TensorKind
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    Array: TypeAlias = ndarray[Any, Any]
 
 __all__ = [
     "LIMIT",
@@ -47,23 +52,23 @@ class ArrayPair:
     `a` and `b` that the kind is inferred from: flat, the whole rows that differ, or the first LIMIT elements of them.
     """
 
-    a: Any
-    b: Any
+    a: Array
+    b: Array
     first: int
     last: int
     count: int
-    x: Any
-    y: Any
+    x: Array
+    y: Array
     sampled: bool = False
 
 
-def as_integers(x: Any) -> Any:
+def as_integers(x: Array) -> Array:
     """View elements as integers, or as raw bytes if there is no integer of that size."""
     size = x.dtype.itemsize
     return x.view(f"u{size}") if size in (1, 2, 4, 8) else x.view(f"V{size}")
 
 
-def unequal_mask(a: Any, b: Any) -> Any:
+def unequal_mask(a: Array, b: Array) -> Any:
     """Mark where elements differ: by their bits, or by value if the dtypes differ."""
     import numpy as np
 
@@ -74,12 +79,12 @@ def unequal_mask(a: Any, b: Any) -> Any:
         return (x != y) & ~(np.isnan(x) & np.isnan(y))
 
 
-def are_same_bits(a: Any, b: Any) -> bool:
+def are_same_bits(a: Array, b: Array) -> bool:
     """Tell whether two arrays have one shape and no differing element."""
     return a.shape == b.shape and not unequal_mask(a, b).any()
 
 
-def as_float64(x: Any) -> Any:
+def as_float64(x: Array) -> Array:
     """Convert to float64; complex numbers to complex128."""
     import numpy as np
 
@@ -92,12 +97,12 @@ def block_slices(n: int) -> Iterator[slice]:
         yield slice(k, min(n, k + _BLOCK))
 
 
-def is_floating(x: Any) -> bool:
+def is_floating(x: Array) -> bool:
     """Tell whether elements are floating-point or complex, ml_dtypes' included."""
     return x.dtype.kind in "fc" or (x.dtype.kind == "V" and "float" in x.dtype.name)
 
 
-def dtype_epsilon(x: Any) -> float:
+def dtype_epsilon(x: Array) -> float:
     """Return the relative distance of neighbouring numbers of the dtype; 0 for integers."""
     import ml_dtypes
 

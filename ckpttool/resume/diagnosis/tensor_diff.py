@@ -16,11 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import tensor_order, tensor_values
 from .kinds import TensorKind, name_kind
 from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, block_slices, is_floating, unequal_mask
+
+if TYPE_CHECKING:
+    from numpy import dtype
+
+    from .tensor_bits import Array
 
 __all__ = ["LIMIT", "VAGUE", "TensorDiff", "compare_tensors", "differs_in", "find_rounded_dtype"]
 
@@ -60,7 +65,7 @@ class TensorDiff:
         return name_kind(self.way, self.detail["dtype"] if self.way is TensorKind.ROUNDED else "")
 
 
-def compare_tensors(reference: Any, got: Any) -> TensorDiff | None:
+def compare_tensors(reference: Array, got: Array) -> TensorDiff | None:
     """Find how `got` differs from `reference`, arrays of one shape; None if they are equal.
 
     Raises:
@@ -87,18 +92,18 @@ def compare_tensors(reference: Any, got: Any) -> TensorDiff | None:
     return found
 
 
-def differs_in(a: Any, b: Any, box: tuple[slice, ...]) -> bool:
+def differs_in(a: Array, b: Array, box: tuple[slice, ...]) -> bool:
     """Tell whether two arrays of one shape differ in a box of them, dtypes aside."""
     x, y = a[box], b[box]
     return bool(unequal_mask(_cast_quietly(x, y.dtype) if _is_real_float(x) and _is_real_float(y) else x, y).any())
 
 
-def _is_real_float(x: Any) -> bool:
+def _is_real_float(x: Array) -> bool:
     """Tell whether elements are floating-point numbers, and not complex."""
     return is_floating(x) and x.dtype.kind != "c"
 
 
-def _cast_quietly(x: Any, dtype: Any) -> Any:
+def _cast_quietly(x: Array, dtype: dtype[Any]) -> Array:
     """Convert to another dtype; numbers that overflow become infinite without a warning."""
     import numpy as np
 
@@ -106,7 +111,7 @@ def _cast_quietly(x: Any, dtype: Any) -> Any:
         return x.astype(dtype)
 
 
-def _describe_diff(a: Any, b: Any, extent: tuple[int, int, int], note: str = "") -> TensorDiff:
+def _describe_diff(a: Array, b: Array, extent: tuple[int, int, int], note: str = "") -> TensorDiff:
     """Describe how two arrays differ, once it is known where: `extent` is what `_find_extent` found."""
     import numpy as np
 
@@ -154,14 +159,14 @@ _PLACED = _ROWS | {
 }
 
 
-def _contiguous(x: Any) -> Any:
+def _contiguous(x: Array) -> Array:
     """Make an array contiguous; a 0-dim one stays 0-dim."""
     import numpy as np
 
     return np.ascontiguousarray(x).reshape(np.shape(x))  # a 0-dim array stays one
 
 
-def _find_extent(a: Any, b: Any) -> tuple[int, int, int] | None:
+def _find_extent(a: Array, b: Array) -> tuple[int, int, int] | None:
     """Find (first, last, count) of differing elements, as flat indices; None if there are none."""
     import numpy as np
 
@@ -196,7 +201,7 @@ def _find_kind(pair: ArrayPair) -> Found:
     return _list_elements(pair) if pair.count <= _FEW else tensor_values.measure_distance(pair)
 
 
-def _half_dtypes() -> dict[str, Any]:
+def _half_dtypes() -> dict[str, dtype[Any]]:
     """Return {name: numpy dtype} of the floating dtypes with 16 bits."""
     import ml_dtypes
     import numpy as np
@@ -219,7 +224,7 @@ def _find_rounded(pair: ArrayPair) -> Found | None:
     return None
 
 
-def _find_bfloat16_steps(x: Any, y: Any) -> Found | None:
+def _find_bfloat16_steps(x: Array, y: Array) -> Found | None:
     """Find whether each value is one of the two bfloat16 numbers next to the reference's: cut off, or rounded at
     random."""
     import numpy as np
@@ -242,7 +247,7 @@ def _find_bfloat16_steps(x: Any, y: Any) -> Found | None:
     )
 
 
-def find_rounded_dtype(a: Any, b: Any) -> Any:
+def find_rounded_dtype(a: Array, b: Array) -> dtype[Any] | None:
     """Find the narrower dtype that all values of `b` have been rounded to, and those of `a` have not; None if there is
     none."""
     if not _is_real_float(a) or not _is_real_float(b):
@@ -332,7 +337,7 @@ _FORMATS = {
 }
 
 
-def _name_flipped_bit(x: Any, y: Any) -> str:
+def _name_flipped_bit(x: Array, y: Array) -> str:
     """Name the bit that differs, if it is a single one: "the sign bit flipped"; "" if it is not."""
     if x.dtype != y.dtype or x.dtype.itemsize > 8:
         return ""

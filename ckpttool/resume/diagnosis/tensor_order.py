@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..text import plural
 from .kinds import TensorKind
 from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, unequal_mask
+
+if TYPE_CHECKING:
+    from .tensor_bits import Array
 
 __all__ = ["RULES"]
 
@@ -90,7 +93,7 @@ def _find_shifted(pair: ArrayPair) -> Found | None:
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
-def _hash_slices(x: Any, axis: int) -> list[bytes | int]:
+def _hash_slices(x: Array, axis: int) -> list[bytes | int]:
     """Hash each row, or what has one index of another dimension; what has the same hash counts as equal."""
     import numpy as np
     from blake3 import blake3
@@ -136,7 +139,8 @@ def _find_moved_slices(pair: ArrayPair, axis: int) -> Found | None:
     if axis:
         # one line of elements decides for nearly all tensors that this is not it
         line = [int(k) for k in np.unravel_index(pair.first, a.shape)]
-        x, y = (as_integers(t[(*line[:axis], slice(None), *line[axis + 1 :])]) for t in (a, b))
+        through: tuple[int | slice, ...] = (*line[:axis], slice(None), *line[axis + 1 :])
+        x, y = as_integers(a[through]), as_integers(b[through])
         if x.dtype.kind == "V" or not np.isin(y, x).all():
             return None
     theirs, ours = _hash_slices(a, axis), _hash_slices(b, axis)

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .kinds import TensorKind
 from .tensor_bits import ArrayPair, Found, are_same_bits, as_float64, block_slices, dtype_epsilon, is_floating
+
+if TYPE_CHECKING:
+    from .tensor_bits import Array
 
 __all__ = ["find_formula", "find_not_finite", "find_sign_change", "measure_distance"]
 
@@ -84,7 +87,7 @@ def _sum_pair(pair: ArrayPair) -> _Sums:
 
 
 def _holds_everywhere(
-    pair: ArrayPair, formula: Callable[[Any], Any], fine: float, apart: Callable[[Any], Any] = abs
+    pair: ArrayPair, formula: Callable[[Array], Array], fine: float, apart: Callable[[Array], Array] = abs
 ) -> bool:
     """Tell whether formula(reference) is found in every element, up to `fine` times the size of what is rounded."""
     import numpy as np
@@ -117,7 +120,7 @@ def find_formula(pair: ArrayPair) -> Found | None:
     return None
 
 
-def _find_factor(pair: ArrayPair, u: Any, v: Any) -> Found | None:
+def _find_factor(pair: ArrayPair, u: Array, v: Array) -> Found | None:
     """Find whether values are the reference's times a factor."""
     import numpy as np
 
@@ -139,7 +142,7 @@ def _find_factor(pair: ArrayPair, u: Any, v: Any) -> Found | None:
     )
 
 
-def _find_offset(pair: ArrayPair, u: Any, v: Any) -> Found | None:
+def _find_offset(pair: ArrayPair, u: Array, v: Array) -> Found | None:
     """Find whether values are the reference's plus a number, such as 1 between two kinds of norms."""
     import numpy as np
 
@@ -171,7 +174,7 @@ def _find_offset(pair: ArrayPair, u: Any, v: Any) -> Found | None:
     return Found(TensorKind.OFFSET, text, {"offset": offset})
 
 
-def _find_power(pair: ArrayPair, u: Any, v: Any) -> Found | None:
+def _find_power(pair: ArrayPair, u: Array, v: Array) -> Found | None:
     """Find whether values are the square root of the reference's, or their square."""
     import numpy as np
 
@@ -179,7 +182,7 @@ def _find_power(pair: ArrayPair, u: Any, v: Any) -> Found | None:
         return None
     fine = 4 * _rounding_tolerance(pair)
 
-    def fits(formula: Callable[[Any], Any]) -> bool:
+    def fits(formula: Callable[[Array], Array]) -> bool:
         # near 1, rounding hides which power it is
         return bool((abs(formula(u) - u) > 4 * fine * abs(u)).mean() > 0.5) and _holds_everywhere(pair, formula, fine)
 
@@ -190,7 +193,7 @@ def _find_power(pair: ArrayPair, u: Any, v: Any) -> Found | None:
     return None
 
 
-def _find_quantisation(pair: ArrayPair, u: Any, v: Any) -> Found | None:
+def _find_quantisation(pair: ArrayPair, u: Array, v: Array) -> Found | None:
     """Detect block-wise quantisation: whole multiples of the block's largest value / 127 or / 7 (linear), or at most
     256 distinct levels (any other code)."""
     u, v = (as_float64(t.reshape(-1)[:_SAMPLE]) for t in (pair.a, pair.b))  # blocks begin where the tensor does
@@ -211,7 +214,7 @@ def _find_quantisation(pair: ArrayPair, u: Any, v: Any) -> Found | None:
     return None
 
 
-def _relative_to_block_max(x: Any, block: int) -> Any:
+def _relative_to_block_max(x: Array, block: int) -> Array:
     """Divide every size by the largest of its block; the last block may be shorter."""
     import numpy as np
 
@@ -220,7 +223,7 @@ def _relative_to_block_max(x: Any, block: int) -> Any:
     return (rows / np.where(scale > 0, scale, 1)).reshape(-1)[: len(x)]
 
 
-def _are_whole_parts(x: Any, most: int) -> bool:
+def _are_whole_parts(x: Array, most: int) -> bool:
     """Tell whether these are whole multiples of 1 / `most`; two that are neither 0 nor 1 are needed."""
     import numpy as np
 
@@ -228,7 +231,7 @@ def _are_whole_parts(x: Any, most: int) -> bool:
     return len(inner) > 1 and bool((abs(inner - np.round(inner)) < 1e-3).all())
 
 
-def _count_different(x: Any) -> int:
+def _count_different(x: Array) -> int:
     """Count the different values, up to rounding."""
     import numpy as np
 

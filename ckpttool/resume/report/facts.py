@@ -14,10 +14,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from ...printable import count_noun
 from ..compare.differences import relative_deviation
+from ..compare.limits import compute_metrics
 from ..compare.misfit import describe_misfit
 from ..compare.verdict import Check, Report
 from ..text import escape_unprintable, format_number
@@ -235,20 +235,9 @@ def describe_load_costs(loads: Sequence[LoadCostRecord]) -> list[tuple[str, str]
 
 def known_metric(report: Report, key: str) -> float | None:
     """Return one of the metrics, as computed for the gates, or else from the trace; None if it is not known."""
-    value: Any = report.metrics.get(key)
     trace = report.candidate
-    if value is None and key == "load_seconds":
-        value = trace.load_seconds
-    if value is None and key == "load_gb_per_second" and trace.load_bytes and trace.load_seconds:
-        value = trace.load_bytes / trace.load_seconds / 1e9
-    if value is None and key == "save_seconds":
-        value = trace.roundtrip.get("save_seconds")
-    if value is None and key == "step_seconds":
-        seconds = sorted(
-            s.seconds for s in trace.steps[1:] or trace.steps if s.seconds is not None
-        )  # the first warms up
-        value = seconds[len(seconds) // 2] if seconds else None
-    if value is None and key in ("reserved_gib", "allocated_gib"):
-        peaks = [x for m in trace.memory if isinstance(x := m.get(key.replace("gib", "bytes")), int)]
-        value = max(peaks) / 2**30 if peaks else None
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    numbers = compute_metrics(trace) | report.metrics
+    if key == "step_seconds" and key not in numbers:  # of a run with one step, the time of that, which warms up
+        seconds = sorted(s.seconds for s in trace.steps[1:] or trace.steps if s.seconds is not None)
+        return seconds[len(seconds) // 2] if seconds else None
+    return numbers.get(key)

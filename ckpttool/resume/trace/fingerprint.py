@@ -16,10 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...index.boxes import box_is_flat, flat_start, strides
 from ...live.collectives import gather_objects
+
+if TYPE_CHECKING:
+    from torch import Tensor, device, dtype
+
+    from ...engine.opening import OpenCheckpoint
 
 __all__ = [
     "can_fingerprint",
@@ -43,7 +48,7 @@ def _as_int64(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def _sum_mixed(bits: Any, index: Any) -> int:
+def _sum_mixed(bits: Tensor, index: Tensor) -> int:
     """Sum up one block; `bits` and `index` are int64 tensors of one size, both are overwritten."""
     index.mul_(_as_int64(_A))
     z = bits.add_(1).mul_(_as_int64(_C)).add_(index)
@@ -54,7 +59,7 @@ def _sum_mixed(bits: Any, index: Any) -> int:
     return int(z.sum().item()) % (1 << 64)
 
 
-def _view_as_integers(tensor: Any) -> Any:
+def _view_as_integers(tensor: Tensor) -> Tensor:
     """View the elements of a contiguous 1-d tensor as integers, each complex128 as two."""
     import torch
 
@@ -62,7 +67,7 @@ def _view_as_integers(tensor: Any) -> Any:
     return tensor.view(of[tensor.element_size()])
 
 
-def can_fingerprint(tensor: Any) -> bool:
+def can_fingerprint(tensor: Tensor) -> bool:
     """Tell whether a tensor has elements to take a fingerprint of; sparse, quantised and many subclasses of tensors do
     not."""
     try:
@@ -72,7 +77,7 @@ def can_fingerprint(tensor: Any) -> bool:
     return True
 
 
-def fingerprint_flat(tensor: Any, first: int) -> int:
+def fingerprint_flat(tensor: Tensor, first: int) -> int:
     """Sum up a contiguous 1-d tensor whose first element has flat index `first`."""
     import torch
 
@@ -86,7 +91,7 @@ def fingerprint_flat(tensor: Any, first: int) -> int:
     return total % (1 << 64)
 
 
-def _fingerprint_box(tensor: Any, offset: Sequence[int], shape: Sequence[int]) -> int:
+def _fingerprint_box(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> int:
     """Sum up a box, at an offset in a tensor of `shape`."""
     if not tensor.numel():
         return 0
@@ -95,7 +100,7 @@ def _fingerprint_box(tensor: Any, offset: Sequence[int], shape: Sequence[int]) -
     return _fingerprint_scattered_box(tensor, offset, strides(shape))
 
 
-def _fingerprint_scattered_box(tensor: Any, offset: Sequence[int], steps: Sequence[int]) -> int:
+def _fingerprint_scattered_box(tensor: Tensor, offset: Sequence[int], steps: Sequence[int]) -> int:
     """Sum up a box that is not a range of the flattened tensor, so the index of every element is computed."""
     import torch
 
@@ -119,7 +124,7 @@ def _fingerprint_scattered_box(tensor: Any, offset: Sequence[int], steps: Sequen
 # -------------------------------------------------------------------------------------------------- pieces and owners
 
 
-def local_shard(tensor: Any) -> Any:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor, detached."""
     return getattr(tensor, "_local_tensor", tensor).detach()
 
@@ -150,7 +155,7 @@ def counts_on_this_rank(tensor: Any) -> bool:
     return all(c == 0 for c, placement in zip(at, tensor.placements, strict=True) if placement.is_replicate())
 
 
-def sum_over_ranks(values: Sequence[float], *, integers: bool, device: Any) -> list[Any]:
+def sum_over_ranks(values: Sequence[float], *, integers: bool, device: device | str) -> list[Any]:
     """Sum one number for each tensor over all ranks; integers mod 2^64, else float64. A collective."""
     import torch
     import torch.distributed as dist
@@ -166,7 +171,9 @@ def sum_over_ranks(values: Sequence[float], *, integers: bool, device: Any) -> l
     return [v % (1 << 64) for v in together.tolist()] if integers else list(together.tolist())
 
 
-def fingerprint_tensors(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tuple[dict[str, str], list[str]]:
+def fingerprint_tensors(
+    tensors: Mapping[str, Tensor], device: device | str, dtype: dtype | None = None
+) -> tuple[dict[str, str], list[str]]:
     """Take the fingerprints of live tensors, or of what they are in `dtype`: ({name: fingerprint}, names whose copies
     on several ranks differ). A collective.
 
@@ -190,7 +197,7 @@ def fingerprint_tensors(tensors: Mapping[str, Any], device: Any, dtype: Any = No
     return out, apart
 
 
-def fingerprint_each_rank(tensors: Mapping[str, Any]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
+def fingerprint_each_rank(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
     """Take {name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of
     shards are left out. A collective."""
     whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
@@ -211,7 +218,7 @@ def _count_shards(tensor: Any) -> int:
     return prod(n for n, placement in zip(sizes, tensor.placements, strict=True) if not placement.is_replicate())
 
 
-def spacing_16bit(tensor: Any) -> Any:
+def spacing_16bit(tensor: Tensor) -> Tensor:
     """Return the distance of each element, of 16 bits, to the next larger number; 0 for 0. In float32."""
     import torch
 
@@ -219,7 +226,9 @@ def spacing_16bit(tensor: Any) -> Any:
     return torch.where(tensor == 0, 0.0, exponent.float().exp2() * (torch.finfo(tensor.dtype).eps / 2))
 
 
-def global_norms(tensors: Mapping[str, Any], device: Any, of: Callable[[Any], Any] = lambda t: t) -> dict[str, float]:
+def global_norms(
+    tensors: Mapping[str, Tensor], device: device | str, of: Callable[[Tensor], Tensor] = lambda t: t
+) -> dict[str, float]:
     """Compute {name: L2 norm over all ranks} of what `of` makes of a shard, summed in float64. A collective."""
     import torch
 
@@ -234,13 +243,13 @@ def global_norms(tensors: Mapping[str, Any], device: Any, of: Callable[[Any], An
 
 
 def fingerprint_files(
-    opened: Any,
+    opened: OpenCheckpoint,
     names: Sequence[str],
     rank: int,
     world: int,
-    device: Any,
+    device: device | str,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-    dtypes: Mapping[str, Any] | None = None,
+    dtypes: Mapping[str, dtype] | None = None,
 ) -> dict[str, str]:
     """Take {name: fingerprint} of tensors of a checkpoint, read a second time, in row-major order and by other code
     than the load.
@@ -272,5 +281,5 @@ def fingerprint_files(
         done += block.source_bytes
         progress("compare", done, total)
     reader.finish()
-    total = sum_over_ranks(list(sums.values()), integers=True, device=device)
-    return {n: f"{v:016x}" for n, v in zip(sums, total, strict=True)}
+    whole = sum_over_ranks(list(sums.values()), integers=True, device=device)
+    return {n: f"{v:016x}" for n, v in zip(sums, whole, strict=True)}

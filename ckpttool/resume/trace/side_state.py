@@ -41,7 +41,7 @@ class SideState(NamedTuple):
     sharded: dict[str, Any]
 
 
-def collect_side_state(leaves: Mapping[Path, Any]) -> SideState:
+def collect_side_state(leaves: Mapping[Path, object]) -> SideState:
     """Take apart the leaves {path: object} of a tree: objects of a job, or data of a checkpoint's `Value`."""
     out = SideState({}, {}, {})
     for path, x in leaves.items():
@@ -49,7 +49,7 @@ def collect_side_state(leaves: Mapping[Path, Any]) -> SideState:
     return out
 
 
-def flatten_side_state(tree: Mapping[str, Any]) -> dict[Path, Any]:
+def flatten_side_state(tree: Mapping[str, object]) -> dict[Path, object]:
     """Return the leaves {canonical path: object} of a tree without model and optimizer, with the keys that a checkpoint
     has at its root: {"lr_scheduler": {...}, "epoch": 3} gives scheduler.* and trainer.epoch."""
     weight = object()  # a tree without a model would be taken for a model
@@ -126,7 +126,7 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
         out.values[name] = f"<{type(x).__module__}.{type(x).__qualname__}>"
 
 
-def _add_container(path: Path, items: Mapping[str, Any], out: SideState) -> None:
+def _add_container(path: Path, items: Mapping[str, object], out: SideState) -> None:
     """Add the entries of a container; one with too many is marked as a whole."""
     if len(items) <= _MANY:
         for key, value in items.items():
@@ -140,11 +140,11 @@ def _add_container(path: Path, items: Mapping[str, Any], out: SideState) -> None
     out.others[joined(path)] = ("tree", (len(items),), _short_hash(text.encode()))
 
 
-def _is_scalar(x: Any) -> bool:
+def _is_scalar(x: object) -> bool:
     return x is None or type(x) in (bool, int, float, str)
 
 
-def _spell_scalar(x: Any) -> Any:
+def _spell_scalar(x: object) -> object:
     """Return a scalar without NaN and infinities, which are spelled as in a trace."""
     if type(x) is float and not math.isfinite(x):
         return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
