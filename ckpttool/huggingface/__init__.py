@@ -1,3 +1,7 @@
+"""Knowledge about transformers and PEFT: names on the Hub, files next to a model, adapters."""
+
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
