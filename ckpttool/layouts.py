@@ -31,7 +31,7 @@ from .index.names import COMPONENTS, CanonicalState, restore_own_tree
 from .index.optimizer_names import Orders
 from .index.param_groups import Groups
 from .options import option
-from .program import ForTrainer, Program, Saves
+from .program import ForTrainer, Program, Saves, StateFile
 from .storage import remote, urls
 from .storage.source import Source, read_error
 
@@ -57,6 +57,7 @@ __all__ = [
     "place",
     "program_of",
     "read_as",
+    "state_files",
     "target_of",
     "tree_of",
     "with_tree_of",
@@ -292,7 +293,12 @@ def checkpoint_of(
 
 def layouts() -> dict[str, Layout]:
     """Return every layout by name, built-in ones first."""
-    return dict(_load_layouts(BUILT_IN, tuple(sys.path)))
+    return dict(_loaded())
+
+
+def _loaded() -> dict[str, Layout]:
+    """Return the layouts themselves, which nobody changes: for questions that are asked about every file."""
+    return _load_layouts(BUILT_IN, tuple(sys.path))
 
 
 @cache
@@ -392,7 +398,7 @@ def find(name: str) -> Layout:
 
 def read_as(name: str | None) -> Layout | None:
     """Return the layout that `Checkpoint.layout` names; None where no layout is named so."""
-    return next((x for x in layouts().values() if name == x.name or name in x.reads_as), None)
+    return next((x for x in _loaded().values() if name == x.name or name in x.reads_as), None)
 
 
 def program_of(name: str | None) -> Program:
@@ -400,6 +406,11 @@ def program_of(name: str | None) -> Program:
     named so."""
     found = read_as(name)
     return Program() if found is None else found.program
+
+
+def state_files() -> tuple[StateFile, ...]:
+    """List the files that trainers write next to those of a layout."""
+    return tuple(file for layout in _loaded().values() for file in layout.program.state_files)
 
 
 def with_tree_of(trainer: str | None) -> Layout | None:

@@ -265,7 +265,7 @@ def _kind_in_checkpoint(name: str) -> tuple[str, str] | None:
 
 def kind_of(name: str) -> tuple[str, str] | None:
     """Return (what, component) of a name that trainers use; of a folder with "/". None of any other name."""
-    known = (*_NAMES, *(f for layout in layouts.layouts().values() for f in layout.program.state_files))
+    known = (*_NAMES, *layouts.state_files())
     m = _pattern_of(known).fullmatch(name)
     return None if m is None else next(k[1:] for i, k in enumerate(known) if m[f"k{i}"] is not None)
 
