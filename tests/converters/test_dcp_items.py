@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckpttool.converters.dcp.items import HEAD, TAIL, Items, Template, template, windows
+from ckpttool.converters.dcp.items import HEAD, TAIL, Items, Template, make_template, read_windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +60,7 @@ def parsed(item: bytes) -> StoredTensor:
 
 
 def template_of(item: bytes) -> Template | None:
-    return template(*ends(item), len(item), parsed(item), 0)
+    return make_template(*ends(item), len(item), parsed(item), 0)
 
 
 def by_template(
@@ -263,7 +263,7 @@ def test_a_wrong_item_among_many_is_refused(tmp_path: Path, shape: tuple[int, ..
 
 
 def test_windows_are_only_the_ends() -> None:
-    read = windows(b"abcd", b"wxyz", 100)
+    read = read_windows(b"abcd", b"wxyz", 100)
     assert read(1, 2) == b"bc" and read(97, 3) == b"xyz"
     with pytest.raises(LookupError):
         read(3, 2)
