@@ -20,7 +20,7 @@ import ckpttool
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.errors import Corrupt, MissingPackage, Unsupported, UsageError
 from ckpttool.formats.pickles import Truncated
-from ckpttool.options import Reading
+from ckpttool.options import ReadKeywords
 from ckpttool.resume import verify as launch
 from ckpttool.resume.compare.bounds import same_micro_batch_shape
 from ckpttool.resume.job.peft_model import add_lora_layers
@@ -413,11 +413,11 @@ def test_a_reference_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) 
 def test_the_keywords_for_type_checkers_are_the_fields_of_the_request() -> None:
     made = {f.name: f.type for f in fields(VerifyRequest) if f.name not in ("source", "reading")}
     typed = {
-        n: t.__forward_arg__ for n, t in VerifyKeywords.__annotations__.items() if n not in Reading.__annotations__
+        n: t.__forward_arg__ for n, t in VerifyKeywords.__annotations__.items() if n not in ReadKeywords.__annotations__
     }
     assert typed == made
     listed = signature(ckpttool.resume_verify).parameters
-    assert [*listed][1 : 1 + len(made)] == [*made] and {*listed} - {*made} == {"source", *Reading.__annotations__}
+    assert [*listed][1 : 1 + len(made)] == [*made] and {*listed} - {*made} == {"source", *ReadKeywords.__annotations__}
     with pytest.raises(TypeError, match=r"resume_verify\(\) got an unexpected keyword argument 'step'"):
         ckpttool.resume_verify("x", step=1)  # type: ignore[call-arg]
 
