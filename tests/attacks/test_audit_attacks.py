@@ -1498,7 +1498,7 @@ def test_attacks_cause_no_event_by_which_a_process_acts(tmp_path: Path, canary: 
         import json, os, sys
         import ckpttool, ckpttool.layouts
         from ckpttool.audit.verify_in_store import verify
-        from ckpttool.audit.archive_store import listing
+        from ckpttool.audit.archive_store import list_archives
         ckpttool.layouts.layouts()
         home, paths = sys.argv[1], json.load(sys.stdin)
         for first in (True, False):  # what is imported lazily is imported in the first round
@@ -1521,7 +1521,7 @@ def test_attacks_cause_no_event_by_which_a_process_acts(tmp_path: Path, canary: 
             for i, path in enumerate(paths):
                 listening = not first
                 for act in (
-                    lambda: verify(path), lambda: ckpttool.inspect(path), lambda: listing(os.path.dirname(path)),
+                    lambda: verify(path), lambda: ckpttool.inspect(path), lambda: list_archives(os.path.dirname(path)),
                     lambda: ckpttool.convert(path, f"{home}/{first}{i}.pt", to="full", drop=True),
                     lambda: ckpttool.convert(path, f"{home}/{first}{i}", to="dcp", world_size=2, drop=True),
                 ):
