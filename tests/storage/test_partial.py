@@ -181,7 +181,7 @@ def test_a_child_of_a_killed_run_does_not_keep_its_lock(dst: Path) -> None:
     code = """
 import os, sys, time
 from ckpttool.storage import lock, partial
-fd = lock.take_lock(beside := partial.Beside(sys.argv[1]))
+fd = lock.take_lock(beside := partial.LeftoverFiles(sys.argv[1]))
 if os.fork() == 0:
     lock.unlock(beside, fd)  # not its own
     print(os.getpid(), flush=True)
