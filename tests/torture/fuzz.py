@@ -30,6 +30,7 @@ import torch
 
 import ckpttool
 from ckpttool.errors import CkpttoolError
+from ckpttool.formats import sandbox
 
 from . import mutations, oracle
 from . import trainer_readers as trainer_readers  # adds to oracle.READERS
@@ -87,7 +88,11 @@ _CHANGES = (
 
 
 class Sandbox:
-    """Sees what is done while it is `watching`, "ckpttool" or "oracle"; nothing is prevented."""
+    """Sees what is done while it is `watching`, "ckpttool" or "oracle"; nothing is prevented.
+
+    The child processes with limits that ckpttool itself starts (formats/sandbox.py), for large `.metadata` and for what
+    transformers knows of a config.json, are no find.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
@@ -100,7 +105,8 @@ class Sandbox:
         if not self.watching:
             return
         if event in _ALWAYS:
-            if event != "ctypes.dlopen" or arguments[0] is not None:
+            ours = event == "subprocess.Popen" and list(arguments[1])[:4] == [sys.executable, "-P", "-c", sandbox._CODE]
+            if not ours and (event != "ctypes.dlopen" or arguments[0] is not None):
                 self.seen.append(f"{event} {arguments!r:.150}")
         elif event == "import":
             top = str(arguments[0]).partition(".")[0]
