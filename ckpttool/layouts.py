@@ -191,34 +191,29 @@ class Layout:
         write: index -> draft of the same checkpoint in this layout; None where it is only read.
         locate: parses what `read` has skipped (the framing of items), and returns an index of raw byte ranges.
         mount: the place to read from, if it is not the given one (the files inside an archive; a folder with files next
-        to it).
+            to it).
         options: frozen dataclass of what only its writer understands, made with `option`; the command line makes its
-        options
-            of the fields, and `convert(options=)` takes an instance.
+            options of the fields, and `convert(options=)` takes an instance.
         prepare: the part of the source that these options ask for, under the names it gets; before `write`.
         holds: components that it can hold ("model", "optim", ...), with these options; empty for all of them.
         is_file: the checkpoint is one file and not a folder.
         as_file: of a folder, the same layout as one file; written where the destination has one of its `suffixes`.
         suffixes: endings of the names of such files, by which a destination without `--to` is known; of a folder,
-        endings that
-            it may have although files have them too (Lightning's .ckpt).
+            endings that it may have although files have them too (Lightning's .ckpt).
         aliases: other names that people use for it.
         reads_as: other names that `Checkpoint.layout` has of what it reads.
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
         reader_uses: those of READ_HINTS that `read` looks at; the others are refused where no writer looks at them
-        either.
+            either.
         writer_uses: those of WRITE_HINTS that `prepare` and `write` look at.
         keeps_config: what it writes can be read again without `ModelHints.config`.
         needs_named_optimizer: an engine or a trainer resumes from it, and finds the optimizer's state by the names or
-        the order of the
-            parameters; a state whose optimizer could not be named is refused.
+            the order of the parameters; a state whose optimizer could not be named is refused.
         of_trainer: the directory of one trainer, made of parts in other layouts, which it outranks.
         keeps_subclasses: it holds objects of tensor subclasses (index/composites.py), as such or as what they are made
-        of; the others
-            are refused where there are any.
+            of; the others are refused where there are any.
         keeps_calls: it holds every value as data. The others write pickles, in which no class may be called that
-        ckpttool does not know
-            (formats/pickles.py); values with such calls are listed as dropped.
+            ckpttool does not know (formats/pickles.py); values with such calls are listed as dropped.
         refuses_numbers: a state whose optimizer could not be named is refused, unless it may be carried as data.
         saves: how one folder can contain several saves; None if a folder is one save.
         program: what is known of the program that writes it: next steps, files beside it, `--for`, ...

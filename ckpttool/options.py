@@ -85,7 +85,7 @@ def option(
     Args:
         help: one sentence, with the unit of a number.
         flag: the option of the command line, with other names behind slashes; by default the name of the field with
-        dashes.
+            dashes.
         size: the number is in bytes, and the command line takes 5GB and 500MiB for it.
         metavar: what stands for the value in help texts.
         least: the smallest number that the command line takes.

@@ -88,7 +88,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
     Raises:
         Corrupt: the manifest is not one. Unsupported: ranks have tensors of their own under one name, or quantized
-        ones.
+            ones.
     """
     source = where.source
     world, entries = _read_manifest(source)

@@ -49,7 +49,7 @@ class Archive(Source):
 
     Raises:
         NotRecognised: it is not an archive of ckpttool. Corrupt, Unsafe: it is damaged, or not laid out as its manifest
-        says.
+            says.
     """
 
     local = False

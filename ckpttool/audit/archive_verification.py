@@ -93,7 +93,7 @@ def verify_archive(
         public_key, certificates: who must have signed it; where None a signature is only described.
         against: a checkpoint in any layout that must hold the same state.
         root: what it must have: a Merkle root (of all tensors), or "sha256:" and the hash of MANIFEST.json (of all
-        state).
+            state).
         workers: who reads, as in `convert`.
         path_for_workers: where they open it; where None this process reads it alone.
 

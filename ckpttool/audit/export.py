@@ -60,13 +60,11 @@ def export(
 
     Args:
         options: an `ArchiveOptions`.
-        in_ledger: whether to write a line into the ledger of the store.
-        (the others): as `convert`.
+        in_ledger: whether to write a line into the ledger of the store. (the others): as `convert`.
 
     Raises:
         CkpttoolError: as `convert`, and the destination is as it was before; or the archive is there and its sidecar or
-        its
-            line in the ledger could not be written, which the message says.
+            its line in the ledger could not be written, which the message says.
     """
     reading, writing, running = split_keywords(keywords)
     return export_archive(src, dst, options, in_ledger=in_ledger, reading=reading, writing=writing, running=running)
@@ -155,8 +153,8 @@ def restore(
 
     Args:
         identities: files with the keys to an encrypted archive.
-        scratch: folder for its plain bytes while it is read; by default that of the destination.
-        (the others): as `convert`.
+        scratch: folder for its plain bytes while it is read; by default that of the destination. (the others): as
+            `convert`.
 
     Raises:
         CkpttoolError: as `convert`; every tensor has been compared with the digest in the manifest.

@@ -141,12 +141,11 @@ class Turn:
 
         Args:
             following: called with the entries that this one will follow, and once more whenever others add one before
-            us; gives
-                further facts, or raises, and then nothing is added.
+                us; gives further facts, or raises, and then nothing is added.
 
         Raises:
             Corrupt: the last line is torn or altered; nothing was added. RemoteError, CkpttoolError: it cannot be
-            written.
+                written.
             UsageError: the facts use reserved names, or are too large.
         """
         if taken := sorted(_OWN & facts.keys()):
@@ -321,8 +320,7 @@ def match_archive(recorded: Mapping[str, LedgerEntry], name: str, known: Mapping
     Args:
         recorded: what `latest_records` found.
         known: what was found of it: "manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256", "signed"
-        (bool)
-            and "signed_by"; what is None, empty or missing on either side is not compared.
+            (bool) and "signed_by"; what is None, empty or missing on either side is not compared.
     """
     line = recorded.get(name)
     others = (e for n, e in recorded.items() if n != name and known.get("manifest_sha256") == e["manifest_sha256"])

@@ -64,12 +64,12 @@ def prune(
 
     Args:
         keep_last: keep this many of the newest of every run (`--meta run=` of the export; archives without it are one
-        run).
+            run).
         keep_within: keep those exported within this time before `now`.
         keep_every: keep those of training steps that are multiples of it.
         dry_run: change nothing, not even the ledger.
         no_ledger: also delete archives that the ledger does not know, and in stores without one; known holds still
-        count.
+            count.
         now: the time; that of the clock if not given.
 
     Raises:

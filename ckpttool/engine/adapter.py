@@ -41,19 +41,18 @@ def adapter_extract(
         dst: the folder to write, with adapter_model.safetensors and adapter_config.json.
         adapter_name: which adapter, where there are several; "default" where None.
         adapter_config: folder with adapter_config.json, where it is neither beside the checkpoint nor one folder above
-        it.
+            it.
         config: as `open`; where `adapter_config` is None, the folder with adapter_config.json too.
         lora_alpha: of the LoraConfig, where there is no adapter_config.json; one is made of it, and of names and
-        shapes.
+            shapes.
         rslora: with `lora_alpha`: use_rslora of the LoraConfig.
         base_model: with `lora_alpha`: base_model_name_or_path of adapter_config.json.
         strip_prefix: modules that names of weights begin with, to leave out ("net.").
-        dtype: floating-point dtype of the adapter; that of the source where None.
-        (the others): as `convert`.
+        dtype: floating-point dtype of the adapter; that of the source where None. (the others): as `convert`.
 
     Raises:
         Unsupported: there is no adapter, no adapter_config.json and no `lora_alpha`, or a kind whose names are not
-        known.
+            known.
     """
     config = keywords.get("config")
     if config is not None and os.path.isdir(config) and not os.path.exists(os.path.join(config, "config.json")):
@@ -96,19 +95,17 @@ def adapter_merge(
         src: the base model, in any layout; or, without `adapter`, a checkpoint that holds base model and adapter.
         dst: path or URL of the merged model.
         adapter: the checkpoint that holds the adapter: PEFT's folder, or any other layout. Its fp16 and bf16 tensors
-        are
-            taken to fp32 first, as PeftModel.from_pretrained does; those in the state of a job keep their dtype.
+            are taken to fp32 first, as PeftModel.from_pretrained does; those in the state of a job keep their dtype.
         adapter_name: which adapter, or which ones in this order, where there are several.
         adapter_config: folder with adapter_config.json, where it is neither beside the adapter nor one folder above it.
         lora_alpha, rslora: of the LoraConfig, where there is no adapter_config.json.
         to: layout to write; where None, the name of `dst` tells, and "hf" if that tells nothing.
-        config: the base model's config, for the names of its weights and the files that are copied.
-        (the others): as `convert`; `source_layout` to `wrap` are about `src`.
+        config: the base model's config, for the names of its weights and the files that are copied. (the others): as
+            `convert`; `source_layout` to `wrap` are about `src`.
 
     Raises:
         Unsupported: what cannot be merged exactly, by its name (IA3, LoHa, trained tokens, convolutions); or state of
-        the
-            training would be left out, and neither `drop` nor `only` is set.
+            the training would be left out, and neither `drop` nor `only` is set.
         Corrupt: adapter and base model do not fit. MissingPackage: torch is not installed.
     """
     reading, writing, running = split_keywords(keywords)

@@ -262,9 +262,9 @@ def find_other_values(
 
     Args:
         of_layout: values that the layout added, that the reader found as they were written, and that are not in
-        `found`.
+            `found`.
         digests: {tensor: BLAKE3 in hex} of all tensors in `found`; an array in a value may be a tensor of its own
-        there.
+            there.
 
     Returns:
         Sentences about those that differ; none where all are equal.

@@ -106,17 +106,15 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
         src: a folder, a file, or the URL of one; never changed.
         dst: path or URL of the new checkpoint.
         to: layout to write ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1",
-        "torch_checkpointing", "megatron",
-            "audit", "accelerate", "trainer", "lightning", "torchtitan"); where None, the name of the destination tells
-            (".pt", ".pth", ".bin" and ".ckpt" are full).
+            "torch_checkpointing", "megatron", "audit", "accelerate", "trainer", "lightning", "torchtitan"); where None,
+            the name of the destination tells (".pt", ".pth", ".bin" and ".ckpt" are full).
         options: what only that layout understands: an `HfOptions`, `ZeroOptions` (zero1 to zero3), `UniversalOptions`,
             `Fsdp1Options`, `ArchiveOptions` or `DirectoryOptions` (trainer, accelerate); `help` of these shows units
             and defaults.
         world_size: ranks of the job that will load it, at least 1; those of the source where None.
         only: components to convert (["model", "optim"]); all where None.
         dtype: floating-point dtype of the weights ("bf16", "fp16", "fp32", "keep"); optimizer state keeps its own.
-        "keep" where
-            None.
+            "keep" where None.
         cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.
         canonical_keys: dcp and full: write "model" and "optim" with plain FQNs, as torch's `get_state_dict` names them,
             "scheduler" and so on, and not the keys of the source.
@@ -124,36 +122,32 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
         force: replace an existing checkpoint, whole.
         verify: read the result back from the disk and compare digests.
         source_layout, config, like, flat_layout, wrap, tag, allow_equal_ranks, allow_mixed_steps: as `open`. `config`,
-        `like`,
-            `flat_layout` and `wrap` also describe the model to the layout that is written.
+            `like`, `flat_layout` and `wrap` also describe the model to the layout that is written.
         salvage: of a damaged source, write what is whole; ckpttool.json lists what is exact, rebuilt and missing.
         fill_from: with `salvage`, another step of the same run, for what is lost.
         strip_wrappers: dcp and full: leave prefixes of wrappers ("_orig_mod.", "module.") out of the source's own keys.
         vocab_size: rows of the embedding and the output layer, with their moments: more are zeros, and rows are cut
-        only if nothing was
-            learned in them.
+            only if nothing was learned in them.
         regroup: give the optimizer the param groups of the checkpoint that `like` names.
         dequantize: globs of names of quantised tensors (["optim.*"]) to write as float32, the exact value of each code.
         map: a name map: its file, or the name of one that comes with ckpttool ("torchtitan-llama3"), from one program's
-        names and order of
-            weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer that wrote the
-            source, if there is one; "none" for no map.
+            names and order of weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer
+            that wrote the source, if there is one; "none" for no map.
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
         max_memory_bytes: budget of all buffers of a process, in bytes; 150 MB where None, 220 MB where the source is in
-        a store.
+            a store.
         threads: threads that read, and as many that write; of each worker, where there are some. With 1, one thread
-        does everything.
+            does everything.
         workers: who fills the parts of the destination at the same time: a number of processes on this machine,
-        "dask:ADDRESS",
-            "ray:ADDRESS", "mpi", "package.module:factory", or a `concurrent.futures.Executor`. Where None, as many
-            processes as the machine and the bytes deserve: one for less than 4 GB or on fewer than 4 cores.
+            "dask:ADDRESS", "ray:ADDRESS", "mpi", "package.module:factory", or a `concurrent.futures.Executor`. Where
+            None, as many processes as the machine and the bytes deserve: one for less than 4 GB or on fewer than 4
+            cores.
         progress: called with (what is done, bytes done, bytes in all).
 
     Raises:
         CkpttoolError: one of `ckpttool.errors`; the destination is as it was before, or the message says that it is the
-        new
-            one. What is worth knowing besides, such as what could not be removed, is in the notes of the exception.
+            new one. What is worth knowing besides, such as what could not be removed, is in the notes of the exception.
     """
     return run_conversion(src, dst, *split_keywords(keywords))
 

@@ -165,8 +165,7 @@ def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bo
 
     Raises:
         DestinationExists: something is there and `force` is not set. Locked: another run writes there. NoSpace: the
-        file
-            system has less room than the draft needs.
+            file system has less room than the draft needs.
     """
     if not urls.is_url(dst):
         return LocalDestination(dst, is_file, plan, _count_needed_bytes(draft), force)

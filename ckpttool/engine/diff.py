@@ -134,11 +134,11 @@ def diff(
         map: a name map, as `convert` takes it, that `a` goes through first. One process compares then.
         workers: who computes digests of both first, as in `convert`; only tensors with other digests are compared then.
         progress: called with ("diff", bytes done, bytes in all), and before with "prove" if tensors have no names until
-        they are read.
+            they are read.
 
     Raises:
         CkpttoolError: one of the two cannot be read. Differs: a tensor of six-bit numbers has other bytes, which are
-        not looked into.
+            not looked into.
     """
     # to look at copies and mixtures is what diff is for
     options = OpenOptions(only=only, allow_equal_ranks=True, allow_mixed_steps=True, **reading)

@@ -289,16 +289,16 @@ def open(
         only: components to keep (["model", "optim"]); all where None.
         config: folder or id of a Hugging Face model with the same architecture.
         like: another checkpoint of the same model; it says about the parameters what this one does not: names, order,
-        shapes. flat_layout, wrap: file with what `describe_fsdp1` returned in the job; patterns of the modules that
-        FSDP1 wrapped, ["**.layers.*"].
+            shapes. flat_layout, wrap: file with what `describe_fsdp1` returned in the job; patterns of the modules that
+            FSDP1 wrapped, ["**.layers.*"].
         tag: which save, where a DeepSpeed folder holds several; the one that `latest` names where None.
         allow_equal_ranks: read it although one rank's file looks like a copy of another's.
         allow_mixed_steps: read it although its files look like those of different steps.
 
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not
-        belong
-            together are Corrupt when the checkpoint is located, not here: by the first read of a tensor at the latest.
+            belong together are Corrupt when the checkpoint is located, not here: by the first read of a tensor at the
+            latest.
         UsageError: an argument makes no sense.
     """
     options = OpenOptions(only=only, **reading)
@@ -319,9 +319,9 @@ def open_checkpoint(
     Args:
         model: what `model_of(options)` gives, where it is known.
         check_hints: whether to refuse hints that the reader does not use; a caller who may use them does so itself
-        (`refuse_unused`).
+            (`refuse_unused`).
         needed: tells of a component whether an entry of it that cannot be read is an error; others are left out, with a
-        note.
+            note.
 
     Raises:
         CkpttoolError: as `open`; its files are closed then.

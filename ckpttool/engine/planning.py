@@ -93,7 +93,7 @@ def plan(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack[Pl
 
     Raises:
         Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop`
-        is not set.
+            is not set.
     """
     reading, writing, _ = split_keywords(keywords)
     return plan_conversion(src, dst, reading, writing)

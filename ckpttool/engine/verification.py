@@ -76,7 +76,7 @@ def digest(
     Args:
         workers: who reads, as in `convert`.
         progress: called with ("digest", bytes done, bytes in all), and before with "prove" if tensors have no names
-        until they are read. (the others): as `open`.
+            until they are read. (the others): as `open`.
     """
     options = OpenOptions(only=only, **reading)
     with open_checkpoint(path, options) as opened, workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
@@ -161,7 +161,7 @@ def verify(
         against: also compare every tensor with another checkpoint, in any layout.
         workers: who reads the data, as in `convert`.
         progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until
-        they are read. (the others): as `open`.
+            they are read. (the others): as `open`.
 
     Raises:
         Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the other.

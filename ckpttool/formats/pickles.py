@@ -571,7 +571,9 @@ def load(
     return obj, end
 
 
-def _run_opcodes(data: bytes, pos: int, known: StandIns, persistent: Any, what: str, inert: bool) -> tuple[Any, int]:
+def _run_opcodes(  # noqa: C901  # one branch for each opcode
+    data: bytes, pos: int, known: StandIns, persistent: Any, what: str, inert: bool
+) -> tuple[Any, int]:
     """Execute the instructions of a pickle on a stack of plain data: (object, position after STOP).
 
     `known` are the stand-ins. The errors of Python that a malformed pickle causes are for `load` to translate.

@@ -133,7 +133,7 @@ class TorchFiles:
         Args:
             recorded: end every file with a record `ckpttool.json` of the digests.
             salvage: {name: "exact", "rebuilt: how", "missing: why"}, a record `ckpttool-salvage.json`; what was rebuilt
-            has no digest.
+                has no digest.
             values: {value: its digest}, a record `ckpttool-values.json`.
             dropped, aliases, notes, synthesized_tensors, synthesized_values, changed: those of `Draft`.
         """

@@ -56,8 +56,7 @@ def pull(
 
     Args:
         repository: "hf://org/name", or "hf://org/name@revision".
-        revision: branch, tag or commit, unless `repository` names one.
-        (the others): as `convert`.
+        revision: branch, tag or commit, unless `repository` names one. (the others): as `convert`.
 
     Raises:
         Corrupt: a tensor does not have its recorded digest. CkpttoolError: one of errors.py; the

@@ -104,12 +104,11 @@ def push(
         message: title of the commit.
         stage: folder to write the files to first; by default they are uploaded as they are read.
         threads: number of files that are hashed, and uploaded, at the same time.
-        dry_run: ask the Hub, but read no tensor, upload and create nothing.
-        (the others): as `convert`.
+        dry_run: ask the Hub, but read no tensor, upload and create nothing. (the others): as `convert`.
 
     Raises:
         CkpttoolError: one of errors.py. Before the commit, nothing in the repository changes, except that it or the
-        branch may have been created. Differs: the Hub does not have what was uploaded.
+            branch may have been created. Differs: the Hub does not have what was uploaded.
     """
     reading, writing, running = split_keywords(keywords)
     return push_checkpoint(

@@ -146,7 +146,7 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
 
     Raises:
         Unsupported: the weight of a module that has an adapter is not that of its base layer, so the adapter may be in
-        it already.
+            it already.
     """
     out: dict[str, str] = {}
     prefix = outer_prefix(names)

@@ -335,7 +335,7 @@ def plan_changes(adapters: Mapping[str, Shapes], configs: Mapping[str, Config], 
 
     Raises:
         Unsupported: an adapter changes what is not a weight of a linear layer or an embedding, or what the base model
-        lacks.
+            lacks.
         Corrupt: shapes do not fit.
     """
     starts: dict[str, tuple[str, str]] = {}

@@ -149,7 +149,7 @@ def canonical(
 
     Raises:
         Corrupt: two leaves get one name. UnnamedOptimizer: `only` asks for an optimizer that cannot be named with
-        certainty.
+            certainty.
     """
     if (usual := of_composer(leaves)) is not None:
         named = canonical(usual, shape_of, like, same, only, orders)

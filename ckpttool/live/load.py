@@ -76,14 +76,14 @@ def load(
     Args:
         model: the module, sharded or not.
         optimizer: the optimizer over its parameters, or a list of several as in get_state_dict; None for the weights
-        only.
+            only.
         path: the checkpoint; it and the arguments after `scheduler` are those of `storage_reader`.
         scheduler: anything with `load_state_dict` and `state_dict`.
 
     Raises:
         Unsupported: checkpoint and job do not fit; all differences are in the message, and nothing was changed.
         Differs: the job does not hold what was loaded; the first difference is in the message, and the job is loaded in
-        part. NotRecognised, Corrupt, Unsafe: see errors.py.
+            part. NotRecognised, Corrupt, Unsafe: see errors.py.
     """
     require_packages("loading into a live job", "torch")
     started = time.monotonic()

@@ -156,13 +156,11 @@ class LiveReader:
 
         Args:
             compare: canonical names of the tensors to compare; None for all. A tensor whose target holds all of its
-            bytes is
-                hashed in memory; `check_recorded` reads the others again.
+                bytes is hashed in memory; `check_recorded` reads the others again.
 
         Raises:
             Corrupt, SourceChanged: bytes are missing, damaged, or changed meanwhile. Unsupported: codes, or their
-            scales, would be cast to
-                the dtype of a target.
+                scales, would be cast to the dtype of a target.
         """
         self._refuse_codes(wanted)
         self.prepare((w.name, w.start, w.shape) for w in wanted)

@@ -66,12 +66,10 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
         source: the checkpoint, in any layout.
         against: the original checkpoint, in its own layout. It runs with the same batches and is the reference.
         reference: the lines that a `Recorder` wrote in the original job. Without this and `against`, only the state and
-        the
-            run itself are checked.
+            the run itself are checked.
         config: folder or id of the Hugging Face model; the folder of the checkpoint if it has a config.json.
         job: "module.py:build", a function of yours that returns the model, and perhaps optimizer, scheduler, data and
-        loss. Each rank
-            runs it, with the folder of module.py first on sys.path.
+            loss. Each rank runs it, with the folder of module.py first on sys.path.
         world_size: ranks of the job; by default one for each GPU, or one.
         mesh: "dp_replicate=R,dp_shard=S,tp=T"; all ranks in dp_shard by default.
         against_world_size: ranks of the run of `against`; those of the candidate by default.
@@ -80,8 +78,7 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
         data: "synthetic", or a .npy or .jsonl file of token rows.
         seed: of the synthetic data.
         sequence, global_batch, micro_batch, dtype, clip: tokens of a row, rows of a step, rows of a forward pass,
-        "fp32" or
-            "bf16", bound of gradient clipping. By default those of `reference`, if it records them.
+            "fp32" or "bf16", bound of gradient clipping. By default those of `reference`, if it records them.
         device: "auto", "cuda" or "cpu".
         profile: "strict", "standard" or "relaxed": which differences pass.
         calibrate: measure the noise of this very job by running the reference twice, the second time with other
@@ -89,18 +86,16 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
         keep_dropout: leave dropout on, and restore the random states of the ranks.
         activation_checkpointing, compile, cpu_offload: how the job computes.
         module_prefix: what the names of the checkpoint begin with and those of the job's model do not: "net." of a
-        Lightning
-            module that keeps its model in self.net.
+            Lightning module that keeps its model in self.net.
         deterministic: use deterministic kernels and collectives. By default as the job of `reference` did, else True
-        where torch has such
-            kernels for all that the model needs.
+            where torch has such kernels for all that the model needs.
         reread: read the files a second time and compare them with what the job holds.
         round_trip: save after the first step, load again and compare.
         scratch: a folder that all ranks share, for that save; a temporary one if all ranks are on this machine.
         timeout: seconds without any progress of a rank, after which the job ends, with the name of the silent rank and
-        its
-            stack. A rank makes progress when it begins a stage or a micro-batch, or reads or writes 1 MiB. Collectives
-            wait for a minute longer. Where torchrun or srun started this process, it ends with exit code 13.
+            its stack. A rank makes progress when it begins a stage or a micro-batch, or reads or writes 1 MiB.
+            Collectives wait for a minute longer. Where torchrun or srun started this process, it ends with exit code
+            13.
         peak_tflops: peak of one device, for MFU; by default that of dense bf16, if the device is known.
         min_mfu, max_reserved_gib, max_step_seconds, max_load_seconds: gates, which fail the report.
         source_layout, like, flat_layout, wrap, tag, allow_equal_ranks, allow_mixed_steps: as for `open`. All but
@@ -112,7 +107,7 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
 
     Raises:
         RankLost: a rank was killed, or made no progress for `timeout` seconds. CkpttoolError: nothing could be judged.
-        A training that does not go on as before is not an error: the report says so.
+            A training that does not go on as before is not an error: the report says so.
     """
     return verify(make_request(source, keywords))
 

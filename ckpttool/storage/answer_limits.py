@@ -38,12 +38,12 @@ class Limits:
     """
     Args:
         stall_seconds: headers arrive within this time, and then `stall_bytes` of the body, or its end, in every such
-        period.
+            period.
         stall_bytes: fewer bytes in a period are no progress.
         stalls: tries of one question that may stall.
         write_seconds: the same period where something was sent: a store checks and joins it before it answers.
         question_seconds: no request of a question is sent later than this after the first, or after the last progress
-        of a body.
+            of a body.
         wait_seconds: waits that the Hub may ask for when it limits requests, in all of one question.
         answer_bytes: an answer to a request that names no range, such as a page of a listing.
         question_bytes: all such answers to one question.

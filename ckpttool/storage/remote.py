@@ -269,7 +269,7 @@ class RemoteSource(Source):
 
         Raises:
             Corrupt: the object is missing or ends before. SourceChanged: it was replaced meanwhile. RemoteError: the
-            store fails.
+                store fails.
         """
         if offset < 0 or offset + len(into) > self.size(name):
             raise Corrupt(

@@ -40,8 +40,7 @@ class SharedObjects:
 
     Args:
         shared: what `PrefixDestination.share` gives, or `ObjectDestination.share`: {"part_bytes", "on_disk", "earlier":
-        whether an
-            earlier run left parts, "objects": {name: [URL, id of the upload]}}.
+            whether an earlier run left parts, "objects": {name: [URL, id of the upload]}}.
     """
 
     def __init__(self, shared: Mapping[str, Any]) -> None:

@@ -290,7 +290,7 @@ class Source:
 
         Raises:
             Unreadable: they cannot be read. SourceChanged: the file ends before. NoSpace: the machine is short of
-            something.
+                something.
         """
         got = 0
         while got < len(into):

@@ -153,7 +153,7 @@ class UploadFolder:
 
         Raises:
             DestinationExists: another run has written there meanwhile. RemoteError: the store failed; the same command
-            begins anew, and replaces what is there by then.
+                begins anew, and replaces what is there by then.
         """
         for one in self._uploads.values():
             one.flush()

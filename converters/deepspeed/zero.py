@@ -85,7 +85,7 @@ def _read(where: Place, options: ReadOptions) -> Checkpoint:
 
     Raises:
         Corrupt: files of ranks are missing, duplicated, or of different saves. Unsupported: see
-        files.refuse_unsupported_files.
+            files.refuse_unsupported_files.
     """
     reading = SaveReader(where, options)
     if not reading.save.files(ds.MODEL, 1):

@@ -94,7 +94,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
     Raises:
         Corrupt: a rank is missing, exchanged, or of another step. Unsupported: the files do not tell, and neither do
-        the options, what lies in a flat parameter.
+            the options, what lies in a flat parameter.
     """
     try:
         return _read_folder(where.source, options)

@@ -97,8 +97,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
     Raises:
         Corrupt: files of ranks are missing, or they and metadata.pkl are not of one save. Unsupported: plain tensors of
-        several ranks,
-            of which nothing tells the part.
+            several ranks, of which nothing tells the part.
     """
     source = where.source
     world, described = read_metadata(source) if source.exists(METADATA) else (None, {})

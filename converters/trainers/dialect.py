@@ -94,10 +94,9 @@ class DirectoryPart:
         optional: it is listed as a file that was not read, where it cannot be read or its parameters cannot be named.
         renamed: what the names of the optimizer's parameters lack of those of the weights.
         places: {key at the root of a part of DATA: the canonical path of what it holds}, where that is not in the
-        component.
+            component.
         rank: whose file it is, where each rank writes one with the same keys. What a later rank repeats is there
-        already, and what
-            it has otherwise is extra.per_rank.<rank>.<key>.
+            already, and what it has otherwise is extra.per_rank.<rank>.<key>.
     """
 
     name: str
@@ -189,7 +188,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
 
     Raises:
         Corrupt: two parts hold the same entry. Unsupported: an optimizer numbers its parameters, and nothing tells
-        their order.
+            their order.
     """
     source = where.source
     config = model_files.read_config(source) if source.exists("config.json") else None

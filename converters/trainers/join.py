@@ -55,7 +55,7 @@ def state_drafts(
 
     Raises:
         Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an
-        adapter.
+            adapter.
     """
     kind = options.of(DirectoryOptions).state_dict_type
     sharded = kind == "sharded"

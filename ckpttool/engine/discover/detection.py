@@ -121,8 +121,7 @@ def detect(where: Place) -> Layout:
 
     Raises:
         NotRecognised: a file of a folder, with the folder to give; a folder of checkpoints, with their list, and
-        `below`; or
-            anything else, with what each layout looked for.
+            `below`; or anything else, with what each layout looked for.
         Unsupported: more than one layout matches.
     """
     if where.file is not None:

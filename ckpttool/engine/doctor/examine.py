@@ -101,8 +101,7 @@ def doctor(
         like: a checkpoint of the job that refuses to load this one; its param groups are compared with those here. It
             also says what this one does not about its parameters, as in `open`, where nothing else does.
         progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until
-            they are read.
-        (the others): as `open`.
+            they are read. (the others): as `open`.
 
     Raises:
         NotRecognised: there is nothing, or nothing that looks like a checkpoint. Damage is a finding, not an error.

@@ -29,7 +29,7 @@ def check_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -
 
     Raises:
         UsageError: it is neither an object with `state_dict()`, nor a function without arguments, nor (in `extra`)
-        data.
+            data.
     """
     out: dict[str, Any] = {}
     for key, source in (("scheduler", scheduler), ("scaler", scaler), ("dataloader", dataloader)):

@@ -72,22 +72,18 @@ class Recorder:
     Args:
         path: the JSONL file; records are appended. Only rank 0 opens it.
         model, optimizer: of the job, as they train (sharded, wrapped). If the optimizer is not one of torch
-        (DeepSpeed's
-            engine has its own), pass None, and pass the learning rates to `step`.
+            (DeepSpeed's engine has its own), pass None, and pass the learning rates to `step`.
         norms: whether to record the norms of every parameter's gradient and update in each step. This costs a copy of
-        this
-            rank's shards and two passes over them.
+            this rank's shards and two passes over them.
         scheduler, scaler, dataloader: whose state the checkpoint stores, too: objects with `state_dict()` (a list of
-        them, if
-            the checkpoint has a list), or functions that return that state. Every rank may have a dataloader of its
-            own.
+            them, if the checkpoint has a list), or functions that return that state. Every rank may have a dataloader
+            of its own.
         extra: whatever else the checkpoint stores, by its keys at the root: {"ema": ema, "epoch": lambda: epoch, "rng":
             random_states}, where a value is an object with `state_dict()`, a function or data; or a function that
             returns such a dict. Tensors and arrays are recorded as fingerprints.
         probe: token ids (rows, sequence), the same on every rank, or a dict of them: `state` also records a sketch of
-        the
-            logits of model(input_ids=probe), of the model in evaluation mode. In bfloat16 with autocast, call `state`
-            within it.
+            the logits of model(input_ids=probe), of the model in evaluation mode. In bfloat16 with autocast, call
+            `state` within it.
         group: the data-parallel group, if some ranks get the same data (tensor parallelism).
         rows: whether to record 8 characters for each row of a batch, which name the rows if a later job reads others.
         about: known fields of `trace.Trace`: global_batch, micro_batch (rows of one forward pass), sequence, dtype
