@@ -178,6 +178,16 @@ def test_a_converter_exports_its_layouts_and_nothing_else() -> None:
     assert exporting == {m.removeprefix("ckpttool.converters.") for m in BUILT_IN}
 
 
+def test_no_two_public_classes_have_one_name() -> None:
+    defined: dict[str, list[str]] = {}
+    for module in MODULES:
+        for node in tree_of(module).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined.setdefault(node.name, []).append(short(module))
+    assert {name: where for name, where in defined.items() if len(where) > 1} == {}
+    assert len(defined) > 200
+
+
 def test_no_two_layouts_have_one_name() -> None:
     from ckpttool.layouts import BUILT_IN
 

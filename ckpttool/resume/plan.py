@@ -1,7 +1,7 @@
 """From a request to the runs that answer it: where the job computes, the step that it starts from, its reference.
 
     planner = RunPlanner(request, device, mesh, open_scratch)
-    planner.plan()         Plan(runs, noise), {label: RunSettings}; and planner.recorded, the recorded reference
+    planner.plan()         RunPlan(runs, noise), {label: RunSettings}; and planner.recorded, the recorded reference
 
 The reference (`against`) runs first, since the candidate may need its learning rates; then the run that measures the
 noise (`calibrate`), then the candidate.
@@ -27,19 +27,19 @@ from .text import plural
 from .trace.model import Trace, read_reference
 from .trace.records import NumericsRecord
 
-__all__ = ["Plan", "RunPlanner", "choose_device", "choose_mesh", "find_start_step"]
+__all__ = ["RunPlan", "RunPlanner", "choose_device", "choose_mesh", "find_start_step"]
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """The runs by label ("reference", "noise", "candidate"), in order; and those that measure the noise, which are made
     if the others leave it unsure what their numbers mean."""
 
     runs: dict[str, RunSettings]
     noise: dict[str, RunSettings]
 
-    def without_deterministic_kernels(self) -> Plan:
+    def without_deterministic_kernels(self) -> RunPlan:
         """Return the same plan with the kernels that torch chooses."""
-        return Plan(*({k: replace(s, deterministic=False) for k, s in runs.items()} for runs in self))
+        return RunPlan(*({k: replace(s, deterministic=False) for k, s in runs.items()} for runs in self))
 
 
 class _Side(NamedTuple):
@@ -64,7 +64,7 @@ class RunPlanner:
         self.request, self.device, self.mesh, self.open_scratch = request, device, mesh, open_scratch
         self.recorded: Trace | None = None
 
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """Plan the runs. Called on one rank alone, since it reads the index of each checkpoint.
 
         Raises:
@@ -109,7 +109,7 @@ class RunPlanner:
             dtypes = _list_float_dtypes(source.path, source.reading)
             runs["reference"] = replace(runs["reference"], dtypes=dtypes)
             candidate = replace(candidate, dtypes=[] if request.reread else dtypes)
-        return Plan({**runs, "candidate": candidate}, noise)
+        return RunPlan({**runs, "candidate": candidate}, noise)
 
     def _look_at_checkpoints(self) -> tuple[_Side, _Side | None]:
         """Look at the checkpoint, and at the original if there is one; `source_layout` is only that of the former."""

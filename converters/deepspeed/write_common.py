@@ -2,7 +2,7 @@
 
     state = split_training_state(ckpt, source)
     plan = SavePlan(state, tensors, stage, options, ckpt)  tag, precision, counters, configuration, notes
-    models = ModelFiles(plan, groups, world)               *_model_states.pt, into a TorchFiles
+    models = ModelStateFiles(plan, groups, world)               *_model_states.pt, into a TorchFiles
 
 Classes of DeepSpeed and torch are pickled by name (`pickled_stage`, `pickled_size`, `pickled_fragment`) and never
 imported. The formats are described in deepspeed/module_state.py, zero.py and universal.py.
@@ -33,7 +33,7 @@ from .files import MAYBE, OWN, SCALERS, STAGE, FlatRange, tensor_of_ranges, zero
 __all__ = [
     "DS_VERSION",
     "FileTree",
-    "ModelFiles",
+    "ModelStateFiles",
     "SavePlan",
     "pickled_fragment",
     "pickled_size",
@@ -413,7 +413,7 @@ class SavePlan:
         return bool(ranks) and min(ranks) >= 0 and max(ranks) < world and world in (self.source_world, max(ranks) + 1)
 
 
-class ModelFiles:
+class ModelStateFiles:
     """The model files: one per rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
 
     def __init__(self, plan: SavePlan, groups: list[dict[str, tuple[int, ...]]], world: int) -> None:

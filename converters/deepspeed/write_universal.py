@@ -46,7 +46,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     ids = [[k] if g else [] for k, g in zip(_number_groups(groups), groups, strict=True)]
     groups = [g for g in groups if g]
     files = TorchFiles()
-    models = dw.ModelFiles(plan, groups, 1)
+    models = dw.ModelStateFiles(plan, groups, 1)
     models.add(files, each_rank=False)
     dropped: list[Dropped] = list(state.dropped)
     scalars: list[dict[str, object]] = []
@@ -74,7 +74,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _add_parameter(
-    files: TorchFiles, models: dw.ModelFiles, name: str, slots: list[str], shared: dict[str, object]
+    files: TorchFiles, models: dw.ModelStateFiles, name: str, slots: list[str], shared: dict[str, object]
 ) -> None:
     """Add the folder of a parameter: fp32.pt, a file for each slot, and at stages 1 and 2 one for each counter.
 

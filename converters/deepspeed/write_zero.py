@@ -55,7 +55,7 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     ids = [[next(numbers) for _ in parts] for parts in split]
     files = TorchFiles()
     out = _Optimizers(plan, groups, world)
-    models = dw.ModelFiles(plan, groups, world)
+    models = dw.ModelStateFiles(plan, groups, world)
     models.add(files, each_rank=stage == 3)
     out.add(files, ids)
     files.literal("latest", plan.tag.encode())

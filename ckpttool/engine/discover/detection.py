@@ -30,7 +30,7 @@ from ...storage import remote, urls
 from ...storage.source import Source
 from .unread_files import human, kind_of
 
-__all__ = ["Checkpoints", "Found", "below", "detect", "latest", "newest"]
+__all__ = ["Checkpoints", "FoundCheckpoint", "below", "detect", "latest", "newest"]
 
 _DEPTH = 2
 _MOST_FOREIGN = 16  # folders that are looked into for another program's files
@@ -40,7 +40,7 @@ _MOST_REMOTE = 200  # and on a store, where each takes a request
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint below a folder.
 
     `name` is relative to that folder; `step` is None where no name has it; `trainer` is None where names alone do not
@@ -69,11 +69,11 @@ class Checkpoints:
     """The checkpoints below a folder, oldest first. `left_out` is the number of folders that were not looked into."""
 
     path: str
-    checkpoints: list[Found]
+    checkpoints: list[FoundCheckpoint]
     left_out: int = 0
 
     @property
-    def newest(self) -> list[Found]:
+    def newest(self) -> list[FoundCheckpoint]:
         """The newest complete checkpoint of each run: one, unless several runs or models lie below."""
         return [c for c in self.checkpoints if c.newest]
 
@@ -315,7 +315,7 @@ def below(source: Source) -> Checkpoints:
     """List the checkpoints in a folder and in its folders."""
     walk = _Walk(source)
     rows = sorted(walk.rows(""), key=_age)
-    runs: dict[tuple[str, str], list[Found]] = {}
+    runs: dict[tuple[str, str], list[FoundCheckpoint]] = {}
     for c in rows:
         if c.complete:
             runs.setdefault(_run_of(c), []).append(c)
@@ -334,12 +334,12 @@ def below(source: Source) -> Checkpoints:
     return Checkpoints(_shown(source, ""), rows, walk.left_out)
 
 
-def _age(c: Found) -> tuple[int, int, str]:
+def _age(c: FoundCheckpoint) -> tuple[int, int, str]:
     """Return the key by which saves are sorted, the oldest first."""
     return (-1 if c.step is None else c.step, -1 if c.epoch is None else c.epoch, c.name)
 
 
-def _run_of(c: Found) -> tuple[str, str]:
+def _run_of(c: FoundCheckpoint) -> tuple[str, str]:
     """Return what the saves of one run have in common: the folder they are in; of global_step_3/actor also the name."""
     folder, _, name = c.name.rpartition("/")
     if _step_and_epoch(name) == (None, None):
@@ -361,11 +361,11 @@ class _Walk:
         self.known = layouts.layouts()  # asking for them looks for other packages
         self.listings = _MOST_REMOTE if source.is_remote else _MOST
 
-    def rows(self, folder: str) -> Iterator[Found]:
+    def rows(self, folder: str) -> Iterator[FoundCheckpoint]:
         """Yield the checkpoints in a folder and, down to `_DEPTH`, in its folders."""
         names = self.source.list(folder)
         complete: set[str] = set()  # the layouts of which a complete save is here, so that those beside it should be
-        out: list[Found] = []
+        out: list[FoundCheckpoint] = []
         for name in sorted(names, key=lambda n: [-1 if x is None else x for x in _step_and_epoch(n)], reverse=True):
             path = f"{folder}/{name}" if folder else name
             if self._leads_to_another(path, names) or any(x.program.is_part(name, names) for x in self.known.values()):
@@ -409,7 +409,7 @@ class _Walk:
         folder, _, name = os.path.realpath(here).rpartition("/")
         return name in names and folder == os.path.realpath(os.path.dirname(here))
 
-    def _look_at_folder(self, path: str, name: str) -> Found | None:
+    def _look_at_folder(self, path: str, name: str) -> FoundCheckpoint | None:
         """Return what a folder is: a checkpoint of one layout, or the beginning of one; None where it is neither."""
         inside = self.source.below(path)
         names = self.source.list(path)
@@ -429,7 +429,7 @@ class _Walk:
         known = layout.name if layout else DEFAULT_LAYOUT
         return self._make_row(path, known, layout, lacks, len(sizes), sum(sizes))
 
-    def _look_at_file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[Found]:
+    def _look_at_file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[FoundCheckpoint]:
         """Yield a checkpoint in one file, unless names say that it is a part of one or no state of a model."""
         kind = kind_of(name)
         of_suffix = (x.name for x in self.known.values() if x.is_file and x.suffixes and name.endswith(x.suffixes))
@@ -456,7 +456,9 @@ class _Walk:
                 size,
             )
 
-    def _make_row(self, path: str, layout: str, of: Layout | None, lacks: str, files: int, size: int) -> Found:
+    def _make_row(
+        self, path: str, layout: str, of: Layout | None, lacks: str, files: int, size: int
+    ) -> FoundCheckpoint:
         """Make the row of a checkpoint, with the step and the epoch that its path names."""
         step = epoch = None
         for part in reversed(path.split("/")):
@@ -468,7 +470,7 @@ class _Walk:
         trainer = None
         if of is not None:
             trainer = of.title.removeprefix("directory of ") if of.of_trainer else of.saves.engine if of.saves else None
-        return Found(
+        return FoundCheckpoint(
             _shown(self.source, path),
             path,
             step,
