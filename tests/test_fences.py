@@ -197,10 +197,11 @@ def test_no_two_layouts_have_one_name() -> None:
 
 #: Words that are the name of a layout or a trainer and mean something else in a module.
 OTHER_MEANINGS = {
-    "audit.verification": {"full"},  # how deep an archive is verified
-    "audit.verify": {"full"},
-    "cli.audit.verify": {"full"},
+    "audit.archive_verification": {"full"},  # how deep an archive is verified
+    "audit.verify_in_store": {"full"},
+    "cli.audit.verify_command": {"full"},
     "cli.audit.__init__": {"audit"},  # the group of commands
+    "cli.main": {"audit"},
     "extras": {"audit"},  # what pip installs
     "engine.salvage": {"hf"},  # the program of huggingface_hub
     "huggingface.hub_names": {"olmo"},  # a `model_type`

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import OpenOptions, RunOptions, WriteRequest
+from ..options import DEFAULT_LAYOUT, OpenOptions, RunOptions, WriteRequest
 from .help import READING, about
 from .layout_options import add_layout_options
 from .results import print_notes, print_result
@@ -38,7 +38,7 @@ _ONLY_OF_CONVERT = (
     exits=(*READING, 5, 6),
     meaning={5: "what was read is not what was pushed"},
 )
-@add_shared_options(*_ONLY_OF_CONVERT, to="dcp")
+@add_shared_options(*_ONLY_OF_CONVERT, to=DEFAULT_LAYOUT)
 def pull(
     ctx: typer.Context,
     repository: Annotated[

@@ -27,6 +27,7 @@ from ... import layouts
 from ...errors import CkpttoolError
 from ...huggingface import model_files, model_names
 from ...index.checkpoint import Checkpoint, TensorEntry
+from ...options import DEFAULT_LAYOUT
 from ...storage.source import Source
 from ..copy.fill import Progress, silent
 from ..copy.stream import Block
@@ -229,7 +230,7 @@ def copy_command(
     plain = path.rstrip("/")
     stem, dot = os.path.splitext(plain)
     file = layout.is_file or not opened.folder
-    to = layout if layout.write is not None else layouts.find("dcp")
+    to = layout if layout.write is not None else layouts.find(DEFAULT_LAYOUT)
     target = f"{stem}-{ending}{dot}" if file and layout.write is not None else f"{plain}-{ending}"
     # a target whose name tells its layout needs neither --to nor a number of ranks
     by_name = file and target.endswith((*to.suffixes, ".safetensors"))
