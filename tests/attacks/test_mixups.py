@@ -453,7 +453,7 @@ def test_two_copies_of_a_model_in_files_of_different_ranks_are_no_mixup(tmp_path
 
 
 def test_crc32s_of_zeros() -> None:
-    assert [mixups._zeros(n) for n in (0, 1, 2, 3, 7, 4096, 1000003)] == [
+    assert [mixups._crc_of_zeros(n) for n in (0, 1, 2, 3, 7, 4096, 1000003)] == [
         zlib.crc32(bytes(n)) for n in (0, 1, 2, 3, 7, 4096, 1000003)
     ]
 
@@ -532,7 +532,7 @@ def along(steps: str, places: str, groups: str = "") -> Any:
     def column(text: str) -> dict[str, int]:
         return dict(zip(names, map(int, text), strict=True))
 
-    return mixups._along(names, column(groups or "0" * len(steps)), column(places), column(steps))
+    return mixups._find_split_along(names, column(groups or "0" * len(steps)), column(places), column(steps))
 
 
 @pytest.mark.parametrize(

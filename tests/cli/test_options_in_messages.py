@@ -36,29 +36,42 @@ _OTHERS = re.compile(r"\b(hf|git|dask|ray|srun|tar|python -m \S+|lfs)\s[^`;]*$")
 
 
 def texts(path: Path) -> Iterator[str]:
-    """The strings of a module that are no docstrings; what an f-string puts in is {}, and {out} a command line of convert."""
+    """The strings of a module that are no docstrings, nor rows of tables for the docs; what an f-string puts in is {}, and
+    what `Advice.convert` gets is a part of a command line of convert, as is why convert does not write for a trainer."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inside: set[int] = set()
+    of_convert: set[int] = set()
     for n in ast.walk(tree):
         if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant):
             inside.add(id(n.value))
         if isinstance(n, ast.JoinedStr):
-            inside |= {id(v) for v in ast.walk(n) if v is not n}
+            inside |= {id(v) for v in ast.walk(n) if v is not n and not _is_advice(v)} - _of_advice(n)
+        if isinstance(n, ast.Assign) and "_ROWS" in ast.unparse(n.targets[0]):
+            inside |= {id(v) for v in ast.walk(n.value)}
+        if isinstance(n, ast.keyword) and n.arg == "rows":
+            inside |= {id(v) for v in ast.walk(n.value)}
+        if isinstance(n, ast.keyword) and n.arg == "refused":
+            of_convert.add(id(n.value))
+        if _is_advice(n):
+            of_convert |= {id(v) for v in n.args}
     for n in ast.walk(tree):
         if id(n) in inside:
             continue
+        before = "ckpttool convert " if id(n) in of_convert else ""
         if isinstance(n, ast.JoinedStr):
-            parts = [
-                v.value if isinstance(v, ast.Constant) else "ckpttool convert" if _is_out(v) else "{}" for v in n.values
-            ]
-            yield "".join(map(str, parts))
+            yield before + "".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in n.values)
         elif isinstance(n, ast.Constant) and isinstance(n.value, str):
-            yield n.value
+            yield before + n.value
 
 
-def _is_out(x: ast.AST) -> bool:
-    """Whether it is `{out}`, which is a command line of convert in `engine.next_steps`."""
-    return isinstance(x, ast.FormattedValue) and isinstance(x.value, ast.Name) and x.value.id == "out"
+def _is_advice(n: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether it is `advice.convert("--to hf")`, a whole command line."""
+    return isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "convert"
+
+
+def _of_advice(n: ast.AST) -> set[int]:
+    """The arguments of such calls inside an f-string."""
+    return {id(a) for v in ast.walk(n) if _is_advice(v) for a in v.args}
 
 
 def lacking(text: str) -> list[str]:

@@ -179,7 +179,7 @@ def test_a_store_that_refuses_the_connection_is_a_remote_error() -> None:
 
 def test_the_scheme_of_a_url_may_be_in_capitals(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(layouts, "_remote_place", lambda url, folder: asked.append(url))
+    monkeypatch.setattr(layouts, "_open_remote", lambda url, folder: asked.append(url))
     layouts.place("S3://bucket/Folder/")
     assert asked == ["s3://bucket/Folder"]
 
@@ -390,7 +390,7 @@ def test_a_folder_whose_other_files_could_not_be_listed_is_a_note(small: Path, m
     def denied(*args: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(small))
 
-    monkeypatch.setattr(unread_files, "_around", denied)
+    monkeypatch.setattr(unread_files, "_beside_file", denied)
     with ckpttool.open(small / "in.pt") as opened:
         assert any("could not be listed" in n and "Permission denied" in n for n in opened.checkpoint.notes)
 

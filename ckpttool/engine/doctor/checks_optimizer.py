@@ -32,7 +32,10 @@ ORPHANED_STATE = define_kind(
 )
 LEFTOVER = define_kind("leftover", 200, "files of an earlier save", "what-is-whole-and-yet-does-not-load")
 PARAM_GROUPS = define_kind(
-    "param-groups", 220, "param groups that the job of `--like` refuses", "what-is-whole-and-yet-does-not-load"
+    "param-groups",
+    220,
+    "param groups that the job of another checkpoint refuses",
+    "what-is-whole-and-yet-does-not-load",
 )
 
 _MOST_STEPS = 4096  # steps that are read
