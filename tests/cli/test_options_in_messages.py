@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 import torch

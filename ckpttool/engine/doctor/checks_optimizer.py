@@ -34,7 +34,7 @@ LEFTOVER = define_kind("leftover", 200, "files of an earlier save", "what-is-who
 PARAM_GROUPS = define_kind(
     "param-groups",
     220,
-    "param groups that the job of another checkpoint refuses",
+    "param groups that another checkpoint's job refuses",
     "what-is-whole-and-yet-does-not-load",
 )
 
