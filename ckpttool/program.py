@@ -159,7 +159,7 @@ class Advice:
             return "the world size that wrote it"
         return "1 rank" if world == 1 else f"{world} ranks"
 
-    def publish(self, more: str = "") -> str:
+    def export_advice(self, more: str = "") -> str:
         """Return the command for transformers, or for PEFT if the weights are those of an adapter only."""
         if self.adapter is not None and self.adapter.alone:
             return f"for PEFT: ckpttool adapter extract {self.quoted} OUT"

@@ -125,10 +125,10 @@ def verify(
             if type(e).__name__ == "ValidationError":
                 raise Corrupt(f"{SIGNATURE} is not a signature bundle, or damaged ({_short_reason(e)}).") from None
             raise Differs(
-                f"{SIGNATURE}: the signature is invalid: {_short_reason(e)}. It names {_signer(material)}, which "
-                "is not proven."
+                f"{SIGNATURE}: the signature is invalid: {_short_reason(e)}. It names {_describe_signer(material)}, "
+                "which is not proven."
             ) from None
-    return _signer(material)
+    return _describe_signer(material)
 
 
 def describe_signer(bundle: bytes) -> str:
@@ -137,7 +137,7 @@ def describe_signer(bundle: bytes) -> str:
     Raises:
         Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
     """
-    return _signer(_verification_material(bundle))
+    return _describe_signer(_verification_material(bundle))
 
 
 # --------------------------------------------------------------------------------------------------------- bundles
@@ -169,7 +169,7 @@ def _verification_material(bundle: bytes) -> dict[str, Any]:
     return found
 
 
-def _signer(material: dict[str, Any]) -> str:
+def _describe_signer(material: dict[str, Any]) -> str:
     """Return the key or certificate that a bundle names, for people."""
     if "publicKey" in material:
         return f"EC key SHA256:{material['publicKey']['hint']}"

@@ -44,7 +44,7 @@ def maps(
     found = [known.load(n) for n in (known.names() if name is None else [name])]
     rows = [MapRow(m.name, *m.sides, list(m.models), m.about) for m in found]
     if name is not None:
-        text = known.text_of(name)
+        text = known.read_shipped_or_own_map(name)
         if as_json:
             print_json({**asdict(rows[0]), "text": text})
             return

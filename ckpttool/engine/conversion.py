@@ -179,7 +179,7 @@ def run_conversion(
             merged = [opened.checkpoint.merged] if opened.checkpoint.merged else []
             asked = plan_id(opened.source, draft, target, reading, replace(writing, drop=False), *merged)
             destination = open_destination(dst, target.is_file, draft, asked, running.force)
-            with _keep_work(destination):
+            with _fail_destination_on_error(destination):
                 job = describe_job(src, dst, reading, writing, asked) if opened.source.has_versions() else None
                 filled = _fill_destination(planned, job, destination, writing, running, budget, reading.config)
                 _commit_destination(planned, filled, dst, destination, running, budget, reading.config)
@@ -200,7 +200,7 @@ def _add_notes(e: CkpttoolError, notes: Iterable[str]) -> None:
 
 
 @contextmanager
-def _keep_work(destination: Destination) -> Iterator[None]:
+def _fail_destination_on_error(destination: Destination) -> Iterator[None]:
     """Do what is inside; where it fails, keep what is of use to the next run, remove everything else, and say so."""
     try:
         yield

@@ -35,7 +35,7 @@ NO_MAP = "none"
 
 def read_map_text(asked: str) -> str:
     """Read a map as a request keeps it: its name if it comes with ckpttool, or "none", else its text."""
-    return asked if asked == NO_MAP or asked in maps.names() else maps.text_of(asked)
+    return asked if asked == NO_MAP or asked in maps.names() else maps.read_shipped_or_own_map(asked)
 
 
 def apply_name_map(

@@ -14,7 +14,7 @@ from ..index.composites import Composite
 from ..storage.source import ReadAt
 from .crc import crc32
 from .pickles import Global, Opaque, children, map_children
-from .subclasses import is_subclass, take_apart
+from .subclasses import is_subclass, split_subclass
 
 __all__ = [
     "Inline",
@@ -129,7 +129,7 @@ def leaves(tree: object, path: Path, file: int, read_at: ReadAt, what: str) -> t
         if isinstance(leaf, StoredTensor):
             found[at] = entry(leaf, at)
         elif is_subclass(leaf):
-            about, inside = take_apart(leaf, StoredTensor, f"{what}: {joined(at)}")
+            about, inside = split_subclass(leaf, StoredTensor, f"{what}: {joined(at)}")
             tensors = {n: entry(t, (*at, *n.split("."))) for n, t in inside.items()}
             found[at] = Composite(at, about, tensors)
         else:

@@ -6,9 +6,9 @@ torch pickles an object of a subclass that has no storage of its own as
         (cls, dtype, size, stride, storage_offset, layout, device, requires_grad), state)
 
 where `state` is the object's __dict__, with the tensors that it is made of (torch/_tensor.py, `_reduce_ex_internal`).
-The call is kept as an `Opaque`; `take_apart` makes of it the value that index/composites.py describes and the tensors
-inside, and `put_together` the call again. `dense_inside` knows the classes that only accompany a dense weight through
-training.
+The call is kept as an `Opaque`; `split_subclass` makes of it the value that index/composites.py describes and the
+tensors inside, and `put_together` the call again. `dense_inside` knows the classes that only accompany a dense weight
+through training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "placeholder",
     "put_together",
     "rebuild_call",
-    "take_apart",
+    "split_subclass",
 ]
 
 REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
@@ -68,7 +68,7 @@ def placeholder(name: str) -> Opaque:
     return Opaque(_PLACEHOLDER, (name,), call=True)
 
 
-def take_apart(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_subclass(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take an object apart: (the value that index/composites.py describes, {name: tensor}).
 
     `kind` is the class of tensors in the tree.

@@ -216,7 +216,7 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
         elif word == "premise":
             premises.append(_parse_premise(rest, where))
         elif word == "add-one":
-            added_one.append(_parse_added_one(rest, where))
+            added_one.append(_parse_add_one(rest, where))
         elif word == "when":
             condition, _, line = (s.strip() for s in rest.partition(":"))
             check_expression(condition, where)
@@ -262,7 +262,7 @@ def _parse_premise(rest: str, where: str) -> Premise:
     return Premise(job, config, condition.strip() if word else None)
 
 
-def _parse_added_one(rest: str, where: str) -> AddedOne:
+def _parse_add_one(rest: str, where: str) -> AddedOne:
     """Parse GLOB if CONDITION."""
     pattern, word, condition = (s.strip() for s in rest.partition(" if "))
     if not word or len(pattern.split()) != 1:

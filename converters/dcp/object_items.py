@@ -90,7 +90,7 @@ def read_object(
             if isinstance(found, StoredTensor) and found.shape == shape and found.numel:
                 dense.append((start[0] if start else 0, shape[0] if shape else 1, found, file))
             continue
-        about, inside = subclasses.take_apart(found, StoredTensor, what)
+        about, inside = subclasses.split_subclass(found, StoredTensor, what)
         if (about["dtype"], tuple(about["shape"])) != (t.dtype, shape):
             raise Corrupt(
                 f"{what}: holds a {composites.class_label(about)} of {about['dtype']} {about['shape']}, .metadata says "

@@ -36,7 +36,7 @@ from ckpttool.formats import safetensors_header, stored_tensors
 from ckpttool.formats.pickles import short
 from ckpttool.formats.sharded import is_sharded, local_tensor
 from ckpttool.formats.stored_tensors import Storage, StoredTensor
-from ckpttool.formats.subclasses import is_subclass, take_apart
+from ckpttool.formats.subclasses import is_subclass, split_subclass
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
@@ -207,7 +207,9 @@ class _Reading:
             column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
             path: Path = (name, *(column[0][1] if column and not in_one else key))
             if key in item.tensors:
-                out[path] = self._place_tensor(path, item.tensors[key], {r.rank: (r, x) for r, _, x in column})
+                out[path] = self._assemble_listed_tensor(
+                    path, item.tensors[key], {r.rank: (r, x) for r, _, x in column}
+                )
             elif any(is_sharded(x) for _, _, x in column):
                 out[path] = assemble_tensor(
                     self.files, [r for r, _, _ in column], joined(path), [x for _, _, x in column]
@@ -224,7 +226,7 @@ class _Reading:
             for path, x in leaves.items():
                 inside = local_tensor(x) if is_sharded(x) else x
                 if is_subclass(inside):
-                    about, _ = take_apart(inside, StoredTensor, self.files.path(r.file))
+                    about, _ = split_subclass(inside, StoredTensor, self.files.path(r.file))
                     raise Unsupported(
                         f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_label(about)}, which ckpttool '
                         "reads from dcp and full only. Save it with torch.distributed.checkpoint, or leave the item "
@@ -261,7 +263,9 @@ class _Reading:
                 raise Unsafe(f"{self.source.root}/{METADATA}: two tensors of an item have one name, joined by dots.")
         return found
 
-    def _place_tensor(self, path: Path, groups: list[Placed], found: Mapping[int, tuple[Rank, object]]) -> TensorEntry:
+    def _assemble_listed_tensor(
+        self, path: Path, groups: list[Placed], found: Mapping[int, tuple[Rank, object]]
+    ) -> TensorEntry:
         """Put a tensor together of which metadata.pkl says what every rank has."""
         name, what = joined(path), f"{self.source.root}/{METADATA}"
         shape, dtype = groups[0].shape, groups[0].dtype

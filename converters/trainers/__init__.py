@@ -191,7 +191,7 @@ def _next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice) -> str:
             f"{advice.convert('--for deepspeed -n RANKS')}"
         )
     if not advice.has_optimizer:
-        return f"{trainer} starts with a new optimizer from these weights; {advice.publish()}"
+        return f"{trainer} starts with a new optimizer from these weights; {advice.export_advice()}"
     if has(r"pytorch_model_fsdp_rank\d+\.bin"):
         return f"resumes in {trainer} at {advice.ranks}; at another world size: {again}"
     if has(r"pytorch_model_fsdp_\d+/"):
@@ -414,7 +414,7 @@ def _next_step_of_lightning(advice: Advice) -> str:
     if advice.ckpt.layout != LIGHTNING.name:
         again = advice.convert("--for lightning -n RANKS")
         return f"Lightning resumes from a folder with meta.pt, which is not here: {again}"
-    model = advice.publish(" --config MODEL")
+    model = advice.export_advice(" --config MODEL")
     if not advice.has_optimizer:
         return f"Lightning starts with a new optimizer from these weights; {model}"
     return f"resumes at any world size in Lightning; nothing to convert ({model})"

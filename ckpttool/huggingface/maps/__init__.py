@@ -10,7 +10,7 @@ from importlib import resources
 from ...errors import UsageError
 from ...index.name_maps import NameMap, parse_name_map
 
-__all__ = ["load", "names", "text_of"]
+__all__ = ["load", "names", "read_shipped_or_own_map"]
 
 _SUFFIX = ".map"
 _MOST = 1 << 20
@@ -27,7 +27,7 @@ def _all_names() -> list[str]:
     return sorted(n.removesuffix(_SUFFIX) for n in found if n.endswith(_SUFFIX))
 
 
-def text_of(asked: str) -> str:
+def read_shipped_or_own_map(asked: str) -> str:
     """Read the text of a map: of a file, or of one that comes with ckpttool. A text of several lines is its own.
 
     Raises:
@@ -58,7 +58,9 @@ def load(asked: str) -> NameMap:
     Raises:
         UsageError: there is none, or its text is wrong.
     """
-    return parse_name_map(text_of(asked), "given" if "\n" in asked else os.path.basename(asked), _read_include)
+    return parse_name_map(
+        read_shipped_or_own_map(asked), "given" if "\n" in asked else os.path.basename(asked), _read_include
+    )
 
 
 def _read_include(name: str) -> str:
@@ -66,4 +68,4 @@ def _read_include(name: str) -> str:
     have."""
     if name not in _all_names():
         raise UsageError(f"include {name}: no such map comes with ckpttool. Maps: {', '.join(names())}.")
-    return text_of(name)
+    return read_shipped_or_own_map(name)

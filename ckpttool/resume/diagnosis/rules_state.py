@@ -187,7 +187,7 @@ def explain_tensors(context: Context) -> None:
         return
     rest = _explain_steps(context, reference, steps, rest)
     strange = [n for n in wrong if is_step(n) and fqn_of(n) in marked - set(steps) and n not in rest]
-    diagnosis_values.explain_differing(context, reference, rest + strange, looked)
+    diagnosis_values.explain_differing_tensors(context, reference, rest + strange, looked)
 
 
 def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ from .files import FaultyFiles, Inspected, file_of, find_faulty_files, place_of
 from .kinds import CauseKind, TensorKind
 from .tensor_diff import VAGUE, TensorDiff
 
-__all__ = ["explain_by_files", "explain_differing"]
+__all__ = ["explain_by_files", "explain_differing_tensors"]
 
 #: How far a factor may be from another, relatively.
 _CLOSE = 1e-3
@@ -78,7 +78,9 @@ def _source_files(
     return {file_of(ckpt, n, seen[n].detail["from"][0] * rows[n]) for n in names}
 
 
-def explain_differing(context: Context, reference: Trace, rest: Sequence[str], looked: Mapping[str, Inspected]) -> None:
+def explain_differing_tensors(
+    context: Context, reference: Trace, rest: Sequence[str], looked: Mapping[str, Inspected]
+) -> None:
     """Explain what differs and is not the bytes of another tensor; looked into where both checkpoints are open."""
     looked = {n: looked[n] for n in rest if n in looked}
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}

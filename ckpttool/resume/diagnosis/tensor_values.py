@@ -204,8 +204,8 @@ def _find_quantisation(pair: ArrayPair, u: Array, v: Array) -> Found | None:
         if block > len(v) or block < 3:
             continue
         x, y = _relative_to_block_max(u, block), _relative_to_block_max(v, block)
-        levels = _count_different(y)
-        few = levels <= _EIGHT and len(v) >= _MANY and _count_different(x) > 2 * levels
+        levels = _count_distinct(y)
+        few = levels <= _EIGHT and len(v) >= _MANY and _count_distinct(x) > 2 * levels
         if few or any(_are_whole_parts(y, most) and not _are_whole_parts(x, most) for most in (7, 127)):
             width = 4 if levels <= 16 and few else 8
             whose = "the tensor" if block == len(v) else f"each block of {block}"
@@ -231,7 +231,7 @@ def _are_whole_parts(x: Array, most: int) -> bool:
     return len(inner) > 1 and bool((abs(inner - np.round(inner)) < 1e-3).all())
 
 
-def _count_different(x: Array) -> int:
+def _count_distinct(x: Array) -> int:
     """Count the different values, up to rounding."""
     import numpy as np
 
