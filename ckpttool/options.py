@@ -71,32 +71,35 @@ def silent(what: str, done: int, total: int) -> None:
 def option(
     default: Any,
     help: str,
+    panel: str | None = None,
     *,
     flag: str | None = None,
     size: bool = False,
     metavar: str | None = None,
-    least: int | None = None,
+    least: float | None = None,
+    most: float | None = None,
     repeated: bool = False,
 ) -> Any:
     """Make a field of options: its default, and what the command line and the documentation say about it.
 
-    A switch that is on by default is turned off by its flag.
+    A switch that is on by default is turned off by its flag, or has two: "--round-trip/--no-round-trip".
 
     Args:
         help: one sentence, with the unit of a number.
+        panel: the panel of --help that it is in; that of all options where None.
         flag: the option of the command line, with other names behind slashes; by default the name of the field with
             dashes.
         size: the number is in bytes, and the command line takes 5GB and 500MiB for it.
         metavar: what stands for the value in help texts.
-        least: the smallest number that the command line takes.
+        least, most: the smallest and the largest number that the command line takes.
         repeated: a list whose members are given one by one, and not in one text with commas.
 
     >>> @dataclass(frozen=True)
     ... class MyOptions:
     ...     rows: int = option(64, "Rows of a file.")
     """
-    said = {"help": help, "flag": flag, "size": size, "metavar": metavar, "least": least, "repeated": repeated}
-    return field(default=default, metadata=said)
+    said = {"help": help, "panel": panel, "flag": flag, "size": size, "metavar": metavar, "least": least, "most": most}
+    return field(default=default, metadata=said | {"repeated": repeated})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,8 +419,9 @@ def split_keywords(keywords: Mapping[str, object]) -> tuple[OpenOptions, WriteRe
     return make(OpenOptions), make(WriteRequest), make(RunOptions)
 
 
-def list_keywords(function: F) -> F:
-    """Decorate a function with `**keywords: Unpack[...]` of one of the classes above.
+def list_keywords(function: F, others: tuple[Any, ...] = ()) -> F:
+    """Decorate a function with `**keywords: Unpack[...]` of one of the classes above, or of one whose fields are in the
+    requests `others`.
 
     Its signature lists these keywords one by one, for help() and TAB, and another keyword is a TypeError that names the
     function.
@@ -426,8 +430,11 @@ def list_keywords(function: F) -> F:
     explicit = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     (unpacked,) = (p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD)
     kind = function.__globals__[str(unpacked.annotation).removeprefix("Unpack[").removesuffix("]")]
-    every = [f for request in (WriteRequest, RunOptions, OpenOptions) for f in fields(request)]
-    listed = [f for f in every if f.name in kind.__annotations__]
+    every: dict[str, Field[Any]] = {}
+    for request in (*others, WriteRequest, RunOptions, OpenOptions):
+        for f in fields(request):
+            every.setdefault(f.name, f)
+    listed = [f for name, f in every.items() if name in kind.__annotations__]
     keywords = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in listed
     ]

@@ -6,14 +6,11 @@ Its options are the fields of `VerifyRequest`, and those of every command that r
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import Field, fields, replace
-from functools import wraps
-from typing import Annotated, Any, get_args, get_type_hints
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
@@ -38,46 +35,6 @@ from .terminal import (
 __all__ = ["resume_verify"]
 
 
-def _add_request_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command: the options of a VerifyRequest replace its parameter `request`, and it gets the request that
-    they make, whose `source`, `reading` and `status` it has to set."""
-    own = inspect.signature(function, eval_str=True)
-    hints = get_type_hints(VerifyRequest)
-    options = [f for f in fields(VerifyRequest) if "help" in f.metadata]
-    parameters: list[inspect.Parameter] = []
-    for p in own.parameters.values():
-        parameters += [_make_parameter(f, hints[f.name]) for f in options] if p.name == "request" else [p]
-
-    @wraps(function)
-    def command(**given: Any) -> None:
-        asked = {f.name: given.pop(f.name) for f in options}
-        function(**given, request=VerifyRequest(**asked))
-
-    command.__dict__["__signature__"] = own.replace(parameters=parameters)
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
-
-
-def _make_parameter(f: Field[Any], kind: Any) -> inspect.Parameter:
-    """Make the parameter of a command from a field of type `kind`."""
-    said = f.metadata
-    if os.PathLike[str] in get_args(kind):
-        kind = str | None
-    flag = said["flag"] or "--" + f.name.replace("_", "-")
-    is_switch = kind is bool or bool in get_args(kind)  # its flags turn it on and off, and are no other names
-    made = typer.Option(
-        *([flag] if is_switch else flag.split("/")),
-        help=said["help"],
-        metavar=said["metavar"],
-        min=said["least"],
-        max=said["most"],
-        rich_help_panel=said["panel"],
-    )
-    return inspect.Parameter(
-        f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=f.default, annotation=Annotated[kind, made]
-    )
-
-
 @about(
     (
         "Does the converted checkpoint train as the original does?",
@@ -96,11 +53,10 @@ def _make_parameter(f: Field[Any], kind: Any) -> inspect.Parameter:
     },
 )
 @add_shared_options("only")
-@_add_request_options
 def resume_verify(
     src: Src,
     reading: OpenOptions,
-    request: VerifyRequest = VerifyRequest(),  # noqa: B008  # frozen
+    request: VerifyRequest,
     latest: Latest = False,
     report: Annotated[
         str | None,

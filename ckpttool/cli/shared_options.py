@@ -1,5 +1,5 @@
-"""Options that several commands have, made from the fields of the three requests in `ckpttool.options`: how to read,
-what to write, and how to carry it out.
+"""Options made from the fields of requests: the three in `ckpttool.options`, which several commands have (how to read,
+what to write, how to carry it out), and `resume.request.VerifyRequest`.
 
     @add_shared_options("only")
     def push(src: Src, writing: WriteRequest, reading: OpenOptions, quiet: Quiet = False) -> None:
@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..options import OpenOptions, RunOptions, WriteRequest
+from ..options import RunOptions, WriteRequest
 from .terminal import complete_layout, parse_cast_rules, parse_size, split_commas
 
 __all__ = ["NameMap", "Workers", "add_shared_options", "list_shared_options", "pick_keywords"]
 
 F = TypeVar("F", bound=Callable[..., None])
-
-_REQUESTS = (OpenOptions, WriteRequest, RunOptions)
 
 
 def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
@@ -41,7 +39,7 @@ def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
         requests = {
             p.name: list_shared_options(p.annotation, *without)
             for p in own.parameters.values()
-            if p.annotation in _REQUESTS
+            if is_dataclass(p.annotation)
         }
         parameters: list[inspect.Parameter] = []
         for p in own.parameters.values():
@@ -75,36 +73,43 @@ def pick_keywords(function: Callable[..., Any], *requests: Any) -> dict[str, Any
 
 def _make_parameter(f: Field[Any], default: object) -> inspect.Parameter:
     """Make the parameter of a command from a field."""
-    if default is True:
+    if default is True and not _has_two_flags(f):
         default = False  # it is turned off by its flag
     return inspect.Parameter(f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=_annotate(f))
 
 
 def _annotate(f: Field[Any]) -> Any:
     """Make the annotation from which typer makes an option: its type, flags and help."""
-    said = f.metadata
-    kind: Any = str | None
-    if isinstance(f.default, bool):
+    said, named = f.metadata, str(f.type)
+    kind: Any = str
+    if named.startswith("bool"):
         kind = bool
     elif said["repeated"]:
-        kind = list[str] | None
-    elif str(f.type).startswith("int") and not said["size"]:
-        kind = int if isinstance(f.default, int) else int | None
+        kind = list[str]
+    elif named.startswith(("int", "float")) and not said["size"]:
+        kind = int if named.startswith("int") else float
     flag = said["flag"] or "--" + f.name.replace("_", "-")
     made = typer.Option(
-        *flag.split("/"),
+        *([flag] if _has_two_flags(f) else flag.split("/")),
         help=said["help"],
         metavar=said["metavar"],
         min=said["least"],
+        max=said["most"],
+        rich_help_panel=said["panel"],
         autocompletion=complete_layout if said["metavar"] == "LAYOUT" else None,
         callback=_serve_if_worker if f.name == "workers" else None,
     )
-    return Annotated[kind, made]
+    return Annotated[kind | None if f.default is None else kind, made]
+
+
+def _has_two_flags(f: Field[Any]) -> bool:
+    """Say whether a switch is turned on and off by two flags; other slashes are between names of one option."""
+    return str(f.type).startswith("bool") and "/" in (f.metadata["flag"] or "")
 
 
 def _parse(f: Field[Any], given: Any) -> Any:
     """Parse what the command line has for a field."""
-    if f.default is True:
+    if f.default is True and not _has_two_flags(f):
         return not given
     if given is None:
         return None

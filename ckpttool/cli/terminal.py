@@ -401,8 +401,8 @@ def draw(*renderables: Any) -> None:
 
 
 def make_console(stderr: bool = False, **options: Any) -> Console:
-    """Make a `rich.console.Console` on stdout or stderr. What it is given cannot control the terminal; what rich adds
-    can."""
+    """Make a `rich.console.Console` on stdout (or stderr) that escapes control characters in printed text; rich's own
+    styling works. `options`: those of Console."""
     from rich.console import Console
     from rich.segment import Segment
 

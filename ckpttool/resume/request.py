@@ -7,7 +7,6 @@ of `ckpttool.resume_verify`: both are made from it. `VerifyKeywords` is the same
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -24,7 +23,6 @@ __all__ = [
     "Status",
     "VerifyKeywords",
     "VerifyRequest",
-    "list_request_keywords",
     "make_request",
     "parse_mesh",
     "read_settings",
@@ -41,117 +39,95 @@ def say_nothing(text: str) -> None:
     """Ignore a status."""
 
 
-def verify_option(
-    default: Any,
-    help: str,
-    panel: str,
-    *,
-    flag: str | None = None,
-    metavar: str | None = None,
-    least: float | None = None,
-    most: float | None = None,
-) -> Any:
-    """Make a field of options as `options.option` does, with a panel of --help and limits of a number.
-
-    Args:
-        flag: flags with slashes between them: other names of an option, or how a switch is turned on and off.
-        least, most: the smallest and the largest number that the command line takes.
-    """
-    made = option(default, help, flag=flag, metavar=metavar)
-    return field(default=default, metadata={**made.metadata, "panel": panel, "least": least, "most": most})
-
-
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
     """What `resume_verify` is asked to do; that function explains the fields."""
 
     source: str | os.PathLike[str] = ""
     reading: OpenOptions = field(default_factory=OpenOptions)
-    against: str | os.PathLike[str] | None = verify_option(
+    against: str | os.PathLike[str] | None = option(
         None, "The original checkpoint, in any layout: the reference.", "Reference", metavar="PATH"
     )
-    reference: str | os.PathLike[str] | None = verify_option(
+    reference: str | os.PathLike[str] | None = option(
         None, "What ckpttool.Recorder wrote in the original job (JSONL).", "Reference"
     )
-    job: str | None = verify_option(
+    job: str | None = option(
         None,
         "Your own job: a function that builds it. That file, and the modules beside it, run as your code.",
         "Job",
         metavar="MODULE.PY:BUILD",
     )
-    world_size: int | None = verify_option(
+    world_size: int | None = option(
         None, "Ranks of the job; by default one per GPU.", "Job", flag="--world-size/-n", least=1
     )
-    mesh: str | None = verify_option(None, "Mesh of the job.", "Job", metavar="dp_replicate=R,dp_shard=S,tp=T")
-    against_world_size: int | None = verify_option(
+    mesh: str | None = option(None, "Mesh of the job.", "Job", metavar="dp_replicate=R,dp_shard=S,tp=T")
+    against_world_size: int | None = option(
         None, "Ranks of the reference run; by default the same.", "Reference", least=1
     )
-    steps: int = verify_option(10, "Optimizer steps to run.", "Batches", least=1)
-    start_step: int | None = verify_option(None, "Step of the checkpoint, if the files do not say.", "Batches", least=0)
-    data: str = verify_option(
-        "synthetic", "Token rows: a .npy or .jsonl file, or synthetic.", "Batches", metavar="FILE"
-    )
-    seed: int = verify_option(0, "Seed of synthetic data.", "Batches")
-    sequence: int | None = verify_option(None, "Tokens of a row.", "Batches", flag="--seq-len/--sequence", least=2)
-    global_batch: int | None = verify_option(None, "Rows of one optimizer step, over all ranks.", "Batches", least=1)
-    micro_batch: int | None = verify_option(
+    steps: int = option(10, "Optimizer steps to run.", "Batches", least=1)
+    start_step: int | None = option(None, "Step of the checkpoint, if the files do not say.", "Batches", least=0)
+    data: str = option("synthetic", "Token rows: a .npy or .jsonl file, or synthetic.", "Batches", metavar="FILE")
+    seed: int = option(0, "Seed of synthetic data.", "Batches")
+    sequence: int | None = option(None, "Tokens of a row.", "Batches", flag="--seq-len/--sequence", least=2)
+    global_batch: int | None = option(None, "Rows of one optimizer step, over all ranks.", "Batches", least=1)
+    micro_batch: int | None = option(
         None, "Rows of one forward pass; the same at every world size.", "Batches", least=1
     )
-    dtype: str | None = verify_option(None, "Compute dtype: fp32, or bf16 with gradients reduced in fp32.", "Job")
-    device: str = verify_option("auto", "auto, cuda (NCCL) or cpu (gloo).", "Job")
-    clip: float | None = verify_option(
+    dtype: str | None = option(None, "Compute dtype: fp32, or bf16 with gradients reduced in fp32.", "Job")
+    device: str = option("auto", "auto, cuda (NCCL) or cpu (gloo).", "Job")
+    clip: float | None = option(
         None,
         "Largest gradient norm; larger ones are scaled down. 0 is no limit.",
         "Job",
         flag="--max-grad-norm/--clip",
         least=0,
     )
-    profile: str = verify_option("strict", "Strictness: strict, standard or relaxed.", "Judgement")
-    calibrate: bool = verify_option(False, "Measure the noise of this job first, with one more run.", "Judgement")
-    keep_dropout: bool = verify_option(False, "Leave dropout on; comparable only at the saved world size.", "Job")
-    activation_checkpointing: bool = verify_option(False, "Recompute activations in the backward pass.", "Job")
-    compile: bool = verify_option(False, "torch.compile every block.", "Job")
-    cpu_offload: bool = verify_option(False, "Parameters and optimizer state in host memory.", "Job")
-    module_prefix: str | None = verify_option(
+    profile: str = option("strict", "Strictness: strict, standard or relaxed.", "Judgement")
+    calibrate: bool = option(False, "Measure the noise of this job first, with one more run.", "Judgement")
+    keep_dropout: bool = option(False, "Leave dropout on; comparable only at the saved world size.", "Job")
+    activation_checkpointing: bool = option(False, "Recompute activations in the backward pass.", "Job")
+    compile: bool = option(False, "torch.compile every block.", "Job")
+    cpu_offload: bool = option(False, "Parameters and optimizer state in host memory.", "Job")
+    module_prefix: str | None = option(
         None,
         "Prefix that the names of the checkpoint have and those of the job's model do not, such as net. of a "
         "LightningModule.",
         "Job",
         metavar="NAME.",
     )
-    deterministic: bool | None = verify_option(
+    deterministic: bool | None = option(
         None,
         "Use deterministic kernels and collectives. By default as the job of --reference did; otherwise if torch has "
         "them.",
         "Job",
         flag="--deterministic/--no-deterministic",
     )
-    reread: bool = verify_option(
+    reread: bool = option(
         True,
         "Read the files again and compare them with the state of the job.",
         "Judgement",
         flag="--reread/--no-reread",
     )
-    round_trip: bool = verify_option(
+    round_trip: bool = option(
         True, "Save after the first step, load that, and continue.", "Judgement", flag="--round-trip/--no-round-trip"
     )
-    scratch: str | os.PathLike[str] | None = verify_option(
+    scratch: str | os.PathLike[str] | None = option(
         None, "Folder that all ranks share, for the save of --round-trip.", "Judgement", metavar="DIR"
     )
-    timeout: float = verify_option(
+    timeout: float = option(
         600.0,
         "Seconds without progress after which the job ends and the silent rank is named.",
         "Job",
         metavar="SECONDS",
         least=1,
     )
-    min_mfu: float | None = verify_option(None, "Gate: minimum MFU.", "Gates", least=0, most=1)
-    peak_tflops: float | None = verify_option(
+    min_mfu: float | None = option(None, "Gate: minimum MFU.", "Gates", least=0, most=1)
+    peak_tflops: float | None = option(
         None, "Peak of one GPU for the MFU, if ckpttool does not know it.", "Gates", least=0
     )
-    max_reserved_gib: float | None = verify_option(None, "Gate: maximum memory reserved on a rank.", "Gates", least=0)
-    max_step_seconds: float | None = verify_option(None, "Gate: maximum median step time.", "Gates", least=0)
-    max_load_seconds: float | None = verify_option(None, "Gate: maximum load time.", "Gates", least=0)
+    max_reserved_gib: float | None = option(None, "Gate: maximum memory reserved on a rank.", "Gates", least=0)
+    max_step_seconds: float | None = option(None, "Gate: maximum median step time.", "Gates", least=0)
+    max_load_seconds: float | None = option(None, "Gate: maximum load time.", "Gates", least=0)
     status: Status = say_nothing
 
 
@@ -194,31 +170,8 @@ class VerifyKeywords(ReadKeywords, total=False):
     status: Status
 
 
-def list_request_keywords(function: F) -> F:
-    """Decorate a function with `**keywords: Unpack[VerifyKeywords]`: its signature lists them one by one, for help()
-    and TAB."""
-    own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    listed = [
-        f for kind in (VerifyRequest, OpenOptions) for f in fields(kind) if f.name in VerifyKeywords.__annotations__
-    ]
-    keywords = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in listed
-    ]
-    returned = function.__annotations__["return"]
-    function.__dict__["__signature__"] = inspect.Signature([*own, *keywords], return_annotation=returned)
-    function.__annotations__ = {p.name: p.annotation for p in (*own, *keywords)} | {"return": returned}
-    return function
-
-
 def make_request(source: str | os.PathLike[str], keywords: Mapping[str, Any]) -> VerifyRequest:
-    """Make the request from the arguments of `resume_verify`.
-
-    Raises:
-        TypeError: it has no such keyword.
-    """
-    for name in keywords:
-        if name not in VerifyKeywords.__annotations__:
-            raise TypeError(f"resume_verify() got an unexpected keyword argument {name!r}")
+    """Make the request from the arguments of `resume_verify`."""
     reading = {n: x for n, x in keywords.items() if n in ReadKeywords.__annotations__}
     others = {n: x for n, x in keywords.items() if n not in reading}
     return VerifyRequest(source=source, reading=OpenOptions(**reading), **others)

@@ -20,6 +20,7 @@ from typing import NamedTuple, Unpack
 from ..engine.opening import open_checkpoint
 from ..errors import CkpttoolError, RankLost, Unsupported, UsageError, argument
 from ..extras import require_packages
+from ..options import list_keywords
 from .compare.bounds import PROFILES
 from .compare.judge import MEASURING, Judgement, judge_runs
 from .compare.verdict import Cause, Report
@@ -34,7 +35,6 @@ from .request import (
     Status,
     VerifyKeywords,
     VerifyRequest,
-    list_request_keywords,
     make_request,
     say_nothing,
 )
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
     judgement: Judgement
 
 
-@list_request_keywords
+@partial(list_keywords, others=(VerifyRequest,))
 def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywords]) -> Report | None:
     """Load a checkpoint into a live FSDP2 job, train some steps, and judge whether training goes on as before.
 

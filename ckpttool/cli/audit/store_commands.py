@@ -49,7 +49,7 @@ def list_(store: Store, fail_if_missing: FailIfMissing = False, as_json: Json = 
 
 
 def _print_listing(store: str, rows: Sequence[ListingRow]) -> None:
-    """Print a listing."""
+    """Print a table of a store's archives, and the warnings about them and about a missing ledger."""
     from ...engine.inspect import human
 
     if any(r.ledger == "missing" for r in rows):
