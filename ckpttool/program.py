@@ -160,7 +160,8 @@ class Advice:
         return "1 rank" if world == 1 else f"{world} ranks"
 
     def export_advice(self, more: str = "") -> str:
-        """Return the command for transformers, or for PEFT if the weights are those of an adapter only."""
+        """Return "for transformers: ckpttool convert ... --to hf", or "for PEFT: ckpttool adapter extract ..." if it
+        holds an adapter only. `more`: further options for `--to hf`, beginning with a space."""
         if self.adapter is not None and self.adapter.alone:
             return f"for PEFT: ckpttool adapter extract {self.quoted} OUT"
         return f"for transformers: {self.convert(f'--to hf{more}')}"

@@ -66,7 +66,8 @@ class FrameReader:
             view, offset, i = view[n:], offset + n, i + 1
 
     def _cached_frame(self, i: int) -> memoryview:
-        """Return a frame with its planes merged; the first thread that asks decompresses it, others wait."""
+        """Return frame `i` decompressed, its byte planes merged back to elements. One thread decompresses, others wait;
+        the last `kept` frames stay, a failed one is tried again."""
         with self._lock:
             future = self._frames.get(i)
             mine = future is None

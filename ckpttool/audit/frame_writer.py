@@ -303,7 +303,8 @@ class FrameWriter:
             self._write_oldest()
 
     def state(self) -> dict[str, Any]:
-        """Return where the frames are, after `flush`, as data for JSON."""
+        """Return the sizes of the frames so far as JSON data, for a later run to continue from. Call it only after
+        `flush`, and where `resumable()`."""
         assert not self._flying and self.resumable()
         return {"frames": base64.b64encode(u32_bytes(u32_columns(self._rows, 4)[0])).decode()}
 

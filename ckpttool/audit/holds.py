@@ -126,7 +126,8 @@ def release(archive: str, reason: str) -> ledger.LedgerEntry:
 
 
 def _restore_later_holds(archive: str, turn: ledger.Turn, entry: ledger.LedgerEntry) -> None:
-    """Put back holds that came after the line of a release, which may have removed them."""
+    """Set again the legal holds that the ledger has after the release `entry`: taking off the object's hold may have
+    removed theirs."""
     store, name = split_archive_path(archive)
     for later in holds_in_ledger(turn.read(), name)[0].values():
         if later["seq"] > entry["seq"]:

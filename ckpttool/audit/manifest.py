@@ -147,7 +147,12 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
 
 
 def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
-    """Return a tensor without chunks; raises Corrupt or Unsafe if path, dtype or shape make no sense."""
+    """Check one manifest row and return its tensor, with no chunks yet.
+
+    Raises:
+        Corrupt, Unsafe: path, dtype or shape make no sense (`what` names the manifest). ValueError: a size of the shape
+            is no count.
+    """
     if not path or path[0] not in COMPONENTS or not all(type(p) is int or type(p) is str for p in path):
         raise Corrupt(f"{what}: {str(path)[:80]} is not the path of a tensor.")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:

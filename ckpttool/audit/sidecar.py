@@ -94,7 +94,7 @@ def encode_sidecar(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> byt
 
 
 def read_sidecar(source: Source, file: str) -> dict[str, Any]:
-    """Read the sidecar of an encrypted archive.
+    """Read and check the sidecar of the encrypted archive `file`: {"archive": facts, "ciphertext": hashes, ...}.
 
     Raises:
         UsageError: there is none. Corrupt, Unsafe: it is damaged.

@@ -170,7 +170,14 @@ def _verification_material(bundle: bytes) -> dict[str, Any]:
 
 
 def _describe_signer(material: dict[str, Any]) -> str:
-    """Return the key or certificate that a bundle names, for people."""
+    """Describe the signing key or certificate in one line.
+
+    Args:
+        material: the bundle's verificationMaterial, as `_verification_material` has checked it.
+
+    Raises:
+        Corrupt: the certificate cannot be read.
+    """
     if "publicKey" in material:
         return f"EC key SHA256:{material['publicKey']['hint']}"
     der = base64.b64decode(material["x509CertificateChain"]["certificates"][0]["rawBytes"])

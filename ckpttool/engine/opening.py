@@ -218,7 +218,11 @@ class OpenCheckpoint:
             return [r for f in files for r in self._by_file[1].get(f, ())]
 
     def read(self, name: str) -> bytes:
-        """Read the row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
+        """Read all bytes, row-major, of the small tensor of this canonical name into memory.
+
+        Raises:
+            Corrupt: they do not have the source's CRC32.
+        """
         from .copy.stream import small
 
         return small(self.locate(), self.source, [name])[name]

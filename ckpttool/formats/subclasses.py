@@ -69,9 +69,12 @@ def placeholder(name: str) -> Opaque:
 
 
 def split_subclass(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take an object apart: (the value that index/composites.py describes, {name: tensor}).
+    """Split a pickled object of a tensor subclass into (its description as in index/composites.py, with a placeholder
+    for each inner tensor; {name: inner tensor}).
 
-    `kind` is the class of tensors in the tree.
+    Args:
+        kind: the Python class by which inner tensors are recognised.
+        what: names the object in errors.
 
     Raises:
         Corrupt: it is not pickled as torch does.

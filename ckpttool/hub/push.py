@@ -319,7 +319,12 @@ class Push:
         return files, journal.record
 
     def stage_files(self, stage: str, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
-        """Do the same with files in a staging folder; one that an earlier run wrote is reused."""
+        """Convert into the folder `stage` and hash its files; returns (every file, with its path; the content of
+        ckpttool.json), as `hash_files` does. An unchanged folder of an earlier run is reused.
+
+        Raises:
+            DestinationExists: something else is there.
+        """
         journal, folder = self.open_journal(), os.path.abspath(stage)
         paths = {c.name: os.path.join(folder, c.name) for c in self.files}
         known = journal.staged.get(folder)

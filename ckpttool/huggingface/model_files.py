@@ -120,10 +120,12 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
 
 
 def read_model_files(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Read (config.json, files to copy) of a folder or a model id; `notes` is extended.
+    """Return (config.json or None if there is none, {name: bytes} to copy) of a folder, of the folder of a file, or of
+    a Hub model id; `notes` gets what is not copied.
 
     Raises:
-        Unsupported: it is neither. RemoteError: the Hub did not answer.
+        Unsupported: it is none of these. RemoteError: the Hub did not answer.
+        Corrupt, Unsafe: config.json is not a JSON object.
     """
     if not os.path.isdir(config):
         if os.path.isfile(config):

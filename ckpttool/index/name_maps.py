@@ -263,7 +263,11 @@ def _parse_premise(rest: str, where: str) -> Premise:
 
 
 def _parse_add_one(rest: str, where: str) -> AddedOne:
-    """Parse GLOB if CONDITION."""
+    """Parse what follows `add-one`: GLOB if CONDITION, the left names of tensors stored less one (zero-centred gamma).
+
+    Raises:
+        UsageError: it is written otherwise; names `where`.
+    """
     pattern, word, condition = (s.strip() for s in rest.partition(" if "))
     if not word or len(pattern.split()) != 1:
         raise UsageError(f"{where}: write add-one GLOB if CONDITION, where GLOB is for names on the left.")

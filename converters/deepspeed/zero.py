@@ -57,7 +57,8 @@ __all__ = ["LAYOUTS"]
 
 
 def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
-    """Tell whether a place is a save of stage 3, or of the others, and why."""
+    """Return (whether it is a DeepSpeed save of stage 3 if `stage3`, else of stages 0 to 2; the file that shows it, or
+    what is missing)."""
     source, file = where
     if file not in (None, "latest"):
         return False, "a folder, or its latest; this is another file"

@@ -177,7 +177,8 @@ def _read_model(
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
     """Read the model: {FQN: tensor or value}, and what reading the optimizer needs to know of it.
 
-    `names` is asked for the names of parameters where the files do not give them.
+    `names()` gives (names and shapes in the model's order, where they are from), or None if nothing tells; called only
+    for flat parameters whose layout neither files nor options give.
     """
     keys = list(dict.fromkeys(k for r in ranks for k in r.tree))
     clean = strip_wrappers(str(k) for k in keys)

@@ -468,8 +468,17 @@ def _hub_tensors(
     notes: list[str],
     untie: bool,
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
-    """Return the tensors save_pretrained would write, as views of the source's, {omitted name: the name it is tied to},
-    and {name: first one} of tensors that it never puts into different shards."""
+    """Return (the tensors save_pretrained would write, {omitted: the name it is tied to}, {name: first one of those
+    kept in one shard}).
+
+    Args:
+        relation: None: names are kept as they are.
+        notes: gets the omitted ones.
+        untie: keep tensors that are tied only by having the same bytes of the same file.
+
+    Raises:
+        Unsupported: tied by config, but their bytes differ.
+    """
     together: dict[str, str] = {}
     tied = {} if untie else tied_weights(model)
     tied.update({k: v for k, v in ties(config, model, relation).items() if k in model and v in model})

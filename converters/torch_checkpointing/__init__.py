@@ -266,7 +266,15 @@ class _Reading:
     def _assemble_listed_tensor(
         self, path: Path, groups: list[Placed], found: Mapping[int, tuple[Rank, object]]
     ) -> TensorEntry:
-        """Put a tensor together of which metadata.pkl says what every rank has."""
+        """Assemble a tensor from its ranks' parts as metadata.pkl lists them.
+
+        Args:
+            groups: what each group of ranks has, by metadata.pkl.
+            found: {rank: (rank, what its file holds)}.
+
+        Raises:
+            Corrupt: files and metadata contradict. Unsupported: a placement that no checkpoint can hold.
+        """
         name, what = joined(path), f"{self.source.root}/{METADATA}"
         shape, dtype = groups[0].shape, groups[0].dtype
         chunks = Chunks(len(shape))

@@ -102,6 +102,10 @@ def fill(
 ) -> dict[str, str]:
     """Write every file of a draft to its destination; returns {tensor: BLAKE3 hex digest of its bytes there}.
 
+    Args:
+        files: the names, in the source, that the chunks' file numbers stand for.
+        records: byte ranges of them with known CRC32s, checked as they are read.
+
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
         NoSpace, CkpttoolError: the destination could not be written.

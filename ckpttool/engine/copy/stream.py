@@ -333,7 +333,8 @@ class Reader:
             self._read_strided(file, base, first + a * strides[d], part, strides, place[where], item)
 
     def _decoder_of(self, chunk: Chunk) -> ZstdDecoder:
-        """Return the decoder of a compressed chunk, made for its first bytes."""
+        """Return the zstd decoder of a compressed chunk; it is made at the first call, and later calls go on where it
+        stands."""
         name = self.files[chunk.extent.file]
         key = (name, chunk.extent.offset)
         if key not in self._decoders:

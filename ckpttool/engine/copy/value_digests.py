@@ -91,7 +91,8 @@ def equal_values(a: Value, b: Value) -> bool:
 
 
 def state_roots(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[str, str]:
-    """Return {"all": root over all tensors, "model": ..., ..., "values": root over all values, where there are any}.
+    """Return root digests in hex: {"all": over all tensors, one key per component ("model", "optim", ...), and
+    "values": over the non-tensor values, if there are any}.
 
     Args:
         digests: {tensor: BLAKE3 in hex} of all tensors of `ckpt`.

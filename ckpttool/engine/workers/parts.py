@@ -54,10 +54,10 @@ def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[WorkPart]:
 
 
 def cut_draft(draft: Draft, cell_bytes: int = 0) -> list[WorkPart]:
-    """Cut a draft into parts. A part ends as soon as it has
+    """Cut a draft into parts.
 
-    1 GiB, or a 64th of the whole but at least 16 MiB
-    8 MiB on average for each file that the next part goes on with; 2 to 8 cells of `cell_bytes` in a store
+    A part ends once it has both min(1 GiB, max(16 MiB, a 64th of the whole)) and 8 MiB for each of its files that the
+    next part goes on with; with `cell_bytes` (bytes of a store's cell; 0: no store), 2 to 8 cells instead of the 8 MiB.
     """
     of_a_file = _LEAST_BYTES_OF_A_FILE
     if cell_bytes:

@@ -28,10 +28,13 @@ def _all_names() -> list[str]:
 
 
 def read_shipped_or_own_map(asked: str) -> str:
-    """Read the text of a map: of a file, or of one that comes with ckpttool. A text of several lines is its own.
+    """Return the text of a name map.
+
+    Args:
+        asked: the text itself if it has a line end, else the name of a map that comes with ckpttool, else a file.
 
     Raises:
-        UsageError: there is no such map.
+        UsageError: there is no such map, or the file is no text, or too long.
     """
     if "\n" in asked:
         return asked

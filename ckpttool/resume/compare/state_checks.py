@@ -229,7 +229,8 @@ def _check_param_groups(reference: Trace, got: Trace) -> Check:
 
 
 def _check_scheduler(reference: Trace, got: Trace) -> Check:
-    """Check the scheduler's stored state."""
+    """Check that the scheduler's stored state equals the reference's exactly; unknown if there is nothing to
+    compare."""
     name = "config.scheduler"
     found = compare_side_state(reference, got, "scheduler")
     if found.is_lost:

@@ -213,7 +213,7 @@ def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) ->
 
 
 def _environment_changes(context: Context, reference: Trace) -> list[str]:
-    """Say which versions and devices differ."""
+    """Return a text for each of torch, GPU, CUDA and attention that differs between this run and the reference."""
     a, b = reference.environment, context.got.environment
     return [
         f"{k} is {b[k]} and was {a[k]}"

@@ -81,7 +81,11 @@ def _source_files(
 def explain_differing_tensors(
     context: Context, reference: Trace, rest: Sequence[str], looked: Mapping[str, Inspected]
 ) -> None:
-    """Explain what differs and is not the bytes of another tensor; looked into where both checkpoints are open."""
+    """Add a cause to `context` for each kind of difference among the tensors `rest`, those no earlier rule explained.
+
+    Args:
+        looked: {name: what `inspect_tensors` found}; empty unless both checkpoints are open.
+    """
     looked = {n: looked[n] for n in rest if n in looked}
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
     left = [n for n in rest if n not in looked]

@@ -232,7 +232,8 @@ def _are_whole_parts(x: Array, most: int) -> bool:
 
 
 def _count_distinct(x: Array) -> int:
-    """Count the different values, up to rounding."""
+    """Count distinct values of non-negative `x`; neighbours within 1e-5, relative, count as one; 1 for an empty
+    array."""
     import numpy as np
 
     found = np.sort(x)

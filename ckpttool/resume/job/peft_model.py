@@ -94,7 +94,8 @@ def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -
 
 
 def _find_adapter_config(settings: RunSettings, opened: OpenCheckpoint, name: str) -> dict[str, Any] | None:
-    """Find adapter_config.json, and parse it; None if there is none."""
+    """Find and parse adapter_config.json of the adapter `name` ("": not known), in the folder of `settings.config`,
+    else near the checkpoint (`find_adapter_files`); None if there is none."""
     found = None
     if settings.config is not None and os.path.isdir(settings.config):
         with Source(settings.config) as folder:

@@ -200,8 +200,13 @@ def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, An
 def check_batches_fit_model(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary: int | None) -> None:
     """Refuse data of build() that its model cannot be called with, before anything is loaded.
 
+    Args:
+        loss: the job's own loss(model, batch); None: the model computes it from input_ids and labels.
+        vocabulary: None if not known, then ids are not checked.
+
     Raises:
-        UsageError: a sample is no row of tokens; the model or the loss takes other arguments.
+        UsageError: a sample is no row of tokens; samples differ in keys or shape; a token id is out of the vocabulary;
+            the model or the loss takes other arguments.
     """
     import numpy as np
 

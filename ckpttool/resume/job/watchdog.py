@@ -161,7 +161,8 @@ class _Pulse(threading.Thread):
         self.main = threading.main_thread().ident
 
     def run(self) -> None:
-        """Publish a beat every period, and have the stack written if Python's lock is not free in time."""
+        """Publish a beat every period, or sooner at a new stage, until `over` is set; faulthandler writes the stacks to
+        `stacks` if native code holds the GIL for almost `timeout`."""
         count, quiet, before, bytes_before, used_before = 0, 0.0, (0, 0), 0, 0.0
         while True:
             done, used, now = _bytes_moved(), _cpu_seconds(), (_here.position, _here.moves)

@@ -49,7 +49,8 @@ def _as_int64(x: int) -> int:
 
 
 def _sum_mixed(bits: Tensor, index: Tensor) -> int:
-    """Sum up one block; `bits` and `index` are int64 tensors of one size, both are overwritten."""
+    """Return the sum over a block of mix(bits[i], index[i]) mod 2^64 (splitmix64's finaliser); `index` are flat indices
+    in the whole tensor. Both int64, both overwritten."""
     index.mul_(_as_int64(_A))
     z = bits.add_(1).mul_(_as_int64(_C)).add_(index)
     for shift, factor in ((30, _B), (27, _C)):
