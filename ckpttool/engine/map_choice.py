@@ -55,7 +55,7 @@ def apply_name_map(
         vocab_size: rows that the vocabulary shall have, instead of those in config.json.
 
     Raises:
-        UsageError, Unsupported: as `mapping.mapped`.
+        UsageError: as `maps.load`. Unsupported: as `mapping.apply_map`.
     """
     if asked == NO_MAP or (asked is None and not (to_hub and ckpt.trainer)):  # maps of trainers are found by its name
         return ckpt, source

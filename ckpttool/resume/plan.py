@@ -22,8 +22,8 @@ from ..engine.opening import OpenCheckpoint, OpenOptions, drop_unused_hints, ope
 from ..errors import UsageError, argument
 from ..formats.stored_tensors import decode_number
 from ..index.names import step_count
+from ..printable import count_noun
 from .request import RunSettings, VerifyRequest, parse_mesh
-from .text import plural
 from .trace.model import Trace, read_reference
 from .trace.records import NumericsRecord
 
@@ -291,8 +291,8 @@ def choose_mesh(world_size: int | None, mesh: str | None, as_rank: bool, device:
         raise UsageError(f"{argument('mesh', mesh)} has {size} ranks, but there are {ranks}.")
     if device == "cuda" and not as_rank and ranks > gpus:
         raise UsageError(
-            f"{ranks} ranks, but this machine has {plural(gpus, 'GPU')}. Pass {argument('device', 'cpu')} to run them "
-            "on the CPU, or start ckpttool with torchrun or srun to use several nodes."
+            f"{ranks} ranks, but this machine has {count_noun(gpus, 'GPU')}. Pass {argument('device', 'cpu')} to run "
+            "them on the CPU, or start ckpttool with torchrun or srun to use several nodes."
         )
     return dims
 

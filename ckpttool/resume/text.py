@@ -1,6 +1,6 @@
-"""Formats numbers, lists and names of tensors for checks, causes and reports.
+"""Formats numbers, changes and names of tensors for checks, causes and reports.
 
-    format_number(0.00001234) == "1.23e-05"        plural(2, "step") == "2 steps"
+    format_number(0.00001234) == "1.23e-05"
     readable_name("model.layers.1.self_attn.q_proj.weight") == "layer 1, self_attn.q_proj"
 
 The canonical name of a tensor is "model." and an FQN, or "optim.state.", an FQN and a slot of the optimizer. Names come
@@ -14,8 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
-from ..printable import count_noun as plural
-from ..printable import list_first as format_list
 from ..printable import printable
 
 __all__ = [
@@ -24,13 +22,11 @@ __all__ = [
     "describe_changes",
     "describe_selection",
     "escape_unprintable",
-    "format_list",
     "format_number",
     "fqn_of",
     "is_step",
     "layer_of",
     "name_components",
-    "plural",
     "readable_name",
     "shorten_middle",
     "slot_of",

@@ -39,7 +39,7 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     """Plan a save of a stage for an engine of `world_size` ranks.
 
     Raises:
-        UsageError: no world size was given and the source has none. Unsupported: see training.split_training_state.
+        UsageError: no world size was given and the source has none. Unsupported: see split_state.split_training_state.
     """
     world = options.ranks(ckpt)
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)

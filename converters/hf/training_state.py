@@ -2,7 +2,7 @@
 
     training_state/state.safetensors     or, in shards,
     training_state/state-0000i-of-0000n.safetensors      every tensor that is no weight, by canonical name
-    training_state/values.json                           every value (ckpttool/values.py)
+    training_state/values.json                           every value (ckpttool/formats/values.py)
     training_state/index.json                            written last
 
     {"version": 1,

@@ -1,5 +1,5 @@
-"""Checks of whole files: what `salvage.problems` says of those that are cut off, lost or something else, and what a
-layout could not read."""
+"""Checks of whole files: what `salvage.find_problems` says of those that are cut off, lost or something else, and what
+a layout could not read."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from ..text import plural
+from ...printable import count_noun
 from ..trace.batches import split_marks
 from ..trace.model import Step, Trace
 from . import bounds as table
@@ -221,9 +221,10 @@ class StepComparison:
             f"{_WORDS[signal]} deviates by {worst.deviation:.2g}: {worst.got!r} and was {worst.expected!r}, in {where}"
         )
         if worst.deviation == 0:
-            what = f"{_WORDS[signal]} is bit-equal" + ("" if stage == "step1" else f" in {plural(len(every), 'step')}")
+            span = "" if stage == "step1" else f" in {count_noun(len(every), 'step')}"
+            what = f"{_WORDS[signal]} is bit-equal{span}"
         if worst.left_out:
-            what += f"; {plural(worst.left_out, 'tensor')} whose gradient is rounding noise not counted"
+            what += f"; {count_noun(worst.left_out, 'tensor')} whose gradient is rounding noise not counted"
         shown = None if worst.deviation == 0 else where
         return Check.of(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
 
@@ -245,10 +246,10 @@ class StepComparison:
             return Check.unknown(name, self._explain_lacking(stage, "batch"))
         wrong = [b.step for a, b in known if a.batch != b.batch]
         if not wrong:
-            return Check.of(name, True, f"the same batch in {plural(len(known), 'step')}", 0, 0, "exact")
-        text = f"batches that differ from the reference's in {len(wrong)} of {plural(len(known), 'step')}"
+            return Check.of(name, True, f"the same batch in {count_noun(len(known), 'step')}", 0, 0, "exact")
+        text = f"batches that differ from the reference's in {len(wrong)} of {count_noun(len(known), 'step')}"
         if (rows := next((count_common_rows(a, b) for a, b in known if a.batch != b.batch), None)) is not None:
-            text += f"; {rows[0]} of the {plural(rows[1], 'row')} of step {wrong[0]} are the reference's"
+            text += f"; {rows[0]} of the {count_noun(rows[1], 'row')} of step {wrong[0]} are the reference's"
         return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
 
     def _check_rates(self, stage: str) -> Check:
@@ -259,7 +260,7 @@ class StepComparison:
         known = [(a, b) for _, a, b in self._steps_of_stage(stage) if a.learning_rates and b.learning_rates]
         if not known:
             return Check.unknown(name, self._explain_lacking(stage, "learning_rates"))
-        worst, where, text = 0.0, None, f"the same learning rates in {plural(len(known), 'step')}"
+        worst, where, text = 0.0, None, f"the same learning rates in {count_noun(len(known), 'step')}"
         for a, b in known:
             for label, x, y in rates_by_group(self.reference, self.got, a, b):
                 d = relative_deviation(y, x)

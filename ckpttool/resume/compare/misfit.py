@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...errors import argument
 from ...huggingface import lora
-from ..text import format_list, plural
+from ...printable import count_noun, list_first
 from ..trace.model import Trace
 from ..trace.records import MisfitRecord
 from .differences import missing_and_extra, shape_differences
@@ -102,9 +102,9 @@ def describe_misfit(got: Trace) -> str:
     how: MisfitRecord = got.misfit or {"missing": [], "surplus": [], "shapes": {}}
     if adapter := how.get("adapter"):
         return (
-            f"the checkpoint holds an adapter ({adapter}) and none of the {plural(len(how['missing']), 'tensor')} of "
-            "the base model. Merge it into that with `ckpttool adapter merge BASE ADAPTER DST`, and verify the result, "
-            "or give a checkpoint that holds both"
+            f"the checkpoint holds an adapter ({adapter}) and none of the {count_noun(len(how['missing']), 'tensor')} "
+            "of the base model. Merge it into that with `ckpttool adapter merge BASE ADAPTER DST`, and verify the "
+            "result, or give a checkpoint that holds both"
         )
     if prefix := how.get("prefix"):
         return (
@@ -118,17 +118,17 @@ def describe_misfit(got: Trace) -> str:
         )
     if rows := how.get("rows"):
         return (
-            f"{format_list(how['shapes'])} have {rows[0]} rows in the checkpoint and {rows[1]} in the job. Take the "
+            f"{list_first(how['shapes'])} have {rows[0]} rows in the checkpoint and {rows[1]} in the job. Take the "
             f"configuration that the checkpoint was trained with, or convert it with {argument('vocab_size', rows[1])}"
         )
     parts = [
-        f"the checkpoint lacks {plural(len(how['missing']), 'tensor')} of the job, first {how['missing'][0]}"
+        f"the checkpoint lacks {count_noun(len(how['missing']), 'tensor')} of the job, first {how['missing'][0]}"
         if how.get("missing")
         else "",
-        f"it has {plural(len(how['surplus']), 'tensor')} that the job lacks, first {how['surplus'][0]}"
+        f"it has {count_noun(len(how['surplus']), 'tensor')} that the job lacks, first {how['surplus'][0]}"
         if how.get("surplus")
         else "",
-        f"{plural(len(how['shapes']), 'tensor')} have another shape, first {next(iter(how['shapes']))}"
+        f"{count_noun(len(how['shapes']), 'tensor')} have another shape, first {next(iter(how['shapes']))}"
         if how.get("shapes")
         else "",
     ]

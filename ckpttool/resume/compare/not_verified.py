@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..text import escape_unprintable, format_list, fqn_of, plural
+from ...printable import count_noun, list_first
+from ..text import escape_unprintable, fqn_of
 from ..trace.model import Trace
 from .differences import ignored_config_keys, ignored_options
 from .side_state_differences import compare_side_state, is_recording, side_state_of
@@ -80,7 +81,7 @@ def _copies_not_saved(got: Trace) -> Iterator[str]:
     """Say which tensors' copies the round trip cannot vouch for."""
     if apart := got.roundtrip.get("apart"):
         yield (
-            f"whether a save keeps every rank's own copy of {plural(len(apart), 'tensor')}, first "
+            f"whether a save keeps every rank's own copy of {count_noun(len(apart), 'tensor')}, first "
             f"{escape_unprintable(apart[0])}: torch saves one copy"
         )
 
@@ -131,9 +132,9 @@ def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
         yield f"not used by this job, and compared with nothing: {', '.join(rest)}"
     extra = [n for found in apart.values() if found.compared for n in found.extra]
     if extra:
-        yield f"only in this checkpoint, so compared with nothing: {escape_unprintable(format_list(extra))}"
+        yield f"only in this checkpoint, so compared with nothing: {escape_unprintable(list_first(extra))}"
     if unknown := [n for found in apart.values() for n in found.unknown]:
-        yield f"objects of classes that ckpttool does not build: {escape_unprintable(format_list(unknown))}"
+        yield f"objects of classes that ckpttool does not build: {escape_unprintable(list_first(unknown))}"
 
 
 def _unread_files(got: Trace) -> Iterator[str]:
@@ -141,7 +142,7 @@ def _unread_files(got: Trace) -> Iterator[str]:
     if got.unread:
         yield (
             "files beside the checkpoint that were not read: "
-            f"{escape_unprintable(format_list([f'{n} ({what})' for n, what in got.unread]))}"
+            f"{escape_unprintable(list_first([f'{n} ({what})' for n, what in got.unread]))}"
         )
 
 
@@ -152,8 +153,8 @@ def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
         rest = [n for n in got.state if n not in got.stored and fqn_of(n) not in tied]
         if rest:
             yield (
-                f"{plural(len(rest), 'tensor')} of another dtype in the files, so not compared with them: "
-                f"{escape_unprintable(format_list(rest))}"
+                f"{count_noun(len(rest), 'tensor')} of another dtype in the files, so not compared with them: "
+                f"{escape_unprintable(list_first(rest))}"
             )
     if reference is None:
         return
@@ -162,10 +163,10 @@ def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
         and got.config is not None
         and (keys := ignored_config_keys(reference.config, got.config))
     ):
-        what = escape_unprintable(format_list(keys))
+        what = escape_unprintable(list_first(keys))
         yield f"keys of the model's configuration that only one version of transformers writes: {what}"
     if keys := ignored_options(reference, got):
-        yield f"options of param groups that only one version of torch writes: {escape_unprintable(format_list(keys))}"
+        yield f"options of param groups that only one version of torch writes: {escape_unprintable(list_first(keys))}"
 
 
 def _checks_not_judged(checks: Sequence[Check]) -> Iterator[str]:
@@ -175,7 +176,7 @@ def _checks_not_judged(checks: Sequence[Check]) -> Iterator[str]:
         if c.verdict == "not comparable":
             by.setdefault(c.text, []).append(c.name)
     for why, names in by.items():
-        yield _one_line(format_list(names), why)
+        yield _one_line(list_first(names), why)
 
 
 def _one_line(names: str, why: str) -> str:

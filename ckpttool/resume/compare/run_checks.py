@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ..text import format_list, plural
+from ...printable import count_noun, list_first
 from ..trace.model import Trace
 from .bounds import Bound
 from .differences import (
@@ -153,7 +153,7 @@ def check_ranks(got: Trace) -> Check:
             return Check.of(
                 name, False, text, max(relative_deviation(x, losses[0]) for x in losses), 0, "exact", f"step {s.step}"
             )
-    return Check.of(name, True, f"all ranks have the same loss, in {plural(len(known), 'step')}", 0, 0, "exact")
+    return Check.of(name, True, f"all ranks have the same loss, in {count_noun(len(known), 'step')}", 0, 0, "exact")
 
 
 def _losses_by_value(losses: Sequence[float]) -> str:
@@ -161,7 +161,7 @@ def _losses_by_value(losses: Sequence[float]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, x in enumerate(losses):
         ranks.setdefault(repr(x), []).append(rank)
-    return "; ".join(f"{x} on {format_list([f'rank {r}' for r in rs])}" for x, rs in list(ranks.items())[:4])
+    return "; ".join(f"{x} on {list_first([f'rank {r}' for r in rs])}" for x, rs in list(ranks.items())[:4])
 
 
 def check_finite(got: Trace) -> Check:
@@ -176,7 +176,7 @@ def check_finite(got: Trace) -> Check:
             text = f"{found[0][0]} is {found[0][1]} in step {s.step}{more}"
             return Check.of(name, False, text, source="exact", where=f"step {s.step}, {found[0][0]}")
     return Check.of(
-        name, True, f"loss and norms are finite numbers in {plural(len(got.steps), 'step')}", source="exact"
+        name, True, f"loss and norms are finite numbers in {count_noun(len(got.steps), 'step')}", source="exact"
     )
 
 
@@ -214,7 +214,7 @@ def check_dead(reference: Trace | None, got: Trace) -> Check:
     theirs = {s.step: s.grad_norm for s in reference.steps} if reference is not None else {}
     dead = [s.step for s in known if s.grad_norm == 0 and theirs.get(s.step) != 0]
     if dead:
-        text = f"the grad norm is 0 in {plural(len(dead), 'step')}: nothing is learned"
+        text = f"the grad norm is 0 in {count_noun(len(dead), 'step')}: nothing is learned"
         return Check.of(name, False, text, len(dead), 0, "exact", f"step {dead[0]}")
     return Check.of(name, True, "there is a gradient in every step", 0, 0, "exact")
 
@@ -227,5 +227,5 @@ def check_round_trip(got: Trace) -> Check:
     wrong = [str(n) for n in got.roundtrip["differing"]]
     options = sum(n.startswith("optim.param_groups.") for n in wrong)
     kinds = (("tensor", len(wrong) - options), ("option", options))
-    bad = f"{' and '.join(plural(n, kind) for kind, n in kinds if n)} changed by a save and a load"
+    bad = f"{' and '.join(count_noun(n, kind) for kind, n in kinds if n)} changed by a save and a load"
     return Check.exact(name, wrong, "what was saved was loaded again, bit for bit", bad)

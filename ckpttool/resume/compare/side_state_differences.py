@@ -78,7 +78,7 @@ def _describe_change(name: str, expected: object, found: object) -> str:
 
 
 class Marked(NamedTuple):
-    """What a mark says of a tensor, an array, bytes or a long list (`beside.Mark`)."""
+    """What a mark says of a tensor, an array, bytes or a long list (`side_state.Mark`)."""
 
     kind: str
     shape: tuple[int, ...]

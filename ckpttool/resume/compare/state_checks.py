@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 
 from ...index.names import step_count
-from ..text import describe_changes, format_list, fqn_of, plural, slot_of
+from ...printable import count_noun, list_first
+from ..text import describe_changes, fqn_of, slot_of
 from ..trace.model import Trace
 from .differences import (
     are_alike,
@@ -39,10 +40,10 @@ def check_loaded(got: Trace, profile: str) -> Check:
     if got.failed is not None:
         return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
     if copies := tensors_with_unequal_copies(got):
-        return Check.exact(name, copies, "", f"copies on several ranks differ, of {plural(len(copies), 'tensor')}")
+        return Check.exact(name, copies, "", f"copies on several ranks differ, of {count_noun(len(copies), 'tensor')}")
     if (rounded := got.environment.get("rounded")) and profile != "relaxed":
         return Check.exact(
-            name, rounded, "", f"the job rounds {plural(len(rounded), 'tensor')} to a less precise dtype"
+            name, rounded, "", f"the job rounds {count_noun(len(rounded), 'tensor')} to a less precise dtype"
         )
     if not got.stored or not got.state:
         return Check.unknown(
@@ -51,7 +52,7 @@ def check_loaded(got: Trace, profile: str) -> Check:
     wrong = tensors_not_as_stored(got)
     good = f"the job holds what the files contain, in all {len(got.stored)} tensors"
     return Check.exact(
-        name, wrong, good, f"the job does not hold what the files contain, in {plural(len(wrong), 'tensor')}"
+        name, wrong, good, f"the job does not hold what the files contain, in {count_noun(len(wrong), 'tensor')}"
     )
 
 
@@ -79,7 +80,9 @@ def _implausible_facts(got: Trace) -> list[str]:
     if trained > 0:
         zeros = [n for n, v in steps.items() if v == 0]
         if zeros and len(zeros) == len(steps):
-            problems.append(f"the optimizer's step is 0 on all {plural(len(steps), 'tensor')}, after {trained} steps")
+            problems.append(
+                f"the optimizer's step is 0 on all {count_noun(len(steps), 'tensor')}, after {trained} steps"
+            )
         elif zeros:
             problems += [f"optim.state.{n}.step is 0, after {trained} steps" for n in zeros]
         moments = any(slot_of(n) != "weights" for n in got.state) or bool(steps)
@@ -134,7 +137,7 @@ def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     out = []
     if reference.state and got.state:
         missing, extra = missing_and_extra(reference, got)
-        parts = [f"{plural(len(missing), 'tensor')} missing"] if missing else []
+        parts = [f"{count_noun(len(missing), 'tensor')} missing"] if missing else []
         parts += [f"{len(extra)} that the reference does not have"] if extra else []
         out.append(Check.exact(names[0], missing + extra, f"the same {len(got.state)} tensors", ", ".join(parts)))
     else:
@@ -148,16 +151,16 @@ def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     unknown: list[str] = got.environment.get("not_rounded") or []
     good = f"the same shapes and dtypes in all {len(common)} tensors"
     if rounded or unknown:
-        what = plural(len(rounded) + len(unknown), "tensor")
+        what = count_noun(len(rounded) + len(unknown), "tensor")
         good = (
             f"the same shapes; {what} of another dtype in the files, as the profile allows: "
-            f"{format_list([*rounded, *unknown])}"
+            f"{list_first([*rounded, *unknown])}"
         )
     if not common:
         out.append(Check.unknown(names[1], "run and reference have no tensor in common"))
     else:
-        parts = [f"{plural(len(shapes), 'tensor')} with another shape"] if shapes else []
-        parts += [f"{plural(len(dtypes), 'tensor')} with another dtype"] if dtypes else []
+        parts = [f"{count_noun(len(shapes), 'tensor')} with another shape"] if shapes else []
+        parts += [f"{count_noun(len(dtypes), 'tensor')} with another dtype"] if dtypes else []
         out.append(Check.exact(names[1], shapes + dtypes, good, ", ".join(parts)))
     same = [n for n in common if n not in other_shapes and n not in other_dtypes]
     compared = [n for n in same if reference.state[n][2] and got.state[n][2]]
@@ -168,9 +171,8 @@ def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
             good += f"; {len(rounded)} of them are exactly the reference's rounded to {got.state[rounded[0]][0]}"
         if unknown:
             good += f"; {len(unknown)} of another dtype are not compared, since a recording has no rounded ones"
-        bad = (
-            f"{len(wrong)} of {plural(len(compared), 'tensor')} {'has' if len(wrong) == 1 else 'have'} different bytes"
-        )
+        verb = "has" if len(wrong) == 1 else "have"
+        bad = f"{len(wrong)} of {count_noun(len(compared), 'tensor')} {verb} different bytes"
         out.append(Check.exact(names[2], wrong, good, bad))
     else:
         out.append(Check.unknown(names[2], "no tensor has a fingerprint on both sides"))
@@ -178,8 +180,8 @@ def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     two = {n: (reference.scalars[n], got.scalars[n]) for n in both}
     wrong = describe_changes({n: (a, b) for n, (a, b) in two.items() if not are_alike(float(a), float(b))})
     if both:
-        good = f"equal values of all {plural(len(both), 'tensor')} with one element"
-        bad = f"{plural(len(wrong), 'tensor')} with one element {'differs' if len(wrong) == 1 else 'differ'}"
+        good = f"equal values of all {count_noun(len(both), 'tensor')} with one element"
+        bad = f"{count_noun(len(wrong), 'tensor')} with one element {'differs' if len(wrong) == 1 else 'differ'}"
         out.append(Check.exact(names[3], wrong, good, bad))
     else:
         out.append(Check.unknown(names[3], "no tensor with one element is known on both sides"))
@@ -216,11 +218,13 @@ def _check_param_groups(reference: Trace, got: Trace) -> Check:
     problems = []
     for key, where in found.items():
         first, (expected, value) = next(iter(where.items()))
-        problems.append(f"{key} is {value!r} and was {expected!r} for {plural(len(where), 'parameter')}, first {first}")
+        problems.append(
+            f"{key} is {value!r} and was {expected!r} for {count_noun(len(where), 'parameter')}, first {first}"
+        )
     if missing:
-        problems.append(f"{plural(len(missing), 'parameter')} not in the optimizer, first {missing[0]}")
+        problems.append(f"{count_noun(len(missing), 'parameter')} not in the optimizer, first {missing[0]}")
     if extra:
-        problems.append(f"{plural(len(extra), 'parameter')} only in this optimizer, first {extra[0]}")
+        problems.append(f"{count_noun(len(extra), 'parameter')} only in this optimizer, first {extra[0]}")
     good = f"the same options for all {len(ours)} parameters"
     out = Check.exact(name, problems, good, "param groups differ")
     if problems:
@@ -242,7 +246,7 @@ def _check_scheduler(reference: Trace, got: Trace) -> Check:
         return _mention_extra(
             Check.exact(name, problems, "the same scheduler state", "the scheduler state differs"), found
         )
-    text = f"the scheduler's {format_list(found.missing)} is missing"
+    text = f"the scheduler's {list_first(found.missing)} is missing"
     return Check.of(name, False, text, len(found.missing), 0, "exact")
 
 
@@ -252,12 +256,12 @@ def _check_component(reference: Trace, got: Trace, component: str) -> Check:
     found = compare_side_state(reference, got, component)
     if found.is_lost:
         if files := [n for n, what in got.unread if what == component]:
-            return Check.unknown(name, f"{what} may be in {format_list(files)}, which was not read")
-        text = f"the checkpoint has lost {what}: {format_list(found.missing)}"
+            return Check.unknown(name, f"{what} may be in {list_first(files)}, which was not read")
+        text = f"the checkpoint has lost {what}: {list_first(found.missing)}"
         return Check.of(name, False, text, len(found.missing), 0, "exact")
     if not found.compared and not found.missing:
         return Check.unknown(name, _explain_absent(reference, got, component, what))
-    good = f"{what}: the same {plural(found.compared, 'value')}"
+    good = f"{what}: the same {count_noun(found.compared, 'value')}"
     return _mention_extra(Check.exact(name, found.problems, good, f"{what} differ"), found)
 
 
@@ -276,13 +280,13 @@ def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> 
     theirs, ours = side_state_of(reference, component), side_state_of(got, component)
     if not theirs:
         return f"the original checkpoint does not hold {what}" + ("" if ours else ", and neither does this one")
-    return f"{what} cannot be compared: {format_list(theirs)} are objects of other classes"
+    return f"{what} cannot be compared: {list_first(theirs)} are objects of other classes"
 
 
 def _mention_extra(check: Check, found: SideStateDiff) -> Check:
     """Add to a check's text what only this side has."""
     if found.extra:
-        check.text += f"; only here: {format_list(found.extra)}"
+        check.text += f"; only here: {list_first(found.extra)}"
     return check
 
 
@@ -301,8 +305,8 @@ def _check_values(reference: Trace, got: Trace) -> Check:
             problems.append(f"clip is {got.clip!r} and was {reference.clip!r}")
     if not compared and not problems:
         return Check.unknown(name, "no counter or other value is known on both sides")
-    bad = f"{plural(len(problems), 'value')} differing"
-    out = Check.exact(name, problems, f"the same {plural(compared, 'value')}", bad)
+    bad = f"{count_noun(len(problems), 'value')} differing"
+    out = Check.exact(name, problems, f"the same {count_noun(compared, 'value')}", bad)
     return _mention_extra(out, SideStateDiff(extra=extra))
 
 
@@ -330,7 +334,7 @@ def _check_tied(reference: Trace, got: Trace) -> Check:
     theirs, ours = tied_groups(reference), tied_groups(got)
     problems = [f"{' and '.join(sorted(g))} were tied and are not" for g in sorted(theirs - ours, key=sorted)]
     problems += [f"{' and '.join(sorted(g))} are tied and were not" for g in sorted(ours - theirs, key=sorted)]
-    good = f"the same {plural(len(ours), 'tied parameter')}" if ours else "no parameter is tied on either side"
+    good = f"the same {count_noun(len(ours), 'tied parameter')}" if ours else "no parameter is tied on either side"
     return Check.exact(name, problems, good, "tied parameters differ")
 
 

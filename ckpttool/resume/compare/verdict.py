@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ..text import format_list
+from ...printable import list_first
 from ..trace.model import SCHEMA, Trace, spell_non_finite, trace_to_json
 from .misfit import does_not_fit
 
@@ -71,7 +71,7 @@ class Check:
         if not problems:
             return cls.of(name, True, good, 0, 0, "exact")
         first = problems[0].split(" ")[0]
-        text = f"{bad}: {format_list(problems)}"
+        text = f"{bad}: {list_first(problems)}"
         return cls.of(name, False, text, len(problems), 0, "exact", first if "." in first else None)
 
     @classmethod

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from ...engine.opening import OpenCheckpoint
+from ...printable import list_first
 from ..compare.differences import state_obstacle
 from ..compare.verdict import Cause, Check
-from ..text import format_list, fqn_of
+from ..text import fqn_of
 from ..trace.model import Trace
 from .context import Context
 from .kinds import CauseKind
@@ -110,6 +111,6 @@ def find_causes(
             rule.explain(context)
     if not context.out:
         evidence = [f"{c.name}: {c.text}" for c in context.failed.values()]
-        text = f"no known fault looks like this: {format_list(context.failed)} failed"
+        text = f"no known fault looks like this: {list_first(context.failed)} failed"
         context.add(CauseKind.UNKNOWN, text, evidence)
     return context.out

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...printable import count_noun, list_first
 from ..compare.dynamics import count_marks
-from ..text import format_list, plural
 from ..trace.batches import split_marks
 from ..trace.model import Step, Trace
 from .kinds import CauseKind
@@ -30,7 +30,9 @@ def describe_row_mismatch(
         return None
     first, second = known[0]
     same, many = (count_marks(first) & count_marks(second)).total(), count_marks(second).total()
-    some = f"{same} of the {plural(many, 'row')} of step {second.step} {'is' if same == 1 else 'are'} the reference's"
+    some = (
+        f"{same} of the {count_noun(many, 'row')} of step {second.step} {'is' if same == 1 else 'are'} the reference's"
+    )
     if (twice := _describe_doubled_rows(first, second)) is not None:
         return CauseKind.DATA_ROWS, f"{twice}: {some}"
     ahead = _find_shift([(b, a.step) for a, b in known], reference.steps)
@@ -38,13 +40,16 @@ def describe_row_mismatch(
     k = ahead if ahead is not None else None if behind is None else -behind
     if k:
         way = "ahead of" if k > 0 else "behind"
-        return CauseKind.DATA_ROWS, f"the data is shifted by {plural(abs(k), 'sample')}, {way} the reference: {some}"
+        return (
+            CauseKind.DATA_ROWS,
+            f"the data is shifted by {count_noun(abs(k), 'sample')}, {way} the reference: {some}",
+        )
     steps = _steps_by_row(reference.steps)
     found = [steps[row][0] for row in (count_marks(second) - count_marks(first)).elements() if row in steps]
     if not same and not found:
         return None
     if same + len(found) == many:
-        others = format_list([f"step {s}" for s in sorted(set(found))])
+        others = list_first([f"step {s}" for s in sorted(set(found))])
         return CauseKind.DATA_ORDER, f"the rows come in a different order: {some}, and the others are those of {others}"
     text = f"{some}, {len(found)} of its other steps" if found else some
     return CauseKind.DATA_ROWS, f"{text}, and {many - same - len(found)} of none that was recorded"
@@ -64,10 +69,10 @@ def _describe_doubled_rows(expected: Step, got: Step) -> str | None:
     if len(copies) == 1 and len(next(iter(copies.values()))) == len(ours) - 1 > 1:
         return f"all {len(ours)} ranks have the same rows"
     whose = [
-        f"{format_list([f'rank {r}' for r in ranks])} {'has' if len(ranks) == 1 else 'have'} the rows of rank {first}"
+        f"{list_first([f'rank {r}' for r in ranks])} {'has' if len(ranks) == 1 else 'have'} the rows of rank {first}"
         for first, ranks in copies.items()
     ]
-    return format_list(whose)
+    return list_first(whose)
 
 
 def _steps_by_row(steps: Sequence[Step]) -> dict[str, list[int]]:

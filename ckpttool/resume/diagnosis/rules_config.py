@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 from ...errors import argument
+from ...printable import count_noun, list_first
 from ..compare.differences import (
     common_steps,
     config_differences,
@@ -19,7 +20,7 @@ from ..compare.differences import (
     rates_by_group,
 )
 from ..compare.side_state_differences import compare_side_state, side_state_of
-from ..text import describe_changes, format_list, plural
+from ..text import describe_changes
 from ..trace.model import Trace
 from .context import Context
 from .kinds import CauseKind
@@ -66,7 +67,7 @@ def explain_model_config(context: Context) -> None:
     if "config.model" not in context.failed or reference.config is None or context.got.config is None:
         return
     found = config_differences(reference.config, context.got.config)
-    text = f"the model's configuration differs: {format_list(describe_changes(found))}"
+    text = f"the model's configuration differs: {list_first(describe_changes(found))}"
     context.add(CauseKind.MODEL_CONFIGURATION, text, context.failed_texts("probe.logits", "step1.loss"))
 
 
@@ -85,7 +86,7 @@ def explain_param_groups(context: Context) -> None:
             by.setdefault(repr(two), []).append(n)
         for names in by.values():
             a, b = where[names[0]]
-            whose = f"{plural(len(names), 'parameter')}, first {names[0]}"
+            whose = f"{count_noun(len(names), 'parameter')}, first {names[0]}"
             if len(names) == len(known):
                 whose = "all parameters"
             kind, name = CauseKind.OPTION, key.replace("_", "-")
@@ -100,10 +101,10 @@ def explain_param_groups(context: Context) -> None:
                 context.explained.add("rates")
             context.add(kind, text, context.failed_texts("config.groups"), names, name=name)
     if missing:
-        text = f"{plural(len(missing), 'parameter')} not in the optimizer and not trained, first {missing[0]}"
+        text = f"{count_noun(len(missing), 'parameter')} not in the optimizer and not trained, first {missing[0]}"
         context.add(CauseKind.OPTIMIZER_MEMBERS, text, context.failed_texts("config.groups"), missing)
     if extra:
-        text = f"{plural(len(extra), 'parameter')} that the reference's optimizer does not have, first {extra[0]}"
+        text = f"{count_noun(len(extra), 'parameter')} that the reference's optimizer does not have, first {extra[0]}"
         context.add(CauseKind.OPTIMIZER_MEMBERS, text, context.failed_texts("config.groups"), extra)
 
 
@@ -157,10 +158,10 @@ def explain_scheduler(context: Context) -> None:
         elif found:
             kind, text = (
                 CauseKind.SCHEDULER_STATE,
-                f"the scheduler state differs: {format_list(describe_changes(found))}",
+                f"the scheduler state differs: {list_first(describe_changes(found))}",
             )
         else:
-            kind, text = CauseKind.SCHEDULER_INCOMPLETE, f"of the scheduler {format_list(missing)} is missing"
+            kind, text = CauseKind.SCHEDULER_INCOMPLETE, f"of the scheduler {list_first(missing)} is missing"
         context.add(kind, text, evidence)
         return
     if not evidence or "rates" in context.explained:
@@ -193,9 +194,9 @@ def explain_side_state(context: Context) -> None:
         if check not in context.failed or not found.problems:
             continue
         if found.is_lost:
-            text = f"the checkpoint has lost {what}: {format_list(found.missing)}"
+            text = f"the checkpoint has lost {what}: {list_first(found.missing)}"
         else:
-            text = f"{what} differ{'s' if what.endswith(' state') else ''}: {format_list(found.problems)}"
+            text = f"{what} differ{'s' if what.endswith(' state') else ''}: {list_first(found.problems)}"
         context.add(kind, text, context.failed_texts(check))
 
 
@@ -221,7 +222,7 @@ def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[CauseKind, st
                 )
             return (
                 CauseKind.SCHEDULER_OFFSET,
-                f"the learning rates are those of {plural(abs(gap), 'step')} {'later' if gap > 0 else 'earlier'}",
+                f"the learning rates are those of {count_noun(abs(gap), 'step')} {'later' if gap > 0 else 'earlier'}",
             )
     mine = {tuple(y.learning_rates or []) for _, y in known}
     if len(mine) == 1 and len(known) > 1 and len({tuple(x.learning_rates or []) for x, _ in known}) > 1:
@@ -286,7 +287,7 @@ def explain_data(context: Context) -> None:
     if gap == -b.start and b.start:
         context.add(CauseKind.DATA_RESTART, "the data starts over from the beginning", evidence)
     elif len(gaps) == 1:
-        text = f"the data is {plural(abs(gap), 'step')} {'ahead of' if gap > 0 else 'behind'} the reference"
+        text = f"the data is {count_noun(abs(gap), 'step')} {'ahead of' if gap > 0 else 'behind'} the reference"
         context.add(CauseKind.DATA_OFFSET, text, evidence)
     else:
         context.add(CauseKind.DATA_ORDER, "the same batches come in a different order", evidence)

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from statistics import median
 
+from ...printable import count_noun, list_first
 from ..compare.differences import (
     first_common_step,
     non_finite_values,
@@ -20,7 +21,7 @@ from ..compare.differences import (
     relative_deviation,
     tensor_deviations,
 )
-from ..text import describe_selection, format_list, fqn_of, plural, readable_name
+from ..text import describe_selection, fqn_of, readable_name
 from ..trace.model import Step, Trace
 from .context import Context
 from .kinds import CauseKind, TensorKind
@@ -201,7 +202,7 @@ def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) ->
         now, was = ("on", "off") if context.got.dropout else ("off", "on")
         text = f"dropout is {now} in this job and was {was} in the reference"
     elif a is not None and b is not None and a != b:
-        text = f"dropout is {format_list(map(str, b))} and was {format_list(map(str, a))}"
+        text = f"dropout is {list_first(map(str, b))} and was {list_first(map(str, a))}"
     elif "config.rng" in context.failed:
         return
     else:
@@ -300,7 +301,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
         members.setdefault(id(chosen), set()).add(n)
     group = next((m for m in members.values() if len(members) > 1 and set(found) == m & set(every)), None)
     if group is not None and len(found) > 1:
-        text = f"{equal}the updates of one param group ({plural(len(found), 'tensor')}) are not: its options"
+        text = f"{equal}the updates of one param group ({count_noun(len(found), 'tensor')}) are not: its options"
         context.add(CauseKind.OPTIMIZER_GROUP, text, evidence, found)
         return
     whose = "its" if len(found) == 1 else "their"
@@ -321,7 +322,7 @@ def explain_probe_ranks(context: Context) -> None:
     """Explain ranks that compute other logits, from which all other numbers follow."""
     if "probe.ranks" in context.failed and "weights" not in context.explained:
         odd = context.got.probe.get("odd") or []
-        who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {format_list(map(str, odd), 8)} compute"
+        who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {list_first(map(str, odd), 8)} compute"
         text = f"{who} other logits than the others" if odd else "ranks compute different logits"
         text += " from one batch: another model there, other buffers or kernels, or no eval mode"
         context.add(CauseKind.RANK_DISAGREES, text, context.failed_texts("probe.ranks"))
@@ -335,7 +336,7 @@ def explain_loss_ranks(context: Context) -> None:
         usual, times = Counter(losses).most_common(1)[0]
         odd = [r for r, x in enumerate(losses) if x != usual]
         if times * 2 > len(losses):
-            who = f"ranks {format_list(map(str, odd), 8)} disagree" if len(odd) > 1 else f"rank {odd[0]} disagrees"
+            who = f"ranks {list_first(map(str, odd), 8)} disagree" if len(odd) > 1 else f"rank {odd[0]} disagrees"
             text = f"{who} with the others on the loss, from step {step.step} on"
         else:
             text = f"ranks disagree on the loss, from step {step.step} on: it is not reduced over all of them"
@@ -360,5 +361,5 @@ def explain_round_trip(context: Context) -> None:
     """Explain what changed when the job was saved and loaded again."""
     if "roundtrip.state" in context.failed:
         names = [str(n) for n in context.got.roundtrip.get("differing", [])]
-        text = f"saving and loading again changes {format_list([readable_name(n) for n in names], 1)}"
+        text = f"saving and loading again changes {list_first([readable_name(n) for n in names], 1)}"
         context.add(CauseKind.SAVE_OR_LOAD, text, context.failed_texts("roundtrip.state"), names)

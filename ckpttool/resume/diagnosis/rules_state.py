@@ -15,6 +15,7 @@ from itertools import islice
 from math import prod
 from typing import TypeVar
 
+from ...printable import count_noun, list_first
 from ..compare.differences import (
     differing_tensors,
     missing_and_extra,
@@ -29,12 +30,10 @@ from ..text import (
     LAYER,
     component_of,
     describe_selection,
-    format_list,
     fqn_of,
     is_step,
     layer_of,
     name_components,
-    plural,
     readable_name,
     slot_of,
 )
@@ -59,7 +58,8 @@ def explain_load(context: Context) -> None:
     if copies := tensors_with_unequal_copies(got):
         context.add(
             CauseKind.COPIES_DIFFER,
-            f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first {readable_name(copies[0])}",
+            f"ranks that should hold the same {count_noun(len(copies), 'tensor')} do not, first "
+            f"{readable_name(copies[0])}",
             context.failed_texts("state.loaded"),
             copies,
         )
@@ -68,7 +68,7 @@ def explain_load(context: Context) -> None:
     if rounded and "state.loaded" in context.failed:
         context.add(
             CauseKind.ROUNDED_ON_LOAD,
-            f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first "
+            f"the job cannot hold {count_noun(len(rounded), 'tensor')} as the files have them, first "
             f"{readable_name(rounded[0])}: an optimizer keeps its moments in the dtype of the parameter. The files may "
             "well be right (compare them with ckpttool diff), but this job begins with rounded ones",
             context.failed_texts("state.loaded"),
@@ -86,7 +86,7 @@ def explain_load(context: Context) -> None:
         from_ = holders.get(got.state[n][2], []) if n in got.state else []
         if len(from_) == 1 and prod(got.state[n][1]) > 1:
             evidence.append(f"{n} holds what the files have for {from_[0]}")
-    text = f"loading changed {plural(len(wrong), 'tensor')}: the job does not hold what the files contain"
+    text = f"loading changed {count_noun(len(wrong), 'tensor')}: the job does not hold what the files contain"
     context.add(CauseKind.LOADING, text, evidence, wrong)
 
 
@@ -125,19 +125,17 @@ def explain_absent(context: Context) -> None:
         params = list(dict.fromkeys(fqn_of(n) for n in gone))
         whole = [p for p in params if not any(fqn_of(n) == p for n in ours)]
         slots = sorted({slot_of(n) for n in gone})
+        many = count_noun(len(params), "parameter")
         if len(whole) == len(params):
-            many = plural(len(params), "parameter")
             text = f"the optimizer's state of {many} is missing, first {readable_name(params[0])}"
         else:
-            text = (
-                f"{' and '.join(slots)} of {plural(len(params), 'parameter')} missing, first {readable_name(params[0])}"
-            )
+            text = f"{' and '.join(slots)} of {many} missing, first {readable_name(params[0])}"
         context.add(CauseKind.MOMENTS_MISSING, text, evidence, gone)
     strange = [n for n in extra if not n.startswith("optim.state.")] or extra
     if extra and not missing:
         context.add(
             CauseKind.TENSOR_EXTRA,
-            f"{plural(len(extra), 'tensor')} that the reference does not have, first {readable_name(strange[0])}",
+            f"{count_noun(len(extra), 'tensor')} that the reference does not have, first {readable_name(strange[0])}",
             evidence,
             extra,
         )
@@ -228,7 +226,7 @@ def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list
             )
         if several:
             what = "; ".join(f"{readable_name(a)} holds {readable_name(b)}" for a, b in list(several.items())[:3])
-            text = f"{plural(len(several), 'tensor')} ({name_components(several)}) hold the bytes of others: {what}"
+            text = f"{count_noun(len(several), 'tensor')} ({name_components(several)}) hold the bytes of others: {what}"
             evidence = [f"{a} has the fingerprint that {b} has in the reference" for a, b in list(several.items())[:8]]
             context.add(TensorKind.COPIED, text, evidence, list(several), explains=(component,))
     return [n for n in wrong if n not in moves]
@@ -262,7 +260,7 @@ def _explain_slots(context: Context, left: dict[str, str]) -> None:
     for two in sorted({tuple(sorted((slot_of(a), slot_of(b)))) for a, b in pairs_.items()}):
         names = [a for a, b in pairs_.items() if tuple(sorted((slot_of(a), slot_of(b)))) == two]
         params = list(dict.fromkeys(fqn_of(n) for n in names))
-        of = f"of {plural(len(params), 'parameter')}, first {readable_name(params[0])}"
+        of = f"of {count_noun(len(params), 'parameter')}, first {readable_name(params[0])}"
         both = sum(pairs_.get(pairs_[a]) == a for a in names) == len(names)
         if both:
             text = f"{two[0]} and {two[1]} are exchanged, {of}"
@@ -307,7 +305,7 @@ def _explain_layers(context: Context, reference: Trace, left: dict[str, str]) ->
         every = sorted({i for n in reference.state if (i := layer_of(n)) is not None})
         if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
             text += "; this is the order of their numbers sorted as text"
-    evidence = [f"{plural(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
+    evidence = [f"{count_noun(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
     context.add(CauseKind.LAYERS_EXCHANGED, text, evidence, names)
 
 
@@ -325,7 +323,7 @@ def _explain_leaves(context: Context, left: dict[str, str]) -> None:
             by.setdefault((two[0], two[1]), []).append(a)
     for (x, y), names in by.items():
         layers = sorted({i for n in names if (i := layer_of(n)) is not None})
-        inside = f" in layer{'s' if len(layers) > 1 else ''} {format_list(map(str, layers), 6)}" if layers else ""
+        inside = f" in layer{'s' if len(layers) > 1 else ''} {list_first(map(str, layers), 6)}" if layers else ""
         text = f"{x} and {y} are exchanged{inside} ({name_components(names)})"
         evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
         context.add(CauseKind.EXCHANGED, text, evidence, names)
@@ -347,7 +345,7 @@ def _explain_parts(context: Context, left: dict[str, str]) -> None:
     names = [n for group in by.values() for n in group]
     parts = [fqn_of(n)[m.end() :].split(".") for n in names if (m := LAYER.search(fqn_of(n)))]
     common = [x for x, *others in zip(*parts, strict=False) if all(x == y for y in others)]
-    what = ".".join(common).removesuffix(".weight") or plural(len(names), "tensor")
+    what = ".".join(common).removesuffix(".weight") or count_noun(len(names), "tensor")
     moves = ", ".join(f"that of layer {i} is layer {j}'s" for i, j in sorted(by))
     evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
     text = f"{what} is that of another layer ({name_components(names)}): {moves}"
@@ -381,7 +379,7 @@ def _explain_steps(
         context.add(CauseKind.STEP_DIFFERS, f"the optimizer's steps differ {where}", evidence, names)
         return rest
     gap = int(gaps.pop())
-    far = f"{plural(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
+    far = f"{count_noun(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
     if len(moments & set(steps)) * 10 < len(steps) * 9:
         context.add(
             CauseKind.STEP_OFFSET,
@@ -407,7 +405,7 @@ def _explain_steps(
         if len(steps) == len(every)
         else f" of layer {layers.pop()}"
         if len(layers) == 1 and None not in layers
-        else f" of {plural(len(steps), 'parameter')}"
+        else f" of {count_noun(len(steps), 'parameter')}"
     )
     text = f"the optimizer's state{part} is from another step, {far}"
     context.add(CauseKind.OPTIMIZER_STALE, text, evidence, old)

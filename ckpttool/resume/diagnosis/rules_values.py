@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ...printable import count_noun, list_first
 from ..compare.differences import optimizer_steps, options_by_parameter
-from ..text import component_of, describe_selection, format_list, fqn_of, is_step, name_components, plural, slot_of
+from ..text import component_of, describe_selection, fqn_of, is_step, name_components, slot_of
 from ..trace.model import Trace
 from .context import Context
 from .files import FaultyFiles, Inspected, file_of, find_faulty_files, place_of
@@ -40,7 +41,7 @@ def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: S
     first = next(n for n in wrong if n in seen)
     kinds = {group.kind for group in groups}
     most = max(groups, key=lambda group: len(group.names))
-    parts = f"{plural(len(wrong), 'tensor')} ({name_components(wrong)})"
+    parts = f"{count_noun(len(wrong), 'tensor')} ({name_components(wrong)})"
     evidence = [*context.failed_texts("state.digests"), *(f"{n}: {d.text}" for n, d in list(seen.items())[:4])]
     kind, text = CauseKind.ONE_FILE, f"every difference lies in {found}: its parts of {parts}"
     if len(found.files) > 1:
@@ -59,10 +60,10 @@ def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: S
         text += " differ from the reference's"
     steps = [n for n in wrong if is_step(n)]
     if steps:
-        evidence.append(f"optimizer steps of {plural(len(steps), 'parameter')} in it differ as well")
+        evidence.append(f"optimizer steps of {count_noun(len(steps), 'parameter')} in it differ as well")
     unread = len(wrong) - len(steps) - len(seen)
     if unread:
-        evidence.append(f"{plural(unread, 'tensor')} were not read; all have a part in it")
+        evidence.append(f"{count_noun(unread, 'tensor')} were not read; all have a part in it")
     place = None if found.theirs else place_of(context.opened[1].locate(), first, seen[first].first)
     context.add(kind, text, evidence, list(wrong), place)
     return True
@@ -98,7 +99,7 @@ def explain_differing_tensors(
         text = _describe_tensors(context, reference, kind, names, more, seen)
         evidence = [f"{n}: {seen[n].text}" for n in names[:8]]
         if more:
-            evidence.append(f"{plural(len(more), 'tensor')} of the same kind differ and were not read")
+            evidence.append(f"{count_noun(len(more), 'tensor')} of the same kind differ and were not read")
         place = None if context.opened is None else place_of(context.opened[1].locate(), names[0], seen[names[0]].first)
         context.add(kind, text, evidence, names + more, place, name=dtype)
     equal = [n for n in looked if n not in seen]
@@ -216,7 +217,7 @@ def _describe_factors(
     why = _explain_bias_correction(reference, of)
     if why is None and all(_are_close(min(found), max(found)) for found in by.values()):
         why = _explain_gradient_factor(context, reference, {slot: found[0] for slot, found in by.items()})
-    return f"{format_list(texts, 8)})" + (f": {why}" if why else "")
+    return f"{list_first(texts, 8)})" + (f": {why}" if why else "")
 
 
 def _are_close(x: float, y: float) -> bool:

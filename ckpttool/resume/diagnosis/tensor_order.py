@@ -11,7 +11,7 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..text import plural
+from ...printable import count_noun
 from .kinds import TensorKind
 from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, unequal_mask
 
@@ -83,7 +83,7 @@ def _find_shifted(pair: ArrayPair) -> Found | None:
                     toward = "end" if sign > 0 else "beginning"
                     row = a.size // a.shape[0]
                     by, unit = (k // row, "row") if row > 1 and k % row == 0 else (k, "element")
-                    what = f"holds the reference shifted by {plural(by, unit)} toward the {toward}"
+                    what = f"holds the reference shifted by {count_noun(by, unit)} toward the {toward}"
                     if (first % row or (last + 1) % row) and last + 1 - first < a.size - 2 * k:
                         what += f", in elements {first}:{last + 1} of {a.size}"
                     return Found(TensorKind.SHIFTED, what, {"shift": sign * k})

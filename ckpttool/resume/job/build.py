@@ -32,8 +32,8 @@ from ...engine.opening import OpenCheckpoint
 from ...errors import Unsupported, UsageError, argument
 from ...index.checkpoint import Checkpoint
 from ...live.job_optimizers import OWN_FLAGS, list_optimizers
+from ...printable import count_noun
 from ..request import RunSettings
-from ..text import plural
 from ..trace.live_facts import list_dropouts, named_parameters
 from .peft_model import add_lora_layers
 from .user_job import call_build
@@ -311,7 +311,7 @@ def _match_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
             if buffer is not None and entry is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(getattr(torch, entry.dtype))
     if idle:
-        notes.append(f"not trained: {plural(idle, 'parameter')} that no param group of the checkpoint lists")
+        notes.append(f"not trained: {count_noun(idle, 'parameter')} that no param group of the checkpoint lists")
 
 
 # ------------------------------------------------------------------------------------------------------------ sharding

@@ -30,6 +30,7 @@ from ...live.collectives import gather_objects
 from ...live.load import load_opened
 from ...live.plain_values import is_lossless_cast
 from ...live.shared_index import look_together
+from ...printable import count_noun
 from ..compare import misfit
 from ..job.build import Job, build_job
 from ..job.round_trip import round_trip
@@ -37,7 +38,7 @@ from ..job.training import measure_memory, measure_probe, measure_recorded_probe
 from ..job.user_job import check_batches_fit_model
 from ..job.watchdog import Beat, beat_to_json, enter_stage, publishing_beats, report_progress, write_stages_to
 from ..request import RunSettings, Status, read_settings
-from ..text import fqn_of, plural
+from ..text import fqn_of
 from ..trace import batches, fingerprint
 from ..trace.live_facts import (
     collective_device,
@@ -310,7 +311,9 @@ def _fingerprint_state(
     out.quanta = fingerprint.global_norms(low, device, fingerprint.spacing_16bit)
     out.groups = [] if job.optimizer is None else plain_param_groups(job.model, job.optimizer)
     if apart:
-        out.notes.append(f"copies on several ranks are not equal, of {plural(len(apart), 'tensor')}, first {apart[0]}")
+        out.notes.append(
+            f"copies on several ranks are not equal, of {count_noun(len(apart), 'tensor')}, first {apart[0]}"
+        )
         out.environment["copies_differ"] = apart
     tied = {n for group in out.tied for n in group}
     used = _IN_JOB if trained else ("model",)
@@ -336,7 +339,7 @@ def _fingerprint_state(
         ]
         if other:
             kinds = f"{entries[other[0]].dtype} in the files and {dtype_name(tensors[other[0]])} in the job"
-            out.notes.append(f"of another dtype: {plural(len(other), 'tensor')}, first {other[0]}: {kinds}")
+            out.notes.append(f"of another dtype: {count_noun(len(other), 'tensor')}, first {other[0]}: {kinds}")
         common = [n for n in entries if n in tensors]
         in_job = {n: tensors[n].dtype for n in other}
         out.stored = fingerprint.fingerprint_files(opened, common, *ranks, device, _RateReporter(status), in_job)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import UsageError, argument
 from ...live.collectives import gather_objects
-from ..text import format_list, plural
+from ...printable import count_noun, list_first
 from . import fingerprint
 from .side_state import collect_side_state, flatten_side_state, mark_array
 
@@ -111,7 +111,7 @@ def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
     else:
         names = sorted(set().union(*(p[2] for p in parts)))
         unrecorded["extra"] = (
-            f"ranks hold different sharded tensors, of {plural(len(names), 'tensor')}: {format_list(names)}"
+            f"ranks hold different sharded tensors, of {count_noun(len(names), 'tensor')}: {list_first(names)}"
         )
     for key in unrecorded.keys() & given.keys() - {"extra"}:  # what the other ranks have is not the whole
         for found_ in (values, others, variants):

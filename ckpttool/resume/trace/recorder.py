@@ -25,8 +25,7 @@ from typing import Any
 
 from ...errors import UsageError, argument
 from ...live.collectives import gather_objects
-from ...printable import printable
-from ..text import format_list, plural
+from ...printable import count_noun, list_first, printable
 from .batches import digest_and_marks
 from .fingerprint import can_fingerprint, fingerprint_each_rank, fingerprint_tensors
 from .live_facts import (
@@ -86,7 +85,7 @@ class Recorder:
             `state` within it.
         group: the data-parallel group, if some ranks get the same data (tensor parallelism).
         rows: whether to record 8 characters for each row of a batch, which name the rows if a later job reads others.
-        about: known fields of `trace.Trace`: global_batch, micro_batch (rows of one forward pass), sequence, dtype
+        about: known fields of `model.Trace`: global_batch, micro_batch (rows of one forward pass), sequence, dtype
             ("bf16": computed in bfloat16), clip (the bound of gradient clipping; 0 is none), seed, data. In bfloat16,
             step 1 is compared more strictly if micro_batch and sequence are known and equal to those of the next job.
 
@@ -201,7 +200,7 @@ class Recorder:
             tensors = {n: t for n, t in tensors.items() if n not in set(odd)}
             if odd:
                 lacks["tensors"] = (
-                    f"no fingerprint of {plural(len(odd), 'tensor')} of another class: {format_list(odd)}"
+                    f"no fingerprint of {count_noun(len(odd), 'tensor')} of another class: {list_first(odd)}"
                 )
         except Exception as e:
             failed = f"{type(e).__name__}: {e}"
