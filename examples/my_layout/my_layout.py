@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
-from numpy.lib import format as npy
 
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
@@ -35,14 +34,13 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     for i, file in enumerate(files):
         head = io.BytesIO(where.source.read(file, 0, min(sizes[i], 4096)))
         try:
-            npy.read_magic(head)
-            shape, fortran, dtype = npy.read_array_header_1_0(head)
+            np.lib.format.read_magic(head)
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(head)
         except ValueError as e:
             raise Corrupt(f"{where.source.root}/{file} is not an .npy file of version 1: {e}.") from None
         if fortran or dtype.name not in ITEMSIZE:
             raise Unsupported(f"{where.source.root}/{file}: only row-major arrays of numbers are read.")
-        name = file.removesuffix(".npy")
-        chunks = Chunks.whole(shape, i, head.tell(), sizes[i] - head.tell())
+        name, chunks = file.removesuffix(".npy"), Chunks.whole(shape, i, head.tell(), sizes[i] - head.tell())
         tensors[f"model.{name}"] = TensorEntry(dtype.name, shape, ("model", name), chunks)
     return Checkpoint("npy", where.source.root, None, files, sizes, tensors, {})
 
@@ -54,13 +52,16 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     for name, t in ckpt.tensors.items():
         dtype = options.cast(name, t.dtype)
         wanted = fnmatchcase(name, f"model.{mine.npy_only}") and t.numel <= mine.npy_most
-        if t.path[0] != "model" or not wanted or not (mine.npy_integers or "float" in dtype):
-            dropped.append(Dropped(name, t.nbytes, "not a weight that the options ask for"))
+        if (
+            t.component != "model"
+            or not wanted
+            or not (mine.npy_integers or "float" in dtype)
+            or dtype not in np.sctypeDict
+        ):
+            dropped.append(Dropped(name, t.nbytes, f"no weight that the options ask for and numpy has: {dtype}"))
             continue
-        if dtype == "bfloat16" or dtype.startswith("float8"):
-            raise Unsupported(f'"{name}" is {dtype}, which numpy does not have. Cast it: --dtype fp32.')
-        head = io.BytesIO()
-        npy.write_array_header_1_0(head, {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": t.shape})
+        head, about = io.BytesIO(), {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": t.shape}
+        np.lib.format.write_array_header_1_0(head, about)
         nbytes = t.numel * ITEMSIZE[dtype]
         tensors[name] = TensorEntry(dtype, t.shape, t.path, Chunks.whole(t.shape, len(files), head.tell(), nbytes))
         files.append(DraftFile(f"{name.removeprefix('model.')}.npy", head.tell() + nbytes, head.getvalue()))
