@@ -351,6 +351,6 @@ def test_half_of_the_tensors_of_a_file_do_not_make_it_the_cause(both: Any) -> No
 
 def test_a_file_with_everything_in_it_is_no_cause(tmp_path: Path) -> None:
     for name, change in (("a", None), ("b", rank1)):
-        files(tmp_path, name, change)
+        files(tmp_path, name, change).close()
     with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
         assert [c.kind for c in blamed(job(), edit_state(job(), tensors), opened=(a, b))] == ["close"]
